@@ -24,10 +24,10 @@ PIP_INDEXES = $(BIN)/pip config list | sed -E "s/^(:env:|global|install)\.//; s/
 		/^no-index [^0FfNn]/ { print "--no-index" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check recipes bench gpu fuzz lock clean
+.PHONY: help setup train test test-all check bench gpu parts lock clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
 
 setup: .venv/installed  ## make .venv and install what training needs (requirements.txt) and the command cifar-zero
 
@@ -58,29 +58,34 @@ check: .venv/dev  ## ruff and pyright
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-recipes: .venv/dev  ## a few steps of every recipe, on one rank and under ZeRO on two, and of every command of the course: minutes
-	RECIPES=1 $(WITH_NINJA) $(BIN)/pytest tests/distributed/test_recipes.py tests/commands/test_readme.py tests/commands/test_cluster.py tests/commands/test_install.py
-
 bench: .venv/dev  ## one round of each comparison with the reference loops: a few minutes (docs/performance.md)
 	for name in tutorial limit data "deepspeed --stages 3"; do $(BIN)/python -m benchmarks.speed $$name --repeats 1 || exit; done
 
 gpu: .venv/dev  ## the first minutes on a GPU: agreement, memory, speed, the largest model; continues where it stopped
 	$(WITH_NINJA) $(BIN)/python -m benchmarks.gpu
 
-# Each part of `make fuzz` ends within an hour on two cores.
-FUZZ_PARTS := packages comparison commands strategies resume recipes
-fuzz-packages: FILES := tests --ignore tests/comparison --ignore tests/commands --ignore tests/distributed
-fuzz-comparison: FILES := tests/comparison tests/distributed/test_compare.py
-fuzz-commands: FILES := tests/commands
-fuzz-strategies: FILES := tests/distributed --ignore tests/distributed/test_resume.py \
-	--ignore tests/distributed/test_recipes.py --ignore tests/distributed/test_compare.py
-fuzz-resume: FILES := tests/distributed/test_resume.py
-fuzz-recipes: FILES := tests/distributed/test_recipes.py
+# Parts of `make test-all`, the most valuable first, and the minutes that each takes on two cores.
+PARTS := comparison=8 resume=15 recipes=5 packages=10 strategies=20 experts=12 commands=16 nodes=10
+NAMES := $(foreach part,$(PARTS),test-all-$(firstword $(subst =, ,$(part))))
+RANKS := tests/distributed
+test-all-comparison: FILES := tests/comparison tests/step_check $(RANKS)/test_compare.py
+test-all-resume: FILES := $(RANKS)/test_resume.py
+test-all-recipes: FILES := $(RANKS)/test_recipes.py
+test-all-packages: FILES := tests $(addprefix --ignore ,tests/comparison tests/step_check tests/commands $(RANKS))
+test-all-commands: FILES := tests/commands
+test-all-strategies: FILES := $(RANKS) \
+	$(patsubst %,--ignore $(RANKS)/test_%.py,compare resume recipes experts two_nodes faults)
+test-all-experts: FILES := $(RANKS)/test_experts.py
+test-all-nodes: FILES := $(RANKS)/test_two_nodes.py $(RANKS)/test_faults.py
 
-fuzz: $(FUZZ_PARTS:%=fuzz-%)  ## every test in its whole form, in six parts of at most an hour each
+test-all: $(NAMES)  ## every test in its long form, in the parts that `make parts` lists
 
-$(FUZZ_PARTS:%=fuzz-%): .venv/cpu_adam
-	RECIPES=1 FUZZ=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) --timeout 3600 $(FILES)
+$(NAMES): .venv/cpu_adam
+	TEST_ALL=1 RECIPES=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) $(FILES)
+	@echo "$@: all tests have passed"
+
+parts:  ## the parts of test-all, the most valuable first, and the minutes that each takes on two cores
+	@printf 'test-all-%s\n' $(PARTS)
 
 lock: .venv/installed  ## write requirements.lock anew, after a change of requirements.txt or requirements-dev.txt
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \

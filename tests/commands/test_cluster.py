@@ -10,16 +10,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from torch.distributed.run import parse_args
 
 from cifar_zero.config import command_line
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, train_command
+from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all, train_command, wait_until
 
 FOLDER = ROOT / "configs" / "cluster"
 
@@ -96,102 +96,69 @@ def submit(tmp_path: Path, small_data: list[str]) -> Submit:
     return start
 
 
+def ended_by_slurm(job: subprocess.Popen[str], run: Path) -> str:
+    """Sends the job SIGUSR1 once its run has a checkpoint; returns what it has printed."""
+    wait_until(lambda: [*run.glob("checkpoints/*.ckpt")] or job.poll() is not None)
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=HANG_SECONDS)[0]
+    assert job.returncode == 128 + signal.SIGUSR1, said[-3000:]
+    return said
+
+
+@of_test_all
 @pytest.mark.distributed
 def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> None:
-    """Only `make fuzz` resumes the run."""
-    flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2"]
-    first = submit(*flags, "--epochs", "10000")
+    flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2", "--epochs", "10000"]
     runs = tmp_path / "runs" / "cifar-zero-4217"
-    over = time.monotonic() + HANG_SECONDS
-    while not [*runs.glob("version_0/checkpoints/*.ckpt")] and first.poll() is None and time.monotonic() < over:
-        time.sleep(0.1)
-    first.send_signal(signal.SIGUSR1)
-    said = first.communicate(timeout=HANG_SECONDS)[0]
-    assert first.returncode == 128 + signal.SIGUSR1, said[-3000:]
+    said = ended_by_slurm(submit(*flags), runs / "version_0")
     assert (tmp_path / "requests").read_text() == "requeue 4217\n"
     assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
     assert f"saved; resume with: {train_command()} --resume {runs}" in said
     flags_of_srun = json.loads((tmp_path / "flags.json").read_text())
     assert flags_of_srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
-    if WHOLE:
-        again = submit(*flags, "--max_steps", "100000", "--epochs", "10000", SLURM_RESTART_COUNT="1")
-        while not [*runs.glob("version_1/checkpoints/*.ckpt")] and again.poll() is None and time.monotonic() < over:
-            time.sleep(0.1)
-        again.send_signal(signal.SIGUSR1)
-        said = again.communicate(timeout=HANG_SECONDS)[0]
-        assert again.returncode == 128 + signal.SIGUSR1, said[-3000:]
-        assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
+    ended_by_slurm(submit(*flags, "--max_steps", "100000", SLURM_RESTART_COUNT="1"), runs / "version_1")
+    assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
 
 
-def test_what_the_slurm_script_asks_for() -> None:
-    lines = (FOLDER / "slurm.sbatch").read_text().splitlines()
-    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    assert {"--signal=USR1@120", "--requeue", "--open-mode=append"} <= {*asked}  # USR1: callbacks.stop
-
-
-def test_the_manifest_is_a_pytorchjob() -> None:
-    """What the operator (v1.9, pkg/apis/kubeflow.org/v1/pytorch_validation.go) requires, and what it looks for."""
+def pytorchjob() -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, str]]:
+    """Returns the manifest, its pod, its command, and what the operator sets (pkg/controller.v1/pytorch/elastic.go)."""
     job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert [*replicas] == ["Worker"]
-    elastic = job["spec"]["elasticPolicy"]
-    assert elastic["minReplicas"] <= replicas["Worker"]["replicas"] <= elastic["maxReplicas"]
-    pod = replicas["Worker"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["name"] == "pytorch"
-    assert container["image"]
-    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 23456}]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    elastic, pod = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    variables = {"PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}"}
+    variables |= {"PET_RDZV_BACKEND": elastic["rdzvBackend"], "PET_RDZV_ENDPOINT": "cifar-zero-worker-0:23456"}
+    return job, pod, pod["containers"][0]["command"], variables
 
 
-def test_torchrun_and_train_py_accept_the_command_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment has the variables that the operator sets (pkg/controller.v1/pytorch/elastic.go)."""
-    job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
-    elastic = job["spec"]["elasticPolicy"]
-    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    monkeypatch.setenv("PET_NNODES", f"{elastic['minReplicas']}:{elastic['maxReplicas']}")
-    monkeypatch.setenv("PET_RDZV_BACKEND", elastic["rdzvBackend"])
-    monkeypatch.setenv("PET_RDZV_ENDPOINT", "cifar-zero-worker-0:23456")
-    monkeypatch.setenv("PET_MAX_RESTARTS", str(elastic["maxRestarts"]))
-    program, *flags = container["command"]
-    assert program == "torchrun"
-    given = parse_args(flags)
-    assert (given.nnodes, given.nproc_per_node, given.max_restarts) == ("2:2", "8", 10)
-    assert (given.rdzv_backend, given.rdzv_endpoint) == ("c10d", "cifar-zero-worker-0:23456")
-    assert int(given.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert given.training_script == "train.py"
-    config = command_line.parse(given.training_script_args)
-    paths = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {config.data.root, config.output.out} <= paths
-    # Without worker-0, which holds the rendezvous, every container starts its command again.
-    assert (config.output.resume, config.output.name) == ("auto", job["metadata"]["name"])
-    assert config.recipe.batch_size % (int(given.nproc_per_node) * elastic["maxReplicas"]) == 0
-
-
-def test_torchrun_and_train_py_accept_the_command_of_the_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment has the variables that Kubeflow Trainer sets (v2.3, pkg/runtime/framework/plugins/torch)."""
+def trainjob() -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, str]]:
+    """The same of Kubeflow Trainer's (v2.3, pkg/runtime/framework/plugins/torch)."""
     runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     trainer = job["spec"]["trainer"]
-    monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))
-    monkeypatch.setenv("PET_NPROC_PER_NODE", str(trainer["numProcPerNode"]))
-    monkeypatch.setenv("PET_NODE_RANK", "1")
-    monkeypatch.setenv("PET_MASTER_ADDR", "cifar-zero-node-0-0.cifar-zero")
-    program, *flags = trainer["command"]
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["resources"] = trainer["resourcesPerNode"]
+    variables = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    return job, pod, trainer["command"], variables
+
+
+@pytest.mark.parametrize("manifest", [pytorchjob, trainjob])
+def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
+    manifest: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, pod, (program, *flags), variables = manifest()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert program == "torchrun"
     given = parse_args(flags)
-    assert (given.nnodes, given.nproc_per_node, given.node_rank) == ("2", "8", 1)
-    assert given.master_addr == "cifar-zero-node-0-0.cifar-zero"
-    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    config = command_line.parse(given.training_script_args)
-    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert (given.nnodes.split(":")[-1], given.nproc_per_node, given.training_script) == ("2", "8", "train.py")
     (container,) = pod["containers"]
-    assert {config.data.root, config.output.out} <= {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert int(given.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    mounts = container["volumeMounts"]
+    assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}
+    config = command_line.parse(given.training_script_args)
+    assert {config.data.root, config.output.out} <= {mount["mountPath"] for mount in mounts}
     # The pods start again together, and resume.
     assert (config.output.resume, config.output.name) == ("auto", job["metadata"]["name"])
-    assert config.recipe.batch_size % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
-    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert config.recipe.batch_size % (8 * 2) == 0
 
 
 @pytest.mark.distributed

@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each causes one clear error, or does no harm at all; `make fuzz` makes 1000 of them."""
+"""Damaged and hostile files: each causes one clear error or does no harm; `make test-all` makes 1000 of them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,14 @@ from cifar_zero import data, models
 from cifar_zero.config import command_line
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
+from tests.support.evil import Evil
 from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, train_all
-
-pytestmark = pytest.mark.distributed
 
 MUTATIONS = 200 if WHOLE else 15
 """Damaged copies of each kind of file."""
 
 SECONDS = 30
 """Longest time to read a file before it counts as hanging."""
-
-
-class Evil:
-    """Creates the folder `proof` when it is unpickled."""
-
-    def __init__(self, proof: Path):
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.proof),)
 
 
 def truncate(file: Path, rng: random.Random, proof: Path) -> None:
@@ -119,6 +108,7 @@ def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Call
     return refused
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("strategy", "devices"),
     [("deepspeed_stage_3", 2), *([("baseline", 1), ("deepspeed_stage_2", 1)] if WHOLE else [])],

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from cifar_zero.__main__ import COMMANDS
-from tests.support.helpers import ROOT, assert_ok
+from tests.support.helpers import ROOT, assert_ok, of_test_all
 
 PIP = [sys.executable, "-m", "pip"]
 ALONE = ["--no-deps", "--no-index"]
@@ -71,7 +71,7 @@ def test_zero_trains_what_ddp_trains():
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
+@of_test_all
 def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
     """The wheel is built from a clone. Its environment sees the packages of this one, and nothing of the repository."""
     clone, env, work = tmp_path / "clone", tmp_path / "env", tmp_path / "work"

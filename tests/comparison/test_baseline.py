@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,90 +10,46 @@ import pytest
 import torch
 
 from cifar_zero.comparison.baseline import compare
+from cifar_zero.core.errors import UsageError
 from cifar_zero.step_check.sketches import SIZE, places, sketch, sketch_of
-from tests.support.helpers import ROOT, assert_ok, run_program
-from tests.support.planted_faults import SITE
+from tests.support.helpers import ROOT, of_test_all
 
 CASES = ["--acceptance", "--quick", "--strategies", "deepspeed_stage_1"]
 OWN = ROOT / "tests" / "support" / "own_code.py"
-MODULE = ["--module", f"{OWN}:Digits", "--datamodule", f"{OWN}:DigitsData", "--strategies", "ddp", "--max_steps", "2"]
+MODULE = ["--module", f"{OWN}:Digits", "--datamodule", f"{OWN}:DigitsData", "--max_steps", "2"]
+MODULE += ["--strategies", "ddp", "--devices", "1"]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("baseline")
-    file = folder / "before.safetensors"
-    assert_ok(run_program("compare", *CASES, "--save_baseline", str(file), "--out", str(folder)))
-    return file
-
-
-def verdicts(baseline: Path, folder: Path, fault: str = "") -> tuple[int, str, list[dict[str, Any]]]:
-    """Returns the exit code, the notes and the cases of a comparison with a baseline, on two CPU ranks with a fault."""
-    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    if fault:
-        (folder / "sitecustomize.py").write_text(SITE.format(name=fault))
-    done = run_program("compare", *CASES, "--against", str(baseline), "--out", str(folder), env=environment)
-    found = json.loads((folder / "acceptance" / "version_0" / "comparison.json").read_text())
-    return done.returncode, " ".join(found["notes"]), found["variants"]
-
-
+@of_test_all
 @pytest.mark.distributed
-def test_the_same_machine_is_bit_identical(saved: Path, tmp_path: Path):
-    code, notes, cases = verdicts(saved, tmp_path)
-    assert (code, {case["kind"] for case in cases}) == (0, {"bit-identical"})
-    assert "Changed since the baseline" in notes
-    assert notes.rstrip(".").endswith("nothing")
-    assert saved.stat().st_size < 10**6
+def test_today_is_compared_with_yesterday(compared: Callable[..., Any], tmp_path: Path):
+    """The same machine is bit-identical; a fault is different where the baseline was not; and another torch is found,
+    although each of its steps is what plain PyTorch computes."""
+    file = tmp_path / "before.safetensors"
+    compared(*CASES, "--save_baseline", file)
+    assert file.stat().st_size < 10**6
+    code, found = compared(*CASES, "--against", file)
+    assert (code, {case["kind"] for case in found["variants"]}) == (0, {"bit-identical"})
+    assert " ".join(found["notes"]).rstrip(".").endswith("nothing")
+    code, found = compared(*CASES, "--against", file, fault="micro_batch_lost")
+    assert (code, found["variants"][0]["kind"]) == (1, "different")
+    assert found["variants"][0]["remark"].endswith("; in the baseline: within rounding")
+    code, found = compared(*CASES, "--against", file, fault="loss_of_torch_changed")
+    assert (code, {case["kind"] for case in found["variants"]}) == (1, {"different"})
+    assert {case["check"]["outcome"] for case in found["variants"]} == {"within rounding"}
+    assert found["variants"][0]["remark"].startswith("step 1: loss off by 0.1 %")
+    with pytest.raises(UsageError, match="has none of these cases on 1 ranks: it was saved by"):
+        compared(*MODULE, "--against", file)
 
 
-@pytest.mark.distributed
-def test_a_fault_is_different_and_the_baseline_was_not(saved: Path, tmp_path: Path):
-    code, _, cases = verdicts(saved, tmp_path, "micro_batch_lost")
-    assert (code, cases[0]["kind"]) == (1, "different")
-    assert cases[0]["remark"].endswith("; in the baseline: within rounding")
-
-
-@pytest.mark.distributed
-def test_another_torch_is_found_although_each_step_is_plain_pytorch(saved: Path, tmp_path: Path):
-    code, _, cases = verdicts(saved, tmp_path, "loss_of_torch_changed")
-    assert (code, {case["kind"] for case in cases}) == (1, {"different"})
-    assert {case["check"]["outcome"] for case in cases} == {"within rounding"}
-    assert cases[0]["remark"].startswith("step 1: loss off by 0.1 %")
-
-
-@pytest.mark.distributed
-def test_a_module_and_a_file_of_others(saved: Path, tmp_path: Path):
-    file, common = tmp_path / "module.safetensors", [*MODULE, "--devices", "1", "--out", str(tmp_path)]
-    assert_ok(run_program("compare", *common, "--save_baseline", str(file)))
-    done = run_program("compare", *common, "--against", str(file))
-    assert_ok(done)
-    assert "1 of 1 agree with the baseline" in done.stdout
-    damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes(file.read_bytes()[:-7])
-    others = {
-        damaged: "it is damaged",
-        tmp_path / "nowhere.safetensors": "No such file",
-        saved: "has none of these cases on 1 ranks: it was saved by",
-    }
-    for other, expected in others.items():
-        done = run_program("compare", *common, "--against", str(other))
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert expected in done.stderr
-    done = run_program("compare", *common, "--module.lr", "0.5", "--against", str(file))
-    assert "has none of these cases" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--strategies ddp --against before", "--save_baseline and --against are for --acceptance and --module"),
-        ("--acceptance --save_baseline nowhere/before", "--save_baseline nowhere/before: its directory does not exist"),
-    ],
-)
-def test_a_mistake_is_refused(flags: str, expected: str):
-    done = run_program("compare", *flags.split())
-    assert done.returncode == 2
-    assert expected in done.stderr
+def test_a_module_agrees_with_its_baseline_and_a_damaged_one_is_refused(compared: Callable[..., Any], tmp_path: Path):
+    file = tmp_path / "module.safetensors"
+    compared(*MODULE, "--save_baseline", file)
+    code, found = compared(*MODULE, "--against", file)
+    assert (code, [case["kind"] for case in found["variants"]]) == (0, ["bit-identical"])
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(UsageError, match="it is damaged"):
+        compared(*MODULE, "--against", file)
 
 
 def steps(**values: list[list[float]]) -> dict[str, torch.Tensor]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cifar_zero.comparison import compare
+from cifar_zero.comparison import compare, own_module
 from cifar_zero.comparison.trainings import Planned, plan, prepare
 from cifar_zero.core.errors import RunError, UsageError
 from tests.comparison.made_up import made_up
+from tests.support.helpers import ROOT
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
+SUPPORT = ROOT / "tests" / "support"
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
 
@@ -54,33 +57,57 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return compare.main()
 
 
+TWO = "--strategies baseline ddp"
+MODULE = f"--module {SUPPORT / 'own_code.py'}:Digits --datamodule {SUPPORT / 'own_code.py'}:DigitsData"
+RESUMED = f"{MODULE} --strategies deepspeed_stage_2 --devices 2 --accumulate 4 --max_steps 6 --resume_at"
+SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (f"{TWO} --min_accuracy 50", "--min_accuracy 50: give a share from 0 to 1, such"),
+        (f"{TWO} --against before", "--save_baseline and --against are for --acceptance and --module"),
+        (f"{TWO} --quick", "--quick is for --acceptance"),
+        (f"{TWO} --datamodule data.py:Data", "--datamodule is for --module"),
+        (f"{TWO} --resume_under deepspeed_stage_3", "--resume_under is for --resume_at: add it"),
+        (f"{TWO} --rename a=b", "--rename is for --script"),
+        ("--acceptance --min_accuracy 0.5", "leave it out with --acceptance"),
+        ("--acceptance --save_baseline nowhere/before", "--save_baseline nowhere/before: its directory does not exist"),
+        ("--acceptance --max_steps 5", "--acceptance trains cases of its own"),
+        ("--acceptance --strategies deepspeed_stage_9 ddp", "deepspeed_stage_9"),
+        ("--acceptance --strategies nowhere.json", "nowhere.json cannot be read"),
+        ("--acceptance --fuzz 3 --quick", "--fuzz draws strategies and recipes: leave out --strategies, --quick"),
+        (MODULE.split(" --datamodule")[0], "no train_dataloader: name its data with --datamodule FILE.py:NAME"),
+        (f"{MODULE} --module.lr fast", "--module.lr: expected float, not fast"),
+        (f"{MODULE} --module.foo 3", "choose from lr, "),
+        (f"{MODULE} --batch_size 4", "--batch_size is not for --module"),
+        (f"{MODULE} --strategies pipeline", "splits only the vision transformers"),
+        (f"{RESUMED} 6", "--resume_at 6 is not from 1 to 5"),
+        (f"{RESUMED} 3 --resume_devices 3", "--resume_devices 3 does not divide the micro-batches of a step"),
+        (f"{RESUMED} 3 --resume_under deepspeed_stage_7", "deepspeed_stage_7"),
+        (f"{SCRIPT} --acceptance", "leave out --acceptance"),
+        (f"{SCRIPT} --own_data", "--own_data is for the loader of a module"),
+        (f"{SCRIPT} --rename a", "--rename a: give OLD=NEW"),
+        ("--runs one two --junit .", "is a directory"),
+        ("--runs one one", "give each run once"),
+        ("--runs one three", "of the same variant"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_trained(
+    flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "load", lambda run: made_up(folder=str(run), seed=len(str(run))))
+    monkeypatch.setattr(own_module, "train_cases", lambda *arguments, **options: pytest.fail("it was trained"))
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        run(monkeypatch, *flags.split())
+
+
 def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="start it once"):
-        run(monkeypatch, "--strategies", "baseline", "ddp")
-
-
-def test_a_minimum_of_the_accuracy_is_a_share_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="--min_accuracy 50: give a share from 0 to 1, such"):
-        run(monkeypatch, "--strategies", "baseline", "ddp", "--min_accuracy", "50")
-    with pytest.raises(UsageError, match="leave it out with --acceptance"):
-        run(monkeypatch, "--acceptance", "--min_accuracy", "0.5")
-
-
-def test_a_directory_as_junit_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is a directory"):
-        run(monkeypatch, "--runs", "one", "two", "--junit", str(tmp_path))
-    with pytest.raises(UsageError, match="one"):  # that it is no run: --out is made later, and the file may be in it
-        run(monkeypatch, "--runs", "one", "two", "--out", str(tmp_path / "new"), "--junit", str(tmp_path / "new" / "x"))
-
-
-def test_runs_of_one_variant_or_given_twice_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "load", lambda run: made_up(folder=str(run), seed=len(str(run))))
-    with pytest.raises(UsageError, match="give each run once"):
-        run(monkeypatch, "--runs", "one", "one")
-    with pytest.raises(UsageError, match="of the same variant"):
-        run(monkeypatch, "--runs", "one", "three")
+        run(monkeypatch, *TWO.split())
 
 
 def test_the_verdicts_are_kept_if_the_report_fails(

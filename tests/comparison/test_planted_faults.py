@@ -1,17 +1,18 @@
 """Faults planted into DeepSpeed and torch on two real ranks: the acceptance finds each at its first step, with its
-tensor. `make test` plants one, `make fuzz` all."""
+tensor. `make test` plants one, `make test-all` all."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.helpers import ROOT, of_make_fuzz, run_program
-from tests.support.planted_faults import SITE, STEP
+from cifar_zero.comparison.cases import plan_cases
+from tests.support.helpers import of_test_all
+from tests.support.planted_faults import STEP
 
 pytestmark = pytest.mark.distributed
 
@@ -41,20 +42,18 @@ SLOW = {"bucket_not_reduced", "shard_changed_at_release", "learning_rate_one_ste
 
 
 @pytest.mark.parametrize(
-    "fault", [name if name == "micro_batch_lost" else pytest.param(name, marks=of_make_fuzz) for name in FAULTS]
+    "fault", [name if name == "micro_batch_lost" else pytest.param(name, marks=of_test_all) for name in FAULTS]
 )
-def test_a_planted_fault_is_found(fault: str, tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(SITE.format(name=fault))
-    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
+def test_a_planted_fault_is_found_and_no_case_is_left_out(fault: str, compared: Callable[..., Any], tmp_path: Path):
     stage, expected = FAULTS[fault]
-    quick = [] if fault in SLOW else ["--quick"]
-    flags = ["--acceptance", *quick, "--strategies", f"deepspeed_stage_{stage}", "--devices", "2"]
-    flags += ["--out", str(tmp_path), "--junit", str(tmp_path / "junit.xml")]
-    done = run_program("compare", *flags, env=environment)
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
-    comparison = json.loads((tmp_path / "acceptance" / "version_0" / "comparison.json").read_text())
-    remarks = [each["remark"] for each in comparison["variants"] if each["kind"] == "different"]
+    strategy, quick = f"deepspeed_stage_{stage}", fault not in SLOW
+    flags = ["--acceptance", *(["--quick"] if quick else []), "--strategies", strategy, "--devices", "2"]
+    code, comparison = compared(*flags, "--junit", tmp_path / "junit.xml", fault=fault)
+    cases = comparison["variants"]
+    assert code == 1
+    assert {case.name for case in plan_cases([strategy], 2, quick)} <= {case["name"] for case in cases}
+    remarks = [case["remark"] for case in cases if case["kind"] == "different"]
     assert any(re.match(expected, remark) for remark in remarks), remarks
-    alone = [each for each in comparison["variants"] if each["world_size"] == 1]  # where nothing is planted
-    assert all(each["kind"] in ("bit-identical", "within rounding") for each in alone)
+    alone = [case["kind"] for case in cases if case["world_size"] == 1]  # where nothing is planted
+    assert {*alone} <= {"bit-identical", "within rounding"}
     assert 'failures="' in (tmp_path / "junit.xml").read_text()

@@ -39,7 +39,6 @@ def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"losses__csv": "step,loss\n1,2.5\n2,1.2"}, "cut off"),
-        ({"losses__csv": "step,loss\n1,2.5\n2,\n"}, "cannot be read"),
         ({"losses__csv": "step,loss\n1,2.5\n2\n"}, "cannot be read"),
         ({"losses__csv": "time,loss\n1,2.5\n"}, "'step' is missing"),
         ({"config__yaml": ""}, "cannot be read"),

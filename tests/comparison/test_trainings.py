@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.comparison.trainings import plan, prepare, train_all, train_run
+from cifar_zero.comparison.trainings import plan, train_all, train_run
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.core.hardware import core_count
 from cifar_zero.training import run_process
 from tests.support.helpers import has_ended, wait_until
-
-Axes = tuple[list[str], list[str], list[str]]
-"""Strategies, devices, micro-batches."""
 
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
@@ -53,20 +49,6 @@ def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
         plan(["baseline", file], ["2"], [], 1, [*SMALL, "--gradient_clip_val", "2"])
 
 
-def test_more_ranks_than_cores_are_warned_of_once(small_data: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    ranks = core_count() + 1
-    flags = [*small_data, "--accelerator", "cpu", "--batch_size", str(4 * ranks)]
-    prepare(plan(["baseline", "ddp"], [str(ranks)], [], 1, flags))
-    assert capfd.readouterr().err.count(f"warning: {ranks} CPU ranks take turns on {core_count()} cores") == 1
-
-
-def test_a_run_for_each_seed() -> None:
-    baseline, other = plan(["baseline", "ddp"], ["2"], [], 2, [*SMALL, "--seed", "5"])
-    assert [other.run_name(seed) for seed in other.seeds] == ["ddp-seed_5", "ddp-seed_6"]
-    assert other.flags_of(6)[-4:] == ["--devices", "2", "--seed", "6"]
-    assert (baseline.run.recipe.batch_size, other.run.recipe.batch_size, other.run.placement.world_size) == (16, 16, 2)
-
-
 def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
     rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
     baseline, fsdp2, pipeline = (variant.run for variant in plan(["baseline", "fsdp2", "pipeline"], [], [], 1, rest))
@@ -84,25 +66,21 @@ def test_two_variants_never_share_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "rest", "message"),
+    ("strategies", "devices", "rest", "message"),
     [
-        ((["baseline"], [], []), [], "nothing to compare"),
-        ((["ddp", "ddp"], [], []), [], "would share a folder"),
-        ((["baseline", "ddq"], [], []), [], "unknown strategy 'ddq'"),
-        ((["baseline", "deepspeed_stage_3_superoffload"], [], []), [], "needs a CUDA GPU"),
-        (([], ["1", "3"], []), [], "no whole micro-batch"),
-        ((["baseline", "ddp"], [], []), ["--strategy", "ddp"], "--strategies"),
-        ((["baseline", "ddp"], [], []), ["--bench_steps", "5"], "--bench_steps"),
-        ((["baseline", "ddp"], [], []), ["--num_nodes", "2"], "--num_nodes"),
-        ((["baseline", "ddp"], [], []), ["--resume", "last"], "leave out --resume"),
-        (([], ["1", "01"], []), [], "would share a folder"),
+        (["baseline"], [], [], "nothing to compare"),
+        (["baseline", "ddq"], [], [], "unknown strategy 'ddq'"),
+        (["baseline", "deepspeed_stage_3_superoffload"], [], [], "needs a CUDA GPU"),
+        ([], ["1", "3"], [], "no whole micro-batch"),
+        (["baseline", "ddp"], [], ["--resume", "last"], "leave out --resume"),
+        ([], ["1", "01"], [], "would share a folder"),
     ],
 )
 def test_a_mistake_is_reported_before_anything_runs(
-    axes: tuple[list[str], list[str], list[str]], rest: list[str], message: str
+    strategies: list[str], devices: list[str], rest: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        plan(*axes, 1, [*SMALL, *rest])
+        plan(strategies, devices, [], 1, [*SMALL, *rest])
 
 
 PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
@@ -158,15 +136,15 @@ ranks[0].wait()
 """A launcher that forwards no signal, as ours forwards no Ctrl-C: a terminal sends it to the ranks directly."""
 
 
-def interrupted(
-    run_code: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, folder: Path, impatient: bool = False
-) -> list[str]:
-    """Ends a run of RANKS by Ctrl-C when both are ready; returns its output. The stubborn process must have ended."""
+@pytest.mark.parametrize("impatient", [False, True], ids=["once", "twice"])
+def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
+    impatient: bool, run_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wait = subprocess.Popen.wait
 
     def interrupt(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         if timeout is None and self.poll() is None:
-            while (folder / "a.log").read_text().count("\n") < 3:
+            while (tmp_path / "a.log").read_text().count("\n") < 3:
                 time.sleep(0.02)
             raise KeyboardInterrupt
         if impatient and timeout is not None:
@@ -177,22 +155,10 @@ def interrupted(
         patch.setattr(subprocess.Popen, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run_code(RANKS)
-    words = (folder / "a.log").read_text().split()
-    pid = next(int(word) for word in words if word.isdigit())
-    wait_until(lambda: has_ended(pid))
-    return words
-
-
-def test_ctrl_c_interrupts_all_ranks_and_kills_the_rest(
-    run_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "saved" in interrupted(run_code, monkeypatch, tmp_path)
-
-
-def test_a_second_ctrl_c_leaves_no_process(
-    run_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(run_code, monkeypatch, tmp_path, impatient=True)
+    words = (tmp_path / "a.log").read_text().split()
+    assert impatient or "saved" in words
+    stubborn = next(int(word) for word in words if word.isdigit())
+    wait_until(lambda: has_ended(stubborn))
 
 
 def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import of_make_fuzz, run_program
+from tests.support.helpers import of_test_all, run_program
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +34,7 @@ if "RANK" in os.environ and "ddp" in sys.orig_argv:
 """
 
 
-@of_make_fuzz
+@of_test_all
 def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list[str]) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(BROKEN_DDP)
@@ -61,7 +61,7 @@ def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list
     assert f"step {BROKEN_STEP}: gradient of net." in failure.attrib["message"]
 
 
-@of_make_fuzz
+@of_test_all
 def test_a_launcher_starts_the_ranks(tmp_path: Path, small_data: list[str]) -> None:
     torchrun = f"{Path(sys.executable).parent / 'torchrun'} --standalone --nproc_per_node 2"
     flags = [*small_data, "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "6", "--data.val_fraction", "0"]

@@ -3,7 +3,6 @@ supports them: they train to the same weights, are saved, resumed, tested and re
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.support.helpers import (
     last_checkpoint,
     last_weights,
     losses,
-    of_make_fuzz,
+    metrics_of,
     run_folder_of,
     run_program,
     train_all,
@@ -31,14 +30,13 @@ pytestmark = pytest.mark.distributed
 Run = tuple[str, str, int, int]
 """Recipe, strategy, ranks, ep_size."""
 
-EP_SIZES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+EP_SIZES = [(1, 1), (2, 1), (2, 2), (4, 2)]
 
 SAME = ["--model", "net_moe", "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "50"]
 SAME += ["--log_interval", "10", "--logger", "none", "--data.val_fraction", "0"]
 RECIPES = {
     "pr_moe": ["--model.num_experts", "[4, 8]", "--model.mlp_type", "residual", "--model.noisy_gate_policy", "RSample"],
     "top 2": ["--model.num_experts", "[4]", "--model.top_k", "2", "--model.noisy_gate_policy", "Jitter"],
-    "bfloat16": ["--model.num_experts", "[4]", "--precision", "bf16-mixed", "--optimizer.lr", "0.05"],
 }
 RECIPES["pr_moe"] += ["--optimizer.lr", "0.05"]
 # Adam enlarges the rounding of small gradients until a token is routed to another expert: fewer steps.
@@ -50,10 +48,7 @@ for flags in RECIPES.values():
     flags += ["--gradient_clip_val", "0.1"]
 
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(3)]
-RUNS: list[Run] = [
-    *(("pr_moe", "ddp", 2, 1), ("pr_moe", "deepspeed_stage_2", 2, 2)),
-    *(("top 2", "ddp", 2, 1), ("top 2", "deepspeed_stage_1_offload", 2, 2)),
-]
+RUNS: list[Run] = [("top 2", "ddp", 2, 1), ("top 2", "deepspeed_stage_2", 2, 2)]
 if WHOLE:
     every = [*STAGES, "deepspeed_stage_1_offload", "deepspeed_stage_2_offload"]
     RUNS = [
@@ -65,13 +60,11 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Run, Path]:
-    """The run folder of each run; runs with the same number of ranks share their processes."""
+    """The output directory of each run."""
     folder = tmp_path_factory.mktemp("runs")
     out = {run: folder / "-".join(map(str, run)) for run in RUNS}
-    for ranks in (1, 2, 4):
-        if flags := {out[run]: [*small_data, *flags_of(run)] for run in RUNS if run[2] == ranks}:
-            train_all(flags, timeout=3600)
-    return {run: run_folder_of(out[run]) for run in RUNS}
+    train_all({out[run]: [*small_data, *flags_of(run)] for run in sorted(RUNS, key=lambda run: run[2])})
+    return out
 
 
 def flags_of(run: Run) -> list[str]:
@@ -79,7 +72,7 @@ def flags_of(run: Run) -> list[str]:
     return [*SAME, *RECIPES[recipe], "--strategy", strategy, "--devices", str(ranks), "--model.ep_size", str(ep_size)]
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run[0] != "bfloat16" and "deepspeed" in run[1]], ids=str)
+@pytest.mark.parametrize("run", [run for run in RUNS if "deepspeed" in run[1]], ids=str)
 def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path]):
     """Gate noise, token drops, accumulation and clipping are on; a rank draws the same noise under every strategy."""
     recipe, _, ranks, _ = run
@@ -91,17 +84,10 @@ def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path])
     assert all(not torch.equal(expected[key], start[key]) for key in start if ".experts." in key)  # all were trained
 
 
-@of_make_fuzz
-def test_stages_agree_in_bfloat16(runs: dict[Run, Path]):
-    """The float32 weights agree: stage 0 too clips by the norm over all experts."""
-    stage_0, stage_2 = (last_weights(runs["bfloat16", STAGES[stage], 2, 2]) for stage in (0, 2))
-    assert largest_difference(stage_0, stage_2) < 1e-7
-
-
 def test_optimizer_state_is_read_in_the_form_of_plain_pytorch(runs: dict[Run, Path]):
     plain, spread = (
         by_name(last_checkpoint(runs["top 2", strategy, 2, ep_size])["optimizer_states"][0])
-        for strategy, ep_size in (("ddp", 1), ("deepspeed_stage_1_offload", 2))
+        for strategy, ep_size in (("ddp", 1), ("deepspeed_stage_2", 2))
     )
     assert plain.keys() == spread.keys()
     for name, (group, state) in plain.items():
@@ -113,8 +99,8 @@ def test_optimizer_state_is_read_in_the_form_of_plain_pytorch(runs: dict[Run, Pa
 
 def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, Path], tmp_path: Path):
     """evaluate and export use the experts of all ranks; the exported file loads without DeepSpeed."""
-    run = runs["pr_moe", "deepspeed_stage_2", 2, 2]
-    metrics = json.loads((run / "metrics.json").read_text())
+    run = run_folder_of(runs["top 2", "deepspeed_stage_2", 2, 2])
+    metrics = metrics_of(run)
     assert metrics["parameters"] == sum(value.numel() for value in last_weights(run).values())
     done = run_program("evaluate", str(run), "--accelerator", "cpu")
     assert_ok(done)
@@ -127,83 +113,14 @@ def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, P
     assert_ok(run_program("-c", load, str(file)))
 
 
-ALL_PHASES = """
-import sys
-from pathlib import Path
-import torch
-from cifar_module import CIFARModule
-from cifar_zero.checkpoints.read import read
-from cifar_zero.config import command_line
-from cifar_zero.launch import local_launcher, rank_environment
-from cifar_zero.training import build
-from cifar_zero.training.resolve import resolve
-from datamodule import CIFARDataModule
-
-def same(one, other):
-    one, other = read(one), read(other)
-    assert one["global_step"] == other["global_step"]
-    assert all(torch.equal(one["state_dict"][key], other["state_dict"][key]) for key in one["state_dict"])
-    states = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
-    assert len(states[0]) == 24
-    assert all(torch.equal(states[0][number]["exp_avg"], states[1][number]["exp_avg"]) for number in range(24))
-
-run_spec = resolve(command_line.parse(sys.argv[1:]))
-if not rank_environment.is_rank():
-    sys.exit(local_launcher.run(2, on_cpu=True))
-module, datamodule = CIFARModule(run_spec, run_spec.num_classes), CIFARDataModule(run_spec)
-datamodule.prepare_data()
-run = Path(run_spec.output.out)
-run_dir = run if rank_environment.global_rank() == 0 else None
-trainer = build.trainer(run_spec, run_dir)
-trainer.fit(module, datamodule=datamodule)
-last = run / "checkpoints" / "last.ckpt"
-trainer.test(module, datamodule=datamodule, verbose=False)
-trainer.validate(module, datamodule=datamodule, verbose=False)
-tested = module.test_metrics.overall()["loss"]
-trainer.save_checkpoint(run / "after.ckpt")
-if trainer.is_global_zero:
-    same(last, run / "after.ckpt")
-trainer.strategy.barrier()
-trainer.test(module, datamodule=datamodule, verbose=False, ckpt_path=str(run / "after.ckpt"))
-assert module.test_metrics.overall()["loss"] == tested
-again = build.trainer(run_spec, run_dir)
-again.fit_loop.max_epochs, again.fit_loop.epoch_loop.max_steps = -1, 20
-again.fit(module, datamodule=datamodule, ckpt_path=str(run / "after.ckpt"))
-assert again.global_step == 20
-again.save_checkpoint(run / "refit.ckpt")
-again.test(module, datamodule=datamodule, verbose=False)
-again.save_checkpoint(run / "refit-after.ckpt")
-if again.is_global_zero:
-    same(run / "refit.ckpt", run / "refit-after.ckpt")
-"""
-"""A notebook may do all of this. DeepSpeed 0.19.8 alone cannot start a second engine on a model with experts, and
-saves no optimizer state at stage 2 after a test (Lightning issue 15247)."""
-
-
-@of_make_fuzz
-@pytest.mark.parametrize("stage", [0, 1, 2] if WHOLE else [2])
-def test_fit_test_validate_save_refit(stage: int, small_data: list[str], tmp_path: Path):
-    flags = ["--strategy", f"deepspeed_stage_{stage}", "--devices", "2", "--model.ep_size", "2", "--accelerator", "cpu"]
-    flags += ["--model", "net_moe", "--model.num_experts", "[2,4]", "--optimizer", "adam", "--batch_size", "16"]
-    assert_ok(run_program("-c", ALL_PHASES, *small_data, *flags, "--max_steps", "12", "--out", str(tmp_path)))
-
+Shape = tuple[str, int, int]
+"""Strategy, ranks, ep_size."""
 
 BEFORE, AFTER = 20, 45
-Shape = tuple[str, int, int, str]
-"""Strategy, ranks, ep_size, precision."""
-
-FP32, BF16 = "32-true", "bf16-mixed"
-UNINTERRUPTED: dict[str, Shape] = {FP32: ("ddp", 2, 1, FP32), BF16: ("deepspeed_stage_2", 2, 2, BF16)}
-
-PAIRS: list[tuple[Shape, Shape]] = [
-    (("deepspeed_stage_2", 2, 2, FP32), ("deepspeed_stage_0", 2, 1, FP32)),
-]
+PAIRS: list[tuple[Shape, Shape]] = [(("deepspeed_stage_2", 2, 2), ("deepspeed_stage_0", 2, 1))]
 if WHOLE:
-    SPREAD = [(1, 1), (2, 2), (4, 2)]
-    LOW = [("deepspeed_stage_0", 2, 2), ("deepspeed_stage_2", 2, 1), ("deepspeed_stage_1_offload", 2, 2)]
-    SHAPES: list[Shape] = [("baseline", 1, 1, FP32), *((stage, *spread, FP32) for stage in STAGES for spread in SPREAD)]
+    SHAPES: list[Shape] = [("baseline", 1, 1), *((stage, *ep) for stage in STAGES for ep in ((1, 1), (2, 2), (4, 2)))]
     PAIRS = [(one, other) for one in SHAPES for other in SHAPES]
-    PAIRS += [((*one, BF16), (*other, BF16)) for one in LOW for other in LOW]
 
 RECIPE = [
     *("--model", "net_moe", "--model.num_experts", "[2,4]", "--model.capacity_factor", "4"),
@@ -217,52 +134,23 @@ RECIPE = [
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Any, Path]:
-    """The runs that were resumed in another shape, by pair, and those never interrupted, by precision."""
+    """The output directories of the runs that were resumed in another shape, by pair, and of one never interrupted."""
     folder = tmp_path_factory.mktemp("continued")
-    begun = {shape: folder / "begun-{}-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
-    ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
-    uninterrupted = [shape for shape in UNINTERRUPTED.values() if any(shape[3] == after[3] for _, after in PAIRS)]
-    whole = {shape[3]: folder / f"whole-{shape[3]}" for shape in uninterrupted}
+    begun = {shape: folder / "begun-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
+    ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
 
     def flags(shape: Shape, steps: int, *more: str) -> list[str]:
-        strategy, ranks, ep_size, precision = shape
-        where = ["--strategy", strategy, "--devices", str(ranks), "--model.ep_size", str(ep_size)]
-        return [*small_data, *RECIPE, *where, "--precision", precision, "--max_steps", str(steps), *more]
+        where = ["--strategy", shape[0], "--devices", str(shape[1]), "--model.ep_size", str(shape[2])]
+        return [*small_data, *RECIPE, *where, "--max_steps", str(steps), *more]
 
-    for ranks in (1, 2, 4) if WHOLE else (2,):
-        runs = {out: flags(shape, BEFORE) for shape, out in begun.items() if shape[1] == ranks}
-        runs |= {whole[shape[3]]: flags(shape, AFTER) for shape in uninterrupted if shape[1] == ranks}
-        train_all(runs, timeout=3600)
-    for ranks in (1, 2, 4) if WHOLE else (2,):
-        runs = {
-            out: flags(after, AFTER, "--resume", str(begun[before]))
-            for (before, after), out in ended.items()
-            if after[1] == ranks
-        }
-        train_all(runs, timeout=3600)
-    return {key: run_folder_of(out) for key, out in {**ended, **whole}.items()}
+    train_all({out: flags(shape, BEFORE) for shape, out in begun.items()})
+    train_all({folder / "whole": flags(("ddp", 2, 1), AFTER)})
+    train_all({out: flags(pair[1], AFTER, "--resume", str(begun[pair[0]])) for pair, out in ended.items()})
+    return {**ended, "whole": folder / "whole"}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_resumes_in_another_shape(pair: tuple[Shape, Shape], continued: dict[Any, Path]):
     """Every expert keeps its weights, optimizer state and schedule: Adam without its state would differ at once."""
-    found, uninterrupted = losses(continued[pair]), losses(continued[pair[1][3]])
-    assert [*found] == [*range(BEFORE + 1, AFTER + 1)]
-    most = 1e-4 if pair[1][3] == FP32 else 1e-2
-    assert max(abs(loss - uninterrupted[step]) for step, loss in found.items()) < most
-
-
-@pytest.mark.skipif(not WHOLE, reason="a minute, of make fuzz")
-def test_the_recipes_learn_the_digits(tmp_path: Path):
-    digits = ["--data.source", "digits", "--data.root", str(tmp_path), "--accelerator", "cpu", "--max_steps", "400"]
-    digits += ["--trainer.limit_test_batches", "2"]
-    recipes = {
-        tmp_path / f"{recipe}-{stage}": ["--config", f"configs/{recipe}.yaml", "--strategy", stage, *digits]
-        for recipe in ("moe", "pr_moe")
-        for stage in STAGES
-    }
-    train_all(recipes)
-    for out in recipes:
-        metrics = json.loads((run_folder_of(out) / "metrics.json").read_text())
-        assert (metrics["world_size"], metrics["model"]) == (2, "net_moe")
-        assert metrics["test/acc"] > 0.3  # a tenth is chance
+    found, whole = losses(continued[pair]), losses(continued["whole"])
+    assert found == pytest.approx({step: whole[step] for step in range(BEFORE + 1, AFTER + 1)}, abs=1e-4)

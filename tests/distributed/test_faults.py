@@ -22,7 +22,7 @@ from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,
     last_checkpoint,
-    of_make_fuzz,
+    of_test_all,
     run_folder_of,
     train_all,
     train_command,
@@ -112,6 +112,7 @@ def test_a_killed_rank_ends_the_run(begin: Callable[..., Run], tmp_path: Path):
 
 
 @pytest.mark.distributed
+@of_test_all
 def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
     """The other rank waits for it in a collective, until its time is over."""
     run = begin("--timeout", "10")
@@ -123,6 +124,7 @@ def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
 
 
 @pytest.mark.distributed
+@of_test_all
 def test_a_terminated_launcher_saves_and_the_run_resumes(
     begin: Callable[..., Run], small_data: list[str], tmp_path: Path
 ):
@@ -139,11 +141,11 @@ def test_a_terminated_launcher_saves_and_the_run_resumes(
     resumed = tmp_path / "resumed"
     more = ["--resume", str(folder), "--max_steps", str(step + 1)]
     train_all({resumed: [*RECIPE, *small_data, *same, *more]})
-    assert last_checkpoint(run_folder_of(resumed))["global_step"] == step + 1
+    assert last_checkpoint(resumed)["global_step"] == step + 1
 
 
 @pytest.mark.distributed
-@of_make_fuzz
+@of_test_all
 def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
     run = begin(*WITH_WORKERS)
     assert len(run.processes()) >= 5  # a launcher, two ranks, two workers

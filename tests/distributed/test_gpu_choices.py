@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import last_checkpoint, loss_by_step, run_folder_of, train_all
+from tests.support.helpers import WHOLE, last_checkpoint, loss_by_step, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -16,9 +16,11 @@ BF16 = ["--precision", "bf16-mixed"]
 RUNS = {
     "net": (["--strategy", "ddp", *NET], True),
     "net ddp bf16": (["--strategy", "ddp", *NET, *BF16], False),
+    "net deepspeed_stage_2": (["--strategy", "deepspeed_stage_2", *NET], True),
+}
+MORE = {
     "net ddp bf16 unclipped": (["--strategy", "ddp", *NET, *BF16, "--gradient_clip_val", "0"], True),
     "net fsdp2": (["--strategy", "fsdp2", *NET], False),
-    "net deepspeed_stage_2": (["--strategy", "deepspeed_stage_2", *NET], True),
     "net deepspeed_stage_3": (["--strategy", "deepspeed_stage_3", *NET], True),
     "vit": (["--strategy", "ddp", *VIT], True),
     "vit fsdp2": (["--strategy", "fsdp2", *VIT], True),
@@ -27,6 +29,8 @@ RUNS = {
     "vit pipeline bf16": (["--strategy", "pipeline", *VIT, *BF16], False),
 }
 """Flags of each run, and whether its optimizer is fused; the name's first word is the model."""
+if WHOLE:
+    RUNS |= MORE
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +38,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "8", "--max_steps", "3"]
     same += ["--data.val_fraction", "0", "--logger", "none", "--trainer.limit_test_batches", "1"]
-    train_all(
-        {folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, program="tests.support.gpu_choices_runs"
-    )
+    train_all({folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, "optimizers_of_a_gpu")
     return folder
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_fused_where_supported_and_the_same_losses(name: str, runs: Path):
-    run = run_folder_of(runs / name)
-    (group, *_) = last_checkpoint(run)["optimizer_states"][0]["param_groups"]
+    (group, *_) = last_checkpoint(runs / name)["optimizer_states"][0]["param_groups"]
     assert bool(group["fused"]) == RUNS[name][1]
-    expected = loss_by_step(run_folder_of(runs / name.split()[0]))
-    assert loss_by_step(run) == pytest.approx(expected, abs=1e-2 if "bf16" in name else 1e-5)
+    expected = loss_by_step(runs / name.split()[0])
+    assert loss_by_step(runs / name) == pytest.approx(expected, abs=1e-2 if "bf16" in name else 1e-5)

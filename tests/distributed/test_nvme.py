@@ -10,7 +10,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from cifar_zero.config.rules import check_nvme
 from cifar_zero.core.errors import UsageError
-from tests.support.helpers import WHOLE, largest_difference, last_weights, run_folder_of, train_all
+from tests.support.helpers import WHOLE, largest_difference, last_weights, train_all
 
 
 def lacking() -> str:
@@ -45,9 +45,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     train_all(
         {folder / "half": [*nvme, *half], folder / "nvme": [*nvme, *length], folder / "cpu": [*in_memory, *length]}
     )
-    train_all({folder / "resumed": [*in_memory, *length, "--resume", str(run_folder_of(folder / "half"))]})
+    train_all({folder / "resumed": [*in_memory, *length, "--resume", str(folder / "half")]})
     assert any(disk.rglob("*.swp"))
-    return {name: last_weights(run_folder_of(folder / name)) for name in ("cpu", "nvme", "resumed")}
+    return {name: last_weights(folder / name) for name in ("cpu", "nvme", "resumed")}
 
 
 def test_trains_as_in_the_memory_of_the_cpu(runs: dict[str, Weights]):

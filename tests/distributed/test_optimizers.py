@@ -8,7 +8,7 @@ import pytest
 
 from cifar_zero.checkpoints.weights import network
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
-from tests.support.helpers import WHOLE, last_checkpoint, run_folder_of, train_all
+from tests.support.helpers import WHOLE, last_checkpoint, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -36,13 +36,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
             of_optimizer = ["--optimizer", name, "--optimizer.lr", str(RATES.get(name, 0.001))]
             of_optimizer += ["--optimizer.weight_decay", "0.1", "--schedule", "cosine", "--max_steps", str(STEPS)]
             flags[folder / f"{name}-{strategy}"] = [*same, *of_optimizer, "--strategy", strategy]
-    train_all(flags, timeout=3600)
+    train_all(flags)
     return folder
 
 
 def largest_difference(folder: Path, name: str, strategy: str) -> float:
     """Returns the largest difference to DDP's weights after training; the optimizer's state must have the same form."""
-    found, expected = (last_checkpoint(run_folder_of(folder / f"{name}-{used}")) for used in (strategy, "ddp"))
+    found, expected = (last_checkpoint(folder / f"{name}-{used}") for used in (strategy, "ddp"))
     for key in ("params", "param_names", "weight_decay", "lr"):
         groups = [[group[key] for group in one["optimizer_states"][0]["param_groups"]] for one in (found, expected)]
         assert groups[0] == groups[1]

@@ -1,22 +1,17 @@
-"""Strategies that split the model: fsdp2, tensor_parallel, pipeline and their combinations with data parallelism, on
-four real ranks, resume each other's checkpoints and end with DDP's weights.
-
-With `FUZZ` set, 50 steps of each are compared with one device.
-"""
+"""Strategies that split the model: fsdp2, tensor_parallel, pipeline resume each other's checkpoints and end with DDP's
+weights. `make test-all` has their combinations with data parallelism on four ranks, and compares 50 steps of each with
+one device."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.read import read
-from tests.support.helpers import of_make_fuzz, run_folder_of, train_all
+from tests.support import helpers
+from tests.support.helpers import last_checkpoint, last_weights, metrics_of, of_test_all, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -38,12 +33,6 @@ RECIPE += ["--optimizer.weight_decay", "0.01"]  # which makes two groups of para
 OPTIMIZERS = {"sgd": ["--optimizer.lr", "0.05"], "adamw": ["--optimizer.lr", "0.005", "--optimizer.eps", "1e-4"]}
 
 
-def finished(out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The newest checkpoint, and metrics.json, of the only run under a folder."""
-    run = run_folder_of(out)
-    return read(run_folder.newest_checkpoint(run)), json.loads((run / "metrics.json").read_text())
-
-
 def largest_difference(one: Any, other: Any) -> float:
     """Returns the largest difference of weights and momentum; both have the same names in the same order."""
     assert [*one["state_dict"]] == [*other["state_dict"]]
@@ -56,26 +45,28 @@ def largest_difference(one: Any, other: Any) -> float:
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=of_make_fuzz)])
-def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str, tmp_path: Path):
+@pytest.mark.parametrize(("optimizer", "ranks"), [("sgd", 2), pytest.param("adamw", 4, marks=of_test_all)])
+def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str, ranks: int, tmp_path: Path):
     """Clipping is active, so every norm must be over all ranks. Micro-batches differ; the global batch does not."""
     relay = RELAYS[optimizer]
-    same = [*RECIPE, "--optimizer", optimizer, *OPTIMIZERS[optimizer], "--model", "vit_tiny", "--devices", "4"]
-    same += ["--data.root", str(tmp_path / "data")]
+    same = [*RECIPE, "--optimizer", optimizer, *OPTIMIZERS[optimizer], "--model", "vit_tiny"]
+    same += ["--devices", str(ranks), "--data.root", str(tmp_path / "data")]
     outs = [tmp_path / str(number) for number in range(len(relay))]
     runs = {tmp_path / "whole": [*same, "--strategy", "ddp", "--max_steps", str(len(relay))]}
     for number, (out, name) in enumerate(zip(outs, relay, strict=True)):
         before = ["--resume", str(outs[number - 1])] if number else []
         accumulate = ["--accumulate", "2"] if "tensor_parallel" in name else []
         runs[out] = [*same, *before, *accumulate, "--strategy", *name.split(), "--max_steps", str(number + 1)]
-    train_all(runs, program="tests.support.small_vit_runs")
+    train_all(runs, "small_vit")
 
-    (whole, expected), (ended, found) = finished(tmp_path / "whole"), finished(outs[-1])
+    (whole, expected), (ended, found) = (
+        (last_checkpoint(out), metrics_of(out)) for out in (tmp_path / "whole", outs[-1])
+    )
     assert ended["global_step"] == whole["global_step"] == len(relay)
     assert largest_difference(ended, whole) < 1e-5
     assert found["test/loss"] == pytest.approx(expected["test/loss"], abs=1e-5)
     for out, name in zip(outs[1:-1], relay[1:-1], strict=True):
-        content, metrics = finished(out)
+        content, metrics = last_checkpoint(out), metrics_of(out)
         assert {type(value) for value in content["state_dict"].values()} == {torch.Tensor}, name
         assert metrics["num_test"] == 64
         # At most norms, patches and positions are whole on every rank: a tenth of so small a model.
@@ -83,7 +74,7 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
         assert sum(metrics["mem/model_state_rank_bytes"]) < 1.15 * replicas * expected["mem/model_state_rank_bytes"][0]
 
 
-@pytest.mark.skipif("FUZZ" not in os.environ, reason="minutes")
+@of_test_all
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("model", "ranks", "strategies"),
@@ -97,14 +88,12 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
 def test_fifty_steps_as_on_one_device(model: str, ranks: int, strategies: list[str], tmp_path: Path):
     same = [*SIZE, "--data.synthetic_size", "100", "--batch_size", "4", "--max_steps", "50", "--log_interval", "10"]
     same += ["--optimizer.lr", "0.01", "--gradient_clip_val", "0.5", "--model", model, "--data.root", str(tmp_path)]
-    train_all({tmp_path / "one": [*same, "--devices", "1"]}, timeout=3600)
+    train_all({tmp_path / "one": [*same, "--devices", "1"]})
     runs = {tmp_path / name: [*same, "--devices", str(ranks), "--strategy", *name.split()] for name in strategies}
-    train_all(runs, timeout=3600)
-    one, _ = finished(tmp_path / "one")
+    train_all(runs)
+    one = last_checkpoint(tmp_path / "one")
     assert one["global_step"] == 50
     for name in strategies:
-        ended, _ = finished(tmp_path / name)
-        pairs = zip(one["state_dict"].items(), ended["state_dict"].values(), strict=True)
-        difference = max((weight - other).abs().max().item() for (_, weight), other in pairs)
+        difference = helpers.largest_difference(last_weights(tmp_path / name), last_weights(tmp_path / "one"))
         print(f"{model} {name}, {ranks} ranks: {difference:.1e}")
         assert difference < 1e-5

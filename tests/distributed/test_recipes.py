@@ -1,33 +1,27 @@
 """Every recipe of configs/ trains through train.py as written, under the baseline and under ZeRO on two ranks.
 
 Each takes its first steps on the digits with the recipe's own settings. A model made for a GPU has the size that the
-recipe names for a CPU; a transformer has three blocks. `make recipes` runs this, which takes minutes; `make test` only
-builds each recipe (tests/test_tree.py), which takes seconds.
+recipe names for a CPU; a transformer has three blocks. `make test` only builds each
+recipe (tests/test_tree.py), which takes seconds.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from cifar_zero.comparison.reading import read_losses
 from cifar_zero.config import command_line
 from cifar_zero.optimizers import OFFLOADED_BY
 from cifar_zero.schedules import SCHEDULES
 from cifar_zero.training.instead import run_steps
 from datamodule import CIFARDataModule
-from tests.support.helpers import ROOT, on_a_small_cpu, run_folder_of, train_all
+from tests.support.helpers import ROOT, loss_by_step, metrics_of, of_test_all, on_a_small_cpu, train_all
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes"),
-]
+pytestmark = [pytest.mark.distributed, of_test_all]
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 STEPS = 8
@@ -44,12 +38,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: list[str]):
-    """The number of ranks, and the run folder of every recipe; all share their processes."""
+    """The number of ranks, and the output directory of every recipe."""
     ranks: int = request.param
     folder = tmp_path_factory.mktemp(f"ranks_{ranks}")
     flags = {folder / recipe.stem: flags_of(recipe, ranks, data) for recipe in RECIPES}
-    train_all(flags, timeout=3600)
-    return ranks, {out.name: run_folder_of(out) for out in flags}
+    train_all(flags)
+    return ranks, folder
 
 
 def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
@@ -75,11 +69,10 @@ def strategy_of(recipe: Path, ranks: int) -> str:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_trains(recipe: Path, runs: tuple[int, dict[str, Path]]):
+def test_trains(recipe: Path, runs: tuple[int, Path]):
     """The loss starts near that of a guess among ten classes and does not rise; debug_overfit overfits its batch."""
-    ranks, folders = runs
-    metrics = json.loads((folders[recipe.stem] / "metrics.json").read_text())
-    losses = read_losses(folders[recipe.stem] / "losses.csv").values
+    ranks, folder = runs
+    metrics, losses = metrics_of(folder / recipe.stem), [*loss_by_step(folder / recipe.stem).values()]
     assert (metrics["strategy"], metrics["world_size"]) == (strategy_of(recipe, ranks), ranks)
     assert len(losses) == metrics["steps"] >= STEPS
     assert 0.8 * GUESS < losses[0] < 3 * GUESS  # a deep model's scores are large at first under --init he

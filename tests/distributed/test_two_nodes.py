@@ -1,15 +1,10 @@
 """Runs on two hosts with separate addresses, started by torchrun on each: they train as one host does, stop when the
-link between them is cut, and resume.
-
-`make fuzz` also loses a host for good, has hosts without a shared disk, starts the ranks with other launchers, and
-compares one host with two.
-"""
+link between them is cut, and resume. Or a host is lost for good."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -26,13 +21,12 @@ from tests.support.helpers import (
     ROOT,
     largest_difference,
     last_weights,
-    of_make_fuzz,
-    run_folder_of,
+    of_test_all,
     train_all,
 )
 from tests.support.namespaces import DEVICE, Host, Hosts, two_hosts
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, of_test_all]
 
 STEPS = 45
 TIMEOUT_SECONDS = 30
@@ -59,16 +53,14 @@ SLOW = "20mbit"
 class Node:
     """torchrun on a host, and what it has printed."""
 
-    def __init__(
-        self, host: Host, folder: Path, nodes: str, endpoint: Host, *flags: str, cwd: Path = ROOT, restarts: int = 3
-    ):
+    def __init__(self, host: Host, folder: Path, nodes: str, endpoint: Host, *flags: str):
         self.log = folder / f"{host.name}.log"
         rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{endpoint.name}:29400"]
-        torchrun = ["--nnodes", nodes, *rendezvous, "--rdzv_conf", RENDEZVOUS[nodes], "--max_restarts", str(restarts)]
+        torchrun = ["--nnodes", nodes, *rendezvous, "--rdzv_conf", RENDEZVOUS[nodes], "--max_restarts", "3"]
         program = ["--nproc_per_node", "1", str(ROOT / "train.py"), *flags, "--timeout", str(TIMEOUT_SECONDS)]
         self.process = host.start(
             *(sys.executable, "-m", "torch.distributed.run", *torchrun, *program),
-            cwd=cwd,
+            cwd=ROOT,
             env={**os.environ, **NETWORK},
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
@@ -105,10 +97,9 @@ def on_one_host(tmp_path_factory: pytest.TempPathFactory, small_data: list[str])
     """The weights of an uninterrupted run on two ranks of one host."""
     out = tmp_path_factory.mktemp("one")
     train_all({out: [*small_data, *RECIPE, "--strategy", "ddp", "--devices", "2"]})
-    return last_weights(run_folder_of(out))
+    return last_weights(out)
 
 
-@of_make_fuzz
 def test_a_run_resumes_after_a_cut_link_and_ends_as_on_one_host(
     tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]
 ):
@@ -135,10 +126,9 @@ def test_a_run_resumes_after_a_cut_link_and_ends_as_on_one_host(
     assert largest_difference(last_weights(ended), on_one_host) == 0
     alone = tmp_path / "alone"
     train_all({alone: [*small_data, *RECIPE, "--resume", str(run_folder.newest_checkpoint(begun))]})
-    assert largest_difference(last_weights(run_folder_of(alone)), on_one_host) < 1e-5
+    assert largest_difference(last_weights(alone), on_one_host) < 1e-5
 
 
-@of_make_fuzz
 def test_the_remaining_host_continues_alone(
     tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]
 ):
@@ -156,75 +146,3 @@ def test_the_remaining_host_continues_alone(
         a.end_well()
     assert "torchrun has restarted the run: it resumes from" in a.output
     assert largest_difference(last_weights(sorted(out.glob("two/version_*"))[-1]), on_one_host) < 1e-5
-
-
-@of_make_fuzz
-def test_hosts_that_do_not_share_a_disk_are_refused(tmp_path: Path, small_data: list[str]):
-    folders = [tmp_path / name for name in "ab"]
-    with two_hosts() as hosts:
-        nodes: list[Node] = []
-        for host, folder in zip((hosts.a, hosts.b), folders, strict=True):
-            folder.mkdir()
-            flags = [*small_data, *RECIPE, "--out", "runs", "--strategy", "ddp"]
-            nodes.append(Node(host, folder, "2", hosts.a, *flags, cwd=folder, restarts=0))
-        for node in nodes:
-            node.process.wait(timeout=HANG_SECONDS)
-            assert f"error: --out runs: {hosts.b.name} cannot see what {hosts.a.name} writes there" in node.output
-    assert not [*folders[0].glob("runs/*/version_*")]
-
-
-@of_make_fuzz
-@pytest.mark.parametrize("launcher", ["deepspeed", "srun"])
-def test_other_launchers(launcher: str, tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]):
-    """DeepSpeed's launcher without ssh, and the variables that srun sets for its tasks; two hosts, one rank each."""
-    train = [*small_data, *RECIPE, "--out", str(tmp_path), "--strategy", "deepspeed_stage_1", "--num_nodes", "2"]
-    program = str(ROOT / "train.py")
-    with two_hosts() as hosts:
-        (tmp_path / "hostfile").write_text(f"{hosts.a.name} slots=1\n{hosts.b.name} slots=1\n")
-        processes: list[subprocess.Popen[str]] = []
-        job = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
-        job |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": f"{hosts.a.name},{hosts.b.name}"}
-        for number, host in enumerate((hosts.a, hosts.b)):
-            without_ssh = ["--no_ssh", "--node_rank", str(number), "--master_addr", hosts.a.address]
-            hostfile = ["--hostfile", str(tmp_path / "hostfile"), *without_ssh]
-            deepspeed = ["-m", "deepspeed.launcher.runner", *hostfile]
-            task = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number), "SLURM_LOCALID": "0"}
-            processes.append(
-                host.start(
-                    *(sys.executable, *(deepspeed if launcher == "deepspeed" else []), program, *train),
-                    cwd=ROOT,
-                    env={**os.environ, **NETWORK, **({**task, **job} if launcher == "srun" else {})},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        outputs = [process.communicate(timeout=HANG_SECONDS)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
-    assert largest_difference(last_weights(run_folder_of(tmp_path)), on_one_host) == 0
-
-
-@of_make_fuzz
-def test_compare_trains_the_reference_on_one_host_and_a_variant_on_two(tmp_path: Path, small_data: list[str]):
-    """The launcher starts torchrun on both hosts, as srun would; bit for bit the same in the end."""
-    flags = [*small_data, *RECIPE, "--max_steps", "6", "--logger", "tensorboard", "--out", str(tmp_path)]
-    with two_hosts() as hosts:
-        torchrun = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--no_python"]
-        torchrun += ["--rdzv_endpoint", f"{hosts.a.name}:29400"]
-        command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
-        lines = f'{shlex.join(hosts.b.command(*command))} "$@" &\nexec {shlex.join(command)} "$@"\n'
-        (tmp_path / "launch").write_text(lines)
-        what = ["--strategies", "ddp", "deepspeed_stage_2", "--devices", "2", "2x1"]
-        compare = [
-            *(sys.executable, "-m", "cifar_zero", "compare", *what),
-            *("--launcher", f"sh {tmp_path / 'launch'}", *flags),
-        ]
-        done = hosts.a.run(*compare, cwd=ROOT, env={**os.environ, **NETWORK}, timeout=HANG_SECONDS)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (file,) = tmp_path.glob("net/*/comparison.json")
-    variants = json.loads(file.read_text())["variants"]
-    assert [variant["name"] for variant in variants] == [
-        f"{strategy}, {nodes}" for strategy in ("ddp", "deepspeed_stage_2") for nodes in ("1 node", "2 nodes")
-    ]
-    assert [variant["runs"][0]["metrics"]["num_nodes"] for variant in variants] == [1, 2, 1, 2]
-    assert [variant["verdict"]["kind"] for variant in variants] == ["reference", *["bit-identical"] * 3]

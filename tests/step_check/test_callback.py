@@ -50,11 +50,16 @@ class Counting(Module):
 
 
 class Faulty(Module):
-    """An optimizer step after which a bias is off."""
+    """Optimizer steps after which a bias is off, from one step on."""
+
+    def __init__(self, first: int = 1, off: float = 1e-3) -> None:
+        super().__init__()
+        self.first, self.off = first, off
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
         super().optimizer_step(*arguments, **options)
-        self.net.bias.data.add_(1e-3)
+        if self.trainer.global_step + 1 >= self.first:
+            self.net.bias.data.add_(self.off)
 
 
 def trained(module: LightningModule, **options: Any) -> StepCheck:
@@ -63,9 +68,9 @@ def trained(module: LightningModule, **options: Any) -> StepCheck:
     return check
 
 
-def fit(module: LightningModule, check: StepCheck) -> None:
+def fit(module: LightningModule, check: StepCheck, steps: int = 5) -> None:
     quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    Trainer(accelerator="cpu", max_steps=5, accumulate_grad_batches=2, callbacks=[check], **quiet).fit(module)
+    Trainer(accelerator="cpu", max_steps=steps, accumulate_grad_batches=2, callbacks=[check], **quiet).fit(module)
 
 
 def test_state_in_attributes_is_followed():
@@ -89,6 +94,14 @@ def test_a_wrong_update_is_counted():
     verdict = trained(Faulty(), on_fault="warn").verdict
     assert verdict.steps == [1, 2, 3, 4, 5]
     assert {fault.name for fault in verdict.faults} == {"net.bias"}
+
+
+def test_a_small_fault_is_found_at_a_late_step_too():
+    """The bound is one step's rounding at every step: it does not grow."""
+    check = StepCheck(every=1, on_fault="warn")
+    fit(Faulty(first=15, off=1e-5), check, steps=15)
+    assert check.verdict.steps == [*range(1, 16)]
+    assert {(fault.step, fault.name) for fault in check.verdict.faults} == {(15, "net.bias")}
 
 
 class Deep(Module):

@@ -53,12 +53,3 @@ def test_a_line_says_what_was_judged_and_the_smallest_fault_that_would_be_seen()
         "1 step checked; gradient 200 values, 50 % of a bound used; update 100 values, 0 % of a bound used; "
         "a scale error of 0.0001 % would be seen; not checked: updates on a disk"
     )
-
-
-def test_the_first_fault_is_named_with_the_number_of_others():
-    faults = [Finding(3, "gradient", name, 0.5, 1e-6, 10, "it is 0.5 of the right one") for name in "abc"]
-    made = verdict(*faults, found("update", 0.0))
-    assert str(made) == (
-        "step 3: gradient of a off by 50 % where rounding allows 0.0001 %; it is 0.5 of the right one (and 2 more)"
-    )
-    assert made.as_dict()["faults"][1].startswith("step 3: gradient of b")

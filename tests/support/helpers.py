@@ -36,10 +36,11 @@ from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.core.console import next_to_python
 
-WHOLE = "FUZZ" in os.environ
-"""Whether `make fuzz` runs the tests: all of them in full, which takes hours."""
+WHOLE = "TEST_ALL" in os.environ
+"""Whether `make test-all` runs the tests: all of them in full, which takes hours."""
 
-of_make_fuzz = pytest.mark.skipif(not WHOLE, reason="of make fuzz")
+of_test_all = pytest.mark.skipif(not WHOLE, reason="of make test-all")
+of_make_fuzz = of_test_all  # its former name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,19 +127,14 @@ _warm_start = functools.cache(WarmStart)
 
 
 class Ranks:
-    """Ranks that train one run after the other and are shared by all tests of this pytest process.
+    """Ranks that train one run after the other and are shared by all tests of this pytest process."""
 
-    Args:
-        program: tests.support.many_runs, or a module that changes something and then runs it.
-        ranks: number of ranks.
-    """
-
-    def __init__(self, program: str, ranks: int):
+    def __init__(self, ranks: int):
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.numbers = itertools.count()
         with (self.folder / "output").open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", program, str(self.folder), str(ranks)],
+                [sys.executable, "-m", "tests.support.many_runs", str(self.folder), str(ranks)],
                 cwd=ROOT,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 stdout=output,
@@ -146,13 +142,13 @@ class Ranks:
             )
         atexit.register(self.end)
 
-    def train(self, runs: list[list[str]], timeout: float) -> str:
+    def train(self, runs: list[list[str]], change: str) -> str:
         """Trains the runs; returns what they printed, and shows the end of the output if one fails."""
         printed = len((self.folder / "output").read_text())
         request = self.folder / f"{next(self.numbers)}.json"
-        request.with_suffix(".part").write_text(json.dumps(runs))
+        request.with_suffix(".part").write_text(json.dumps([change, runs]))
         request.with_suffix(".part").rename(request)
-        over = time.monotonic() + timeout
+        over = time.monotonic() + HANG_SECONDS * len(runs)
         while not request.with_suffix(".done").exists():
             if self.process.poll() is not None or time.monotonic() > over:
                 output = (self.folder / "output").read_text()
@@ -168,29 +164,32 @@ class Ranks:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_RANKS: dict[tuple[str, int], Ranks] = {}
+_RANKS: dict[int, Ranks] = {}
 
 
-def train_all(
-    runs: Mapping[Path, list[str]], timeout: float = HANG_SECONDS, program: str = "tests.support.many_runs"
-) -> str:
-    """Trains several runs that have the same number of ranks; `runs` maps output directories to flags. Returns what
-    they printed."""
-    flags = [[*own, "--out", str(out)] for out, own in runs.items()]
-    devices = command_line.parse(flags[0]).placement.devices
-    return train_in_ranks(flags, 1 if devices == "auto" else devices, timeout, program)
+def train_all(runs: Mapping[Path, list[str]], change: str = "") -> str:
+    """Trains several runs that have the same number of ranks; `runs` maps output directories to flags, and `change` is
+    the name of a function of tests.support.changes. Returns what they printed. Where one of several fails, the others
+    are trained, and `run_folder_of` fails for this one only."""
+    said = ""
+    for out, flags in runs.items():
+        devices = command_line.parse(flags).placement.devices
+        try:
+            said += train_in_ranks([[*flags, "--out", str(out)]], 1 if devices == "auto" else devices, change)
+        except AssertionError as error:
+            if len(runs) == 1:
+                raise
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "failed").write_text(str(error))
+    return said
 
 
-def train_in_ranks(
-    runs: list[list[str]], ranks: int, timeout: float = HANG_SECONDS, program: str = "tests.support.many_runs"
-) -> str:
+def train_in_ranks(runs: list[list[str]], ranks: int, change: str = "") -> str:
     """Trains command lines of `ranks` ranks each, in existing processes or, the first time, in new ones; without the
     figures of the test, which take longer than a short run."""
-    runs = [[*flags, "--test_figures", "false"] for flags in runs]
-    key = (program, ranks)
-    if key not in _RANKS or _RANKS[key].process.poll() is not None:
-        _RANKS[key] = Ranks(program, ranks)
-    return _RANKS[key].train(runs, timeout)
+    if ranks not in _RANKS or _RANKS[ranks].process.poll() is not None:
+        _RANKS[ranks] = Ranks(ranks)
+    return _RANKS[ranks].train([[*flags, "--test_figures", "false"] for flags in runs], change)
 
 
 def wait_until(happens: Callable[[], object]) -> None:
@@ -240,19 +239,28 @@ def assert_ok(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def run_folder_of(out: Path) -> Path:
-    """Returns the only run folder under an output directory."""
+    """Returns the only run folder under an output directory, or the run folder itself; fails if the run did in
+    `train_all`. The functions below take either too."""
+    assert not (out / "failed").exists(), (out / "failed").read_text()
+    if (out / "config.yaml").exists():
+        return out
     (folder,) = out.glob("*/version_*")
     return folder
 
 
-def last_checkpoint(run: Path) -> dict[str, Any]:
+def metrics_of(out: Path) -> dict[str, Any]:
+    """Returns a run's metrics.json."""
+    return json.loads((run_folder_of(out) / "metrics.json").read_text())
+
+
+def last_checkpoint(out: Path) -> dict[str, Any]:
     """Returns the content of a run's last checkpoint, whatever strategy wrote it."""
-    return read(run / "checkpoints" / "last.ckpt")
+    return read(run_folder_of(out) / "checkpoints" / "last.ckpt")
 
 
-def last_weights(run: Path) -> dict[str, torch.Tensor]:
+def last_weights(out: Path) -> dict[str, torch.Tensor]:
     """Returns the weights of the last checkpoint by the model's own names: the average if it has one."""
-    return network(last_checkpoint(run))
+    return network(last_checkpoint(out))
 
 
 def read_weights(net: torch.nn.Module, checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -262,23 +270,23 @@ def read_weights(net: torch.nn.Module, checkpoint: Path) -> dict[str, torch.Tens
     return weights
 
 
-def weights_of_net(run: Path) -> dict[str, torch.Tensor]:
+def weights_of_net(out: Path) -> dict[str, torch.Tensor]:
     """Returns the weights of a Net that has loaded those of a run's last checkpoint, as cifar-zero evaluate does."""
     net = models.build("net", 10)
-    net.load_state_dict(read_weights(net, run / "checkpoints" / "last.ckpt"))
+    net.load_state_dict(read_weights(net, run_folder_of(out) / "checkpoints" / "last.ckpt"))
     return dict(net.state_dict())
 
 
-def losses(run: Path, curve: str = "train/loss") -> dict[int, float]:
+def losses(out: Path, curve: str = "train/loss") -> dict[int, float]:
     """Returns train/loss, or another curve, by optimizer step, as a run has logged it for TensorBoard."""
-    events = EventAccumulator(str(run))
+    events = EventAccumulator(str(run_folder_of(out)), size_guidance={"scalars": 0})
     events.Reload()
     return {event.step: event.value for event in events.Scalars(curve)}
 
 
-def loss_by_step(run: Path) -> dict[int, float]:
+def loss_by_step(out: Path) -> dict[int, float]:
     """Returns the training loss of each optimizer step, from a run's losses.csv."""
-    with (run / "losses.csv").open() as file:
+    with (run_folder_of(out) / "losses.csv").open() as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
 
 

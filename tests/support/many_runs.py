@@ -2,8 +2,8 @@
 
 Skips the end of the process group, which distributed/test_exit.py tests.
 
-`python -m tests.support.many_runs FOLDER RANKS`: each N.json in the folder, from 0 on, is a list of command lines for
-RANKS ranks; N.done says that they have ended.
+`python -m tests.support.many_runs FOLDER RANKS`: each N.json in the folder, from 0 on, has a function of changes.py, or
+none, and a list of command lines for RANKS ranks; N.done says that they have ended.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from cifar_zero.config import command_line
 from cifar_zero.core import exits
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.train import train
 from cifar_zero.training.resolve import resolve
+from tests.support import changes
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
@@ -41,10 +44,13 @@ def main() -> int:
             if time.monotonic() - waited > IDLE_SECONDS:
                 return 0
             time.sleep(POLL_SECONDS)
-        for flags in json.loads(file.read_text()):
-            os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
-            run = resolve(command_line.parse(flags))
-            train(run, last=False)
+        change, runs = json.loads(file.read_text())
+        with pytest.MonkeyPatch.context() as patch:
+            if change:
+                getattr(changes, change)(patch)
+            for flags in runs:
+                os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
+                train(resolve(command_line.parse(flags)), last=False)
         if rank_environment.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0

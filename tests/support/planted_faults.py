@@ -5,11 +5,14 @@ A sitecustomize.py on PYTHONPATH calls `plant` with the name of a function, befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -30,43 +33,41 @@ def plant(name: str) -> None:
     globals()[name]()
 
 
+def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replaces a method by the decorated function, which gets the method first."""
+    method = getattr(owner, name)
+
+    def replace(broken: Callable[..., Any]) -> None:
+        setattr(owner, name, lambda *args, **options: broken(method, *args, **options))
+
+    return replace
+
+
 def gradients_halved() -> None:
-    backward = DeepSpeedEngine.backward
-    DeepSpeedEngine.backward = lambda self, loss, *args, **options: backward(self, loss / 2, *args, **options)
+    _losses_times(lambda engine: 0.5)
 
 
 def micro_batch_lost() -> None:
-    backward = DeepSpeedEngine.backward
-
-    def broken(self, loss, *args, **options):
-        return backward(self, 0 * loss if self.micro_steps % 4 == 1 else loss, *args, **options)
-
-    DeepSpeedEngine.backward = broken
+    _losses_times(lambda engine: engine.micro_steps % 4 != 1)
 
 
 def bfloat16_gradients_scaled() -> None:
-    backward = DeepSpeedEngine.backward
-
-    def broken(self, loss, *args, **options):
-        return backward(self, 1.2 * loss if self.bfloat16_enabled() else loss, *args, **options)
-
-    DeepSpeedEngine.backward = broken
+    _losses_times(lambda engine: 1.2 if engine.bfloat16_enabled() else 1)
 
 
 def bfloat16_micro_batch_lost() -> None:
-    backward = DeepSpeedEngine.backward
+    _losses_times(lambda engine: not engine.bfloat16_enabled() or engine.micro_steps % 4 != 1)
 
-    def broken(self, loss, *args, **options):
-        lost = self.bfloat16_enabled() and self.micro_steps % 4 == 1
-        return backward(self, 0 * loss if lost else loss, *args, **options)
 
-    DeepSpeedEngine.backward = broken
+def _losses_times(factor: Callable[[Any], float]) -> None:
+    @instead_of(DeepSpeedEngine, "backward")
+    def _(backward, self, loss, *args, **options):
+        return backward(self, factor(self) * loss, *args, **options)
 
 
 def bfloat16_decay_dropped() -> None:
-    step = stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step
-
-    def broken(self, group_no):
+    @instead_of(DeepSpeedZeroOptimizer, "_optimizer_step")
+    def _(step, self, group_no):
         groups = self.optimizer.param_groups
         kept = [group["weight_decay"] for group in groups]
         for group in groups:
@@ -75,87 +76,70 @@ def bfloat16_decay_dropped() -> None:
         for group, decay in zip(groups, kept, strict=True):
             group["weight_decay"] = decay
 
-    stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step = broken
-
 
 def stale_weights_of_one_rank() -> None:
     """One rank does not receive the weights that a step has updated."""
-    step = stage_1_and_2.DeepSpeedZeroOptimizer.step
 
-    def broken(self, *args, **options):
+    @instead_of(DeepSpeedZeroOptimizer, "step")
+    def _(step, self, *args, **options):
         before = [flat.clone() for flat in self.bit16_groups_flat]
         step(self, *args, **options)
         if dist.get_rank() == 1 and _count(self, "steps") == STEP:
             for flat, old in zip(self.bit16_groups_flat, before, strict=True):
                 flat.copy_(old)
 
-    stage_1_and_2.DeepSpeedZeroOptimizer.step = broken
-
 
 def bucket_not_reduced() -> None:
     """The first of several buckets of a step is flushed without its all-reduce."""
-    reduce = stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor
+    _reduced_unless(lambda reductions: reductions == 1)
 
-    def broken(self, *args, **options):
-        if _count(self, "reductions") > 1:
+
+def all_reduce_left_out() -> None:
+    """Stage 1 reduces all gradients at the end of a step: in one step each rank keeps its own."""
+    _reduced_unless(lambda reductions: reductions == STEP)
+
+
+def _reduced_unless(left_out: Callable[[int], bool]) -> None:
+    @instead_of(DeepSpeedZeroOptimizer, "average_tensor")
+    def _(reduce, self, *args, **options):
+        if not left_out(_count(self, "reductions")):
             reduce(self, *args, **options)
-
-    stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor = broken
 
 
 def shard_changed_at_release() -> None:
     """Stage 3 changes a shard when it frees the whole parameter."""
-    name = "_PartitionedParameterCoordinator__release_param"
-    release = getattr(PartitionedParameterCoordinator, name)
 
-    def broken(self, param, *args, **options):
+    @instead_of(PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__release_param")
+    def _(release, self, param, *args, **options):
         release(self, param, *args, **options)
         if param.dim() and _count(PartitionedParameterCoordinator, "releases") == 5:
             param.ds_tensor.mul_(1.04)
 
-    setattr(PartitionedParameterCoordinator, name, broken)
-
 
 def batch_norm_never_updated() -> None:
-    forward = DeepSpeedEngine.forward
-
-    def broken(self, *args, **options):
+    @instead_of(DeepSpeedEngine, "forward")
+    def _(forward, self, *args, **options):
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         result = forward(self, *args, **options)
         for buffer, old in buffers:
             buffer.data.copy_(old)
         return result
 
-    DeepSpeedEngine.forward = broken
-
 
 def dead_partition() -> None:
     """One rank no longer updates its part from a step on."""
-    step = stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step
 
-    def broken(self, group_no):
+    @instead_of(DeepSpeedZeroOptimizer, "_optimizer_step")
+    def _(step, self, group_no):
         if dist.get_rank() != 1 or _count(self, f"steps{group_no}") < STEP:
             step(self, group_no)
-
-    stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step = broken
-
-
-def all_reduce_left_out() -> None:
-    """Stage 1 reduces all gradients at the end of a step: in one step each rank keeps its own."""
-    reduce = stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor
-
-    def broken(self, *args, **options):
-        if _count(self, "reductions") != STEP:
-            reduce(self, *args, **options)
-
-    stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor = broken
 
 
 def stale_state_of_one_shard() -> None:
     """The momentum of one rank stays what it was before a step."""
-    step = stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step
 
-    def broken(self, group_no):
+    @instead_of(DeepSpeedZeroOptimizer, "_optimizer_step")
+    def _(step, self, group_no):
         momenta = [state["momentum_buffer"] for state in self.optimizer.state.values() if "momentum_buffer" in state]
         before = [momentum.clone() for momentum in momenta]
         step(self, group_no)
@@ -163,42 +147,36 @@ def stale_state_of_one_shard() -> None:
             for momentum, value in zip(momenta, before, strict=True):
                 momentum.copy_(value)
 
-    stage_1_and_2.DeepSpeedZeroOptimizer._optimizer_step = broken
-
 
 def clipping_by_the_local_norm() -> None:
-    def local(self, gradients, params, norm_type=2):
+    @instead_of(DeepSpeedZeroOptimizer, "get_grad_norm_direct")
+    def _(norm, self, gradients, params, norm_type=2):
         return torch.stack([gradient.float().norm() for gradient in gradients]).norm()
-
-    stage_1_and_2.DeepSpeedZeroOptimizer.get_grad_norm_direct = local
 
 
 def tied_weight_updated_on_one_side() -> None:
     """The engine keeps one of two names of a weight, as if it were another weight."""
 
-    def untie(engine, model):
+    @_before_start
+    def _(model, optimizer):
         second = next((part for name, part in model.named_modules() if name.endswith("second")), None)
         if second is not None:
             second.weight = nn.Parameter(second.weight.detach().clone(), requires_grad=False)
-
-    _before_start(untie)
 
 
 def weight_decay_on_all() -> None:
     """The engine gives all parameter groups the largest weight decay: norms and biases decay too."""
 
-    def decay(optimizer):
+    @_before_start
+    def _(model, optimizer):
         most = max(group["weight_decay"] for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             group["weight_decay"] = most
 
-    _before_start(lambda engine, model, optimizer=None: decay(optimizer))
-
 
 def learning_rate_one_step_late() -> None:
-    step = stage_1_and_2.DeepSpeedZeroOptimizer.step
-
-    def broken(self, *args, **options):
+    @instead_of(DeepSpeedZeroOptimizer, "step")
+    def _(step, self, *args, **options):
         rates = [group["lr"] for group in self.param_groups]
         for group, late in zip(self.param_groups, getattr(self, "rates", rates), strict=True):
             group["lr"] = late
@@ -207,36 +185,31 @@ def learning_rate_one_step_late() -> None:
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    stage_1_and_2.DeepSpeedZeroOptimizer.step = broken
-
 
 def module_changed_at_the_start() -> None:
     """The engine replaces the forward of one module."""
 
-    def change(engine, model):
+    @_before_start
+    def _(model, optimizer):
         part = next((part for name, part in model.named_modules() if name.endswith("head")), None)
         if part is not None:
             part.forward = lambda inputs: 1.01 * type(part).forward(part, inputs)
 
-    _before_start(change)
-
 
 def loss_of_torch_changed() -> None:
     """As a release of torch might: a plain PyTorch training has the same loss."""
-    functions = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
-    loss = functions.cross_entropy_loss
-    functions.cross_entropy_loss = lambda *arguments, **options: 1.001 * loss(*arguments, **options)
+
+    @instead_of(torch._C._nn, "cross_entropy_loss")  # pyright: ignore[reportAttributeAccessIssue]
+    def _(loss, *args, **options):
+        return 1.001 * loss(*args, **options)
 
 
 def optimizer_state_not_restored() -> None:
-    load = stage_1_and_2.DeepSpeedZeroOptimizer.load_state_dict
-
-    def broken(self, *args, **options):
+    @instead_of(DeepSpeedZeroOptimizer, "load_state_dict")
+    def _(load, self, *args, **options):
         load(self, *args, **options)
         for state in self.optimizer.state.values():
             state["exp_avg"].zero_()
-
-    stage_1_and_2.DeepSpeedZeroOptimizer.load_state_dict = broken
 
 
 def schedule_position_lost() -> None:
@@ -245,27 +218,22 @@ def schedule_position_lost() -> None:
 
 def learning_rate_of_the_epoch_before() -> None:
     """An engine that loads a checkpoint has the rate from before the last step of a schedule that divides it by 10."""
-    load = DeepSpeedEngine.load_checkpoint
 
-    def broken(self, *args, **options):
+    @instead_of(DeepSpeedEngine, "load_checkpoint")
+    def _(load, self, *args, **options):
         loaded = load(self, *args, **options)
         for group in self.optimizer.param_groups:
             group["lr"] *= 10
         return loaded
 
-    DeepSpeedEngine.load_checkpoint = broken
 
-
-def _before_start(change) -> None:
-    start = DeepSpeedEngine.__init__
-
-    def broken(self, args, model, optimizer=None, *others, **options):
-        change(self, model) if change.__code__.co_argcount == 2 else change(self, model, optimizer)
+def _before_start(change: Callable[[Any, Any], None]) -> None:
+    @instead_of(DeepSpeedEngine, "__init__")
+    def _(start, self, args, model, optimizer=None, *others, **options):
+        change(model, optimizer)
         start(self, args, model, optimizer, *others, **options)
 
-    DeepSpeedEngine.__init__ = broken
 
-
-def _count(owner, name: str) -> int:
+def _count(owner: Any, name: str) -> int:
     setattr(owner, name, getattr(owner, name, 0) + 1)
     return getattr(owner, name)

@@ -1,0 +1,33 @@
+"""`cifar-zero compare` in the process of the tests, which has its imports; the ranks are new processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cifar_zero.comparison.compare import main
+from tests.support.helpers import ROOT
+from tests.support.planted_faults import SITE
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None) -> Callable[..., Any]:
+    """Runs the command with flags; returns its exit code and comparison.json. `fault`, a function of
+    tests.support.planted_faults, is planted into all ranks."""
+
+    def run(*flags: object, fault: str = "") -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr("sys.argv", ["compare", *map(str, flags), "--out", str(tmp_path / "out")])
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        if fault:
+            (tmp_path / "sitecustomize.py").write_text(SITE.format(name=fault))
+            monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        code = main()
+        file = max((tmp_path / "out").glob("*/version_*/comparison.json"))
+        return code, json.loads(file.read_text())
+
+    return run

@@ -1,0 +1,82 @@
+"""What tests change in this program before ranks train: many_runs calls one of these functions for the runs of a
+request, and undoes the change after them."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cifar_zero.models import LAYOUTS, Layout
+from cifar_zero.strategies.deepspeed.hooks import EngineHooks
+from cifar_zero.strategies.hooks import Hooks
+from cifar_zero.strategies.mesh import MeshHooks
+from cifar_zero.training.fast_loop import EpochLoop
+
+COUNTED = range(4, 8)
+"""Micro-batches in which `counted_syncs` counts: those after the start of a training."""
+
+
+def small_vit(patch: pytest.MonkeyPatch) -> None:
+    """vit_tiny takes milliseconds for a step, and its four heads can be split between two ranks."""
+    patch.setitem(LAYOUTS, "tiny", Layout(width=64, depth=4, heads=4))
+
+
+def optimizers_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """CPU ranks take torch's fused optimizers wherever ranks with GPUs do; vit_tiny is small."""
+    small_vit(patch)
+    for hooks in (Hooks, MeshHooks, EngineHooks):
+        patch.setattr(hooks, "optimizer_implementation", _on_cuda(hooks.optimizer_implementation))
+
+
+def _on_cuda(chosen: Any) -> Any:
+    return lambda self, device_type, clips: chosen(self, "cuda", clips)
+
+
+def counted_syncs(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 writes syncs.json into the run folder: how often each line of code made a GPU's host wait in COUNTED, by
+    DeepSpeed's `synchronize` or by reading a value of a tensor, be it on the CPU as here or on a GPU."""
+    advance = EpochLoop.advance
+
+    def counted_advance(self: EpochLoop, data_fetcher: Any) -> None:
+        number = self.total_batch_idx + 1
+        found = self.__dict__.setdefault("found", Counter[str]())
+        if number not in COUNTED:
+            advance(self, data_fetcher)
+        else:
+            from deepspeed.accelerator import get_accelerator  # here: once the run has chosen the device
+
+            with pytest.MonkeyPatch.context() as for_a_step, _ReadValues(found):
+                for_a_step.setattr(get_accelerator(), "synchronize", lambda *_: found.update([f"waits {_caller()}"]))
+                advance(self, data_fetcher)
+        if number == COUNTED[-1] and self.trainer.is_global_zero:
+            Path(self.trainer.default_root_dir, "syncs.json").write_text(json.dumps(found))
+
+    patch.setattr(EpochLoop, "advance", counted_advance)
+
+
+class _ReadValues(TorchDispatchMode):
+    """Counts `item()`, `bool(tensor)` and their like: each reads a value of a tensor."""
+
+    def __init__(self, found: Counter[str]):
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._found[_caller()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    """Returns file and function of the last line outside torch and this file."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename != __file__ and "/torch/" not in frame.filename:
+            return f"{Path(frame.filename).name} {frame.name}"
+    raise AssertionError
