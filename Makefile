@@ -80,6 +80,13 @@ test-all-nodes: FILES := $(RANKS)/test_two_nodes.py $(RANKS)/test_faults.py
 
 test-all: $(NAMES)  ## every test in its long form, in the parts that `make parts` lists
 
+test-all-comparison: .venv/other_libraries
+
+# Libraries whose scripts a test compares; they are in no requirements.
+.venv/other_libraries: .venv/dev
+	$(BIN)/pip install --quiet accelerate transformers
+	touch $@
+
 $(NAMES): .venv/cpu_adam
 	TEST_ALL=1 RECIPES=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) $(FILES)
 	@echo "$@: all tests have passed"

@@ -1,8 +1,10 @@
-"""Rules of the whole tree: every recipe builds, imports between packages go one way."""
+"""Rules of the whole tree: every module imports, every recipe builds, imports between packages go one way."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,10 @@ from cifar_zero.training.resolve import resolve
 from tests.support.helpers import ROOT, assert_ok, on_a_small_cpu, run_program
 
 PACKAGE = ROOT / "cifar_zero"
+MODULES = sorted(
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for path in [*ROOT.glob("*.py"), *PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+)
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = [*COMMANDS.values(), "benchmarks.speed"]  # wrong usage is answered at once
 WITHOUT_TORCH += [f"cifar_zero.{name}" for name in ("core", "config", "launch", "models", "data", "strategies")]
@@ -34,6 +40,41 @@ FLOORS = (
     ("comparison", "diagnosis", "sweeping", "exporting"),
 )
 """The packages of cifar_zero, and its module train: each imports only from the floors before its own."""
+
+OF_DEEPSPEED = (
+    "ds_tensor",
+    "ds_id",
+    "ds_shape",
+    "ds_numel",
+    "fp32_partitioned_groups_flat",
+    "deepspeed_engine",
+    "_hp_grad",
+)
+OF_DEEPSPEED += ("safe_get_full_\\w+", "GatheredParameters", "loss_scale_config")
+OF_DEEPSPEED += ("persistent_parameters", "group_name", "_get_expert_parallel_group", "get_global_grad_norm")
+"""Names in an engine, a ZeRO optimizer or a sharded parameter."""
+
+
+def imports(path: Path) -> set[str]:
+    """Returns the top-level names of the packages that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports(module: str):
+    importlib.import_module(module)
+
+
+def test_models_and_data_know_no_lightning():
+    for folder in ("models", "data"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            assert not imports(path) & {"lightning", "deepspeed"}, path
 
 
 def test_imports_go_one_way():
@@ -55,6 +96,13 @@ def test_imports_go_one_way():
                 if not lower or first in ("cifar_module", "datamodule", "train"):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_one_folder_knows_the_attributes_of_deepspeed():
+    """Everything else calls strategies/hooks.py."""
+    known = re.compile(rf"\b({'|'.join(OF_DEEPSPEED)})\b")
+    for path in sorted({*PACKAGE.rglob("*.py"), *ROOT.glob("*.py")} - {*PACKAGE.glob("strategies/deepspeed/*.py")}):
+        assert not known.findall(path.read_text()), path
 
 
 def test_light_modules_stay_light():

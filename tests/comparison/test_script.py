@@ -123,3 +123,16 @@ def test_the_tutorials_loop_and_this_programs_module(tmp_path: Path):
 def test_scripts_that_cannot_be_recorded(flags: str, message: str, tmp_path: Path):
     with pytest.raises((UsageError, RunError), match=message):
         script.record(flags, 4, tmp_path)
+
+
+@of_test_all
+@pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
+def test_scripts_of_other_libraries(name: str, tmp_path: Path):
+    """`make test-all` installs them."""
+    for library in ("accelerate", "transformers"):
+        pytest.importorskip(library)
+    recording = script.record(str(FOLDER / f"{name}.py"), 4, tmp_path)
+    (case,) = script.plan(recording, ["baseline"], 1, ["--module", f"{FOLDER / name}.py:Migrated", "--max_steps", "30"])
+    verdict = trained(case.flags, tmp_path)
+    assert verdict.outcome in ("bit-identical", "within rounding"), str(verdict)
+    assert any((tmp_path / script.FOLDER).iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from cifar_zero.checkpoints.resume import check_same_run
 from cifar_zero.comparison import reading
 from cifar_zero.comparison.result import Curve, FinishedRun, Variant
 from cifar_zero.config import command_line
-from cifar_zero.config.settings import flat, may_change_on_resume, owner_of
+from cifar_zero.config.settings import OWNERS, flat, may_change_on_resume, owner_of
 from cifar_zero.core.errors import UsageError
 
 EVERY = flat(command_line.parse(["--model", "net_moe"]))
@@ -52,3 +53,15 @@ def test_a_resumed_run_keeps_its_recipe():
             check_same_run(now, before)
     allowed = {option: other(value) for option, value in EVERY.items() if may_change_on_resume(option)}
     check_same_run(now, {**EVERY, **allowed, "data.source": "auto"})
+
+
+def test_each_option_has_one_owner():
+    names = [option.name for part in OWNERS.values() for option in dataclasses.fields(part)]
+    assert sorted(name for name in names if names.count(name) > 1) == ["data", "data"]  # two sections of one name
+    assert {owner_of(option) for option in EVERY} == {"recipe", "placement", "output"}
+    for owner, options in (
+        ("recipe", "optimizer.lr batch_size data.source augment.flip model.num_experts"),
+        ("placement", "model.ep_size data.root precision accumulate zero.overlap_comm offload.ratio"),
+        ("output", "name save_top_k"),
+    ):
+        assert {owner_of(option) for option in options.split()} == {owner}

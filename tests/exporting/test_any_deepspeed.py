@@ -14,6 +14,7 @@ from torch import Tensor
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export
 from tests.support.deepspeed_loops import CASES, Tied
+from tests.support.evil import Evil
 from tests.support.helpers import WHOLE, assert_ok, of_make_fuzz, run_program
 
 pytestmark = pytest.mark.distributed
@@ -94,3 +95,27 @@ def test_a_file_is_missing(
     with pytest.raises(UsageError, match=message):
         exported(tmp_path / "saved", tmp_path / "out.safetensors", monkeypatch)
     assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"callback": Evil(Path("never"))}, "loads .*mkdir, which could run any code: add --trust"),
+        ({"num_experts": [4]}, "has experts, or pipeline or tensor parallelism"),
+        ({"module": None}, "has experts, or pipeline or tensor parallelism"),
+        ({"param_shapes": [{"scale": torch.Size([1000])}]}, "is no complete DeepSpeed checkpoint: RuntimeError"),
+    ],
+    ids=["code", "experts", "pipeline", "another model"],
+)
+def test_content_that_is_refused(
+    changes: dict[str, object],
+    message: str,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    shutil.copytree(saved / "2" / "stage_2", tmp_path / "saved")
+    file = tmp_path / "saved" / TAG / MODEL
+    torch.save({**torch.load(file, weights_only=True), **changes}, file)
+    with pytest.raises(UsageError, match=message):
+        exported(tmp_path / "saved", tmp_path / "out.safetensors", monkeypatch)

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cifar_zero.config import command_line
+from cifar_zero.config.ds_config import Dtype, get_ds_config
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.strategies.deepspeed import ZeROStrategy, engine_config
 from cifar_zero.training.resolve import make_run
+from tests.support.helpers import ROOT
 
 BATCH_8 = ["--batch_size", "8", "--devices", "1"]
 
@@ -91,3 +93,55 @@ def test_lightning_accepts_one_rank_in_a_notebook(monkeypatch: pytest.MonkeyPatc
     Trainer(accelerator="cpu", devices=1, strategy=ZeROStrategy(3), logger=False)
     with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
         Trainer(accelerator="cpu", devices=2, strategy=ZeROStrategy(3), logger=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_get_ds_config_key_by_key(stage: int, dtype: Dtype):
+    assert get_ds_config(stage, dtype) == {
+        "train_batch_size": 16,
+        "steps_per_print": 2000,
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
+        },
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {
+            "enabled": dtype == "fp16",
+            "fp16_master_weights_and_grads": False,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 15,
+        },
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            "stage": stage,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 50_000_000,
+            "reduce_bucket_size": 50_000_000,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "cpu_offload": False,
+        },
+    }
+
+
+def test_recipe_says_what_the_source_says():
+    config = command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])
+    source = get_ds_config(0, "fp16")
+    adam, warmup = source["optimizer"]["params"], source["scheduler"]["params"]
+    assert config.recipe.batch_size == source["train_batch_size"]
+    assert config.recipe.gradient_clip_val == source["gradient_clipping"]
+    assert config.recipe.optimizer.options == {**adam, "betas": tuple(adam["betas"]), "weight_decay_on": "all"}
+    assert config.recipe.optimizer.options["lr"] == warmup["warmup_max_lr"]
+    assert config.recipe.schedule.options["warmup_num_steps"] == warmup["warmup_num_steps"]
+    assert config.recipe.schedule.options["warmup_min_lr"] == warmup["warmup_min_lr"]
