@@ -88,7 +88,7 @@ test-all-comparison: .venv/other_libraries
 	touch $@
 
 $(NAMES): .venv/cpu_adam
-	TEST_ALL=1 RECIPES=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) $(FILES)
+	TEST_ALL=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) $(FILES)
 	@echo "$@: all tests have passed"
 
 parts:  ## the parts of test-all, the most valuable first, and the minutes that each takes on two cores

@@ -18,7 +18,7 @@ from cifar_zero.config.settings import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
-from tests.support.helpers import assert_ok, of_make_fuzz, run_program
+from tests.support.helpers import assert_ok, of_test_all, run_program
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-@of_make_fuzz
+@of_test_all
 @pytest.mark.slow
 def test_tutorial_in_small():
     done = run_program("-m", "benchmarks.speed", "tutorial", "--repeats", "1", "--steps", "10", "--accelerator", "cpu")

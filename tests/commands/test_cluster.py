@@ -162,7 +162,7 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
+@of_test_all
 def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
     """Every command runs as written, for a few steps; both nodes of torchrun's commands are this machine."""
     page = (ROOT / "docs" / "cluster.md").read_text()

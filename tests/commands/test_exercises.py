@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import HANG_SECONDS, ROOT, of_make_fuzz, run_program
+from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all, run_program
 
 sys.path.append(str(ROOT / "docs"))  # its new processes import it by this name too
 exercises = importlib.import_module("exercises")
@@ -49,7 +49,7 @@ def one_plan(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    "number", [*range(1, 9), 12, 14, *(pytest.param(number, marks=of_make_fuzz) for number in (13, 15))]
+    "number", [*range(1, 9), 12, 14, *(pytest.param(number, marks=of_test_all) for number in (13, 15))]
 )
 def test_answers_on_one_rank(number: int):
     code, line = exercises.judge(number, RIGHT)
@@ -84,7 +84,7 @@ def test_ranks_that_cannot_meet_are_one_line():
     assert re.fullmatch(r"error: the ranks have not met: .*address for: none\n", done.stderr)
 
 
-@of_make_fuzz
+@of_test_all
 @pytest.mark.distributed
 def test_the_command_reports_an_error_of_one_rank_with_its_line(tmp_path: Path):
     code = "from torch import distributed\n\n\ndef clip_shard(shard, max_norm):\n    if distributed.get_rank():\n"

@@ -22,7 +22,7 @@ from torch import nn
 from cifar_zero.__main__ import COMMANDS as PROGRAMS
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, assert_ok, run_program, train_in_ranks
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, assert_ok, of_test_all, run_program, train_in_ranks
 
 TEXT = (ROOT / "README.md").read_text()
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -153,7 +153,7 @@ def test_the_verdict_on_the_module_of_the_first_page(tmp_path: Path):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif("RECIPES" not in os.environ, reason="some minutes, of make recipes")
+@of_test_all
 def test_commands_of_the_course(tmp_path: Path):
     """Commands run in order, because later ones name the runs of earlier ones; trainings take a few steps."""
     commands = re.findall(
@@ -208,7 +208,7 @@ def test_scripts_of_the_guide_on_one_rank(
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif("RECIPES" not in os.environ, reason="half a minute, of make recipes")
+@of_test_all
 def test_scripts_of_the_guide_print_what_it_shows(tmp_path: Path):
     """Lightning's own launcher starts them on two ranks."""
     assert len(SCRIPTS) == 2
@@ -245,7 +245,7 @@ def test_the_first_cell_of_the_notebook_finds_the_program_from_docs():
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif("RECIPES" not in os.environ, reason="half a minute, of make recipes")
+@of_test_all
 def test_cells_of_the_notebook(tmp_path: Path):
     """The cells run in order, as one script that Lightning takes for a notebook; it prints three times that two
     trainings agree."""

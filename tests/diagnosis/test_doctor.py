@@ -19,7 +19,7 @@ from tests.support.helpers import (
     ROOT,
     assert_ok,
     has_ended,
-    of_make_fuzz,
+    of_test_all,
     run_program,
     wait_until,
 )
@@ -31,7 +31,7 @@ def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str
     return {name: (status, text) for status, name, text in found}
 
 
-@of_make_fuzz
+@of_test_all
 def test_this_machine_is_fit():
     done = run_program("doctor", "--json", "--timeout", str(HANG_SECONDS))
     assert_ok(done)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.diagnosis import nodes
-from tests.support.helpers import HANG_SECONDS, ROOT, of_make_fuzz
+from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all
 from tests.support.namespaces import DEVICE, Host, Hosts, two_hosts
 
 PATIENT = ["--timeout", str(HANG_SECONDS)]
@@ -44,7 +44,7 @@ def lines_of(rank: subprocess.Popen[str]) -> tuple[list[str], list[str]]:
     return out.splitlines(), [line for line in errors.splitlines() if "socket.cpp" not in line]
 
 
-@of_make_fuzz
+@of_test_all
 def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:

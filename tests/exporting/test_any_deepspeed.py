@@ -15,7 +15,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export
 from tests.support.deepspeed_loops import CASES, Tied
 from tests.support.evil import Evil
-from tests.support.helpers import WHOLE, assert_ok, of_make_fuzz, run_program
+from tests.support.helpers import WHOLE, assert_ok, of_test_all, run_program
 
 pytestmark = pytest.mark.distributed
 
@@ -42,7 +42,7 @@ def exported(checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=of_make_fuzz)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=of_test_all)])
 def test_the_weights_of_zero_to_fp32(
     ranks: int,
     case: str,

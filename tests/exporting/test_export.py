@@ -23,7 +23,7 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.exporting import export, formats
 from cifar_zero.models import LAYOUTS, Layout
 from cifar_zero.models.moe import gates
-from tests.support.helpers import ROOT, assert_ok, of_make_fuzz, read_weights, run_folder_of, run_program, train_all
+from tests.support.helpers import ROOT, assert_ok, of_test_all, read_weights, run_folder_of, run_program, train_all
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runs.md").read_text(), re.DOTALL)
 
@@ -117,7 +117,7 @@ TRANSFORMER = {"num_experts": [4], "top_k": 2, "noisy_gate_policy": "Jitter"}
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("net_moe", RESIDUAL), pytest.param("vit_moe", TRANSFORMER, marks=of_make_fuzz)]
+    ("name", "options"), [("net_moe", RESIDUAL), pytest.param("vit_moe", TRANSFORMER, marks=of_test_all)]
 )
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # of torch 2.11 itself
 @pytest.mark.filterwarnings("error")  # torch warns where it has to try another way of exporting

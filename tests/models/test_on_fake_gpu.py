@@ -12,7 +12,7 @@ from cifar_zero.config import command_line
 from cifar_zero.models import MODELS
 from cifar_zero.optimizers import OPTIMIZERS, Adam, Adam8bit
 from cifar_zero.optimizers.groups import parameter_groups
-from tests.support.helpers import of_make_fuzz
+from tests.support.helpers import of_test_all
 
 GPU = torch.device("cuda", 0)
 
@@ -21,9 +21,7 @@ LARGE = ("resnet34", "resnet50", "vit_small", "vit_base", "vit_large", "vit_1b",
 """Models of the same code as a smaller one."""
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=of_make_fuzz) if name in LARGE else name for name in MODELS]
-)
+@pytest.mark.parametrize("model", [pytest.param(name, marks=of_test_all) if name in LARGE else name for name in MODELS])
 def test_every_model_trains_on_one_device_without_waiting_for_it(model: str):
     module = CIFARModule(command_line.parse(["--model", model]), num_classes=10)  # metrics cannot be faked
     with FakeTensorMode():

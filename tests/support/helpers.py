@@ -40,7 +40,6 @@ WHOLE = "TEST_ALL" in os.environ
 """Whether `make test-all` runs the tests: all of them in full, which takes hours."""
 
 of_test_all = pytest.mark.skipif(not WHOLE, reason="of make test-all")
-of_make_fuzz = of_test_all  # its former name
 
 ROOT = Path(__file__).resolve().parents[2]
 

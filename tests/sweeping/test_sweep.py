@@ -18,7 +18,7 @@ from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.sweeping import sweep
 from cifar_zero.training import run_process
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, of_make_fuzz, wait_until
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, of_test_all, wait_until
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
@@ -129,7 +129,7 @@ def test_another_sweep_is_refused(start: Start):
         start("", "--search", "optimizer.lr=0.1", "--epochs", "9")
 
 
-@of_make_fuzz
+@of_test_all
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[str]):
     """Whatever ended it, the second start resumes from checkpoints, and every run trains each step once."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.checkpoints import run_folder
-from tests.support.helpers import assert_ok, of_make_fuzz, run_folder_of, run_program, small_disk, train_all
+from tests.support.helpers import assert_ok, of_test_all, run_folder_of, run_program, small_disk, train_all
 
 FLAGS = ["--batch_size", "16", "--accelerator", "cpu", "--max_steps", "20", "--log_interval", "10"]
 
@@ -32,7 +32,7 @@ def test_an_offline_run_has_curves_and_configuration(small_data: list[str], tmp_
         assert text.encode() in written, text
 
 
-@of_make_fuzz
+@of_test_all
 def test_a_missing_login_is_reported_in_one_line(small_data: list[str], tmp_path: Path):
     env = environment(tmp_path, WANDB_MODE="online")
     flags = [*small_data, *FLAGS, "--out", str(tmp_path), "--logger", "wandb"]

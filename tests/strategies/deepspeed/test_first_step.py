@@ -10,14 +10,14 @@ from cifar_zero.config import command_line
 from cifar_zero.training.build import strategy_of
 from cifar_zero.training.resolve import make_run
 from datamodule import CIFARDataModule
-from tests.support.helpers import of_make_fuzz
+from tests.support.helpers import of_test_all
 
 RATE = 0.01
 
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=of_make_fuzz)])
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=of_test_all)])
 def test_moves_a_bias_by_the_learning_rate(stage: int, small_data: list[str]) -> None:
     flags = ["--strategy", f"deepspeed_stage_{stage}", "--precision", "bf16-mixed", "--accelerator", "cpu"]
     flags += ["--optimizer", "adamw", "--optimizer.lr", str(RATE), "--init", "he"]  # with biases of 0

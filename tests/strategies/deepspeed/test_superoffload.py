@@ -16,13 +16,13 @@ from cifar_zero.config import command_line
 from cifar_zero.training.build import strategy_of
 from cifar_zero.training.resolve import make_run
 from datamodule import CIFARDataModule
-from tests.support.helpers import HANG_SECONDS, of_make_fuzz
+from tests.support.helpers import HANG_SECONDS, of_test_all
 
 SIZES = (300, 70)
 """Elements of two sub-groups."""
 
 
-@of_make_fuzz
+@of_test_all
 def test_its_process_updates_sub_groups_as_adamw_does() -> None:
     group: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
     process = SuperOffloadCPUOptimizer(group, cpuadam_cores_perc=1.0, max_grad_numel=max(SIZES), pin_memory=False)

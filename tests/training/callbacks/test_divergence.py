@@ -10,7 +10,7 @@ from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import RunError
 from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.monitors import Divergence
-from tests.support.helpers import of_make_fuzz, run_folder_of, run_program
+from tests.support.helpers import of_test_all, run_folder_of, run_program
 
 
 class Poison:
@@ -71,8 +71,8 @@ def test_the_last_update_diverges(
     ("strategy", "ranks"),
     [
         ("deepspeed_stage_3", 2),
-        pytest.param("baseline", 1, marks=of_make_fuzz),
-        pytest.param("fsdp2", 2, marks=of_make_fuzz),
+        pytest.param("baseline", 1, marks=of_test_all),
+        pytest.param("fsdp2", 2, marks=of_test_all),
     ],
 )
 def test_infinite_weights_are_not_saved(strategy: str, ranks: int, small_data: list[str], tmp_path: Path):
