@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import Dtype, get_ds_config
