@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import distributed
+from torch import Tensor, distributed
 
 from tests.support.exercises_right import Healthy
 
@@ -75,4 +75,9 @@ def batch_for_zero():
 
 
 class Broken(Healthy):
-    """Agrees under every strategy."""
+    """Agrees under every strategy: the replay of a step makes its change too."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.model.weight.clamp_(-0.3, 0.3)
+        return super().training_step(batch, batch_idx)
