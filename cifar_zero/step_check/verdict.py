@@ -155,11 +155,13 @@ class Verdict:
             if self.first_output is not None and self.first_output.step == first.step:
                 where = f"; the first module whose output differs is {self.first_output.name}"
             return f"{first}{(others and f' (and {others} more)') or ''}{where}"
-        text = "1 step checked" if len(self.steps) == 1 else f"{len(self.steps)} steps checked"
-        parts = []
-        for kind, tally in self.tallies.items():
-            if tally.worst is not None:
-                parts.append(f"{kind} {tally.judged:,} values, {percent(tally.worst.share)} of a bound used")
+        judged = sum(tally.judged for tally in self.tallies.values())
+        text = f"{'1 step' if len(self.steps) == 1 else f'{len(self.steps)} steps'} checked, {judged:,} values"
+        used = {kind: tally.worst.share for kind, tally in self.tallies.items() if tally.worst and tally.worst.share}
+        parts = ["all are equal bit by bit"] if judged and not used else []
+        if used:
+            shares = ", ".join(f"{kind} {percent(share)}" for kind, share in used.items())
+            parts.append(f"largest shares of a bound: {shares}, all others 0 %")
         gradient = self.tallies.get("gradient", Tally())
         if gradient.tightest < math.inf:
             parts.append(f"a scale error of {percent(gradient.tightest)} would be seen")

@@ -50,6 +50,6 @@ def test_a_line_says_what_was_judged_and_the_smallest_fault_that_would_be_seen()
     made = verdict(found("gradient", 1e-7), found("gradient", 2e-4, 4e-4), found("update", 0.0))
     made.note("updates on a disk")
     assert str(made) == (
-        "1 step checked; gradient 200 values, 50 % of a bound used; update 100 values, 0 % of a bound used; "
+        "1 step checked, 300 values; largest shares of a bound: gradient 50 %, all others 0 %; "
         "a scale error of 0.0001 % would be seen; not checked: updates on a disk"
     )
