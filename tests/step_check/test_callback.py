@@ -96,10 +96,20 @@ def test_a_wrong_update_is_counted():
     assert {fault.name for fault in verdict.faults} == {"net.bias"}
 
 
-def test_a_small_fault_is_found_at_a_late_step_too():
+class LateGradient(Module):
+    """The gradient of the bias is 0.1 % too large in step 15."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 14:
+            assert self.net.bias.grad is not None
+            self.net.bias.grad.mul_(1.001)
+
+
+@pytest.mark.parametrize("module", [Faulty(first=15, off=1e-5), LateGradient()], ids=["update", "gradient"])
+def test_a_small_fault_is_found_at_a_late_step_too(module: Module):
     """The bound is one step's rounding at every step: it does not grow."""
     check = StepCheck(every=1, on_fault="warn")
-    fit(Faulty(first=15, off=1e-5), check, steps=15)
+    fit(module, check, steps=15)
     assert check.verdict.steps == [*range(1, 16)]
     assert {(fault.step, fault.name) for fault in check.verdict.faults} == {(15, "net.bias")}
 
