@@ -52,6 +52,7 @@ def test_a_planted_fault_is_found_and_no_case_is_left_out(fault: str, compared: 
     cases = comparison["variants"]
     assert code == 1
     assert {case.name for case in plan_cases([strategy], 2, quick)} <= {case["name"] for case in cases}
+    assert not [case["name"] for case in cases if "before it was trained" in case["remark"]]
     remarks = [case["remark"] for case in cases if case["kind"] == "different"]
     assert any(re.match(expected, remark) for remark in remarks), remarks
     alone = [case["kind"] for case in cases if case["world_size"] == 1]  # where nothing is planted
