@@ -64,9 +64,9 @@ bench: .venv/dev  ## one round of each comparison with the reference loops: a fe
 gpu: .venv/dev  ## the first minutes on a GPU: agreement, memory, speed, the largest model; continues where it stopped
 	$(WITH_NINJA) $(BIN)/python -m benchmarks.gpu
 
-# Parts of `make test-all`, the most valuable first, and the minutes that each takes on two cores.
-PARTS := comparison=8 resume=15 recipes=5 packages=10 strategies=20 experts=12 commands=16 nodes=10
-NAMES := $(foreach part,$(PARTS),test-all-$(firstword $(subst =, ,$(part))))
+# Parts of `make test-all`, the most valuable first.
+PARTS := comparison resume recipes packages strategies experts commands nodes
+NAMES := $(PARTS:%=test-all-%)
 RANKS := tests/distributed
 test-all-comparison: FILES := tests/comparison tests/step_check $(RANKS)/test_compare.py
 test-all-resume: FILES := $(RANKS)/test_resume.py
@@ -91,7 +91,7 @@ $(NAMES): .venv/cpu_adam
 	TEST_ALL=1 $(WITH_NINJA) $(BIN)/pytest $(PARALLEL) $(FILES)
 	@echo "$@: all tests have passed"
 
-parts:  ## the parts of test-all, the most valuable first, and the minutes that each takes on two cores
+parts:  ## list the parts of test-all, the most valuable first
 	@printf 'test-all-%s\n' $(PARTS)
 
 lock: .venv/installed  ## write requirements.lock anew, after a change of requirements.txt or requirements-dev.txt

@@ -20,8 +20,8 @@ from cifar_zero.training import run_process
 from cifar_zero.training.resolve import warn_of_few_cores
 
 TRAININGS = 500
-"""Trainings in the same ranks, which then start anew. Of 120 trainings under random placements each left 0.36 MB in a
-rank: torch and DeepSpeed keep process groups, and with them modules (torch 2.15, DeepSpeed 0.19.8)."""
+"""Trainings in the same ranks, which are then started again. Each of 120 trainings under random placements left 0.36 MB
+in a rank, because torch and DeepSpeed keep process groups, and with them modules (torch 2.15, DeepSpeed 0.19.8)."""
 
 
 def train_jobs(file: Path, train: str) -> int:
@@ -98,8 +98,8 @@ def _train(
 ) -> Iterator[Variant]:
     """Trains cases of one number of ranks, and sets their verdicts and times, of the first with the start of the ranks.
 
-    The ranks start anew after TRAININGS, and after each training that failed. Yields the cases that were trained.
-    Raises UsageError: the case `refusing` was refused.
+    The ranks are started again after TRAININGS, and after each training that failed. Yields the cases that were
+    trained. Raises UsageError: the case `refusing` was refused.
     """
     ranks, todo = cases[0].world_size, [*cases]
     while todo:
@@ -107,8 +107,9 @@ def _train(
         if cases[0].phase:
             name = f"resumed-{name}"
         log, file = folder / f"{name}.log", folder / f"{name}.json"
-        verdicts = [folder / f"{name}-case-{number}.json" for number in range(len(todo[:TRAININGS]))]
-        jobs = {str(verdict): [*case.resume, *case.flags] for verdict, case in zip(verdicts, todo, strict=False)}
+        together = todo[:TRAININGS]
+        verdicts = [folder / f"{name}-case-{number}.json" for number in range(len(together))]
+        jobs = {str(verdict): [*case.resume, *case.flags] for verdict, case in zip(verdicts, together, strict=True)}
         file.write_text(json.dumps({"ranks": ranks, "jobs": jobs, "sketches": sketches}))
         began = time.monotonic()
         with run_process.start(program, [str(file)], log) as child:

@@ -156,12 +156,15 @@ class Verdict:
                 where = f"; the first module whose output differs is {self.first_output.name}"
             return f"{first}{(others and f' (and {others} more)') or ''}{where}"
         judged = sum(tally.judged for tally in self.tallies.values())
-        text = f"{'1 step' if len(self.steps) == 1 else f'{len(self.steps)} steps'} checked, {judged:,} values"
+        steps = "1 step" if len(self.steps) == 1 else f"{len(self.steps)} steps"
+        text = f"{steps} checked, {judged:,} values"
+        parts = []
         used = {kind: tally.worst.share for kind, tally in self.tallies.items() if tally.worst and tally.worst.share}
-        parts = ["all are equal bit by bit"] if judged and not used else []
         if used:
             shares = ", ".join(f"{kind} {percent(share)}" for kind, share in used.items())
             parts.append(f"largest shares of a bound: {shares}, all others 0 %")
+        elif judged:
+            parts.append("all are equal bit by bit")
         gradient = self.tallies.get("gradient", Tally())
         if gradient.tightest < math.inf:
             parts.append(f"a scale error of {percent(gradient.tightest)} would be seen")
