@@ -94,7 +94,12 @@ ROWS = (
         schedule=WARMUP,
         stages="0",
     ),
-    Row("frozen weights", "weights that no optimizer has", f"{NET} {ADAMW} {CLIP} --trainable *.bias", stages="123"),
+    Row(
+        "frozen layers",
+        "weights that no optimizer has; a batch norm in evaluation, whose statistics stay as they are",
+        f"{EDGE_CASES} {ADAMW} {CLIP} --trainable project.* twice.* head.*",
+        stages="123",
+    ),
     Row("experts", "a gate, experts that every rank has", f"{EXPERTS} {ADAMW} --model.ep_size 1", 4, one_rank=True),
     Row("experts, spread", "experts on several ranks", f"{EXPERTS} {ADAMW} --model.ep_size 2", stages="012"),
     Row(
@@ -137,7 +142,7 @@ RESUMES = (
     ),
     Continuation(
         3,
-        row="frozen weights",
+        row="frozen layers",
         of="deepspeed_stage_3",
         under="deepspeed_stage_1",
         ranks=1,

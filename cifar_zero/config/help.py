@@ -18,14 +18,16 @@ from cifar_zero.core.usage import nearest, nearest_flag
 from cifar_zero.optimizers import OPTIMIZERS
 
 COMMON = {
-    "what is trained": ("model", "weights", "optimizer", "optimizer.lr", "schedule", "augment.flip", "augment.crop"),
-    "on which images": ("data.source", "data.root", "batch_size", "accumulate"),
-    "for how long": ("epochs", "max_steps", "early_stopping", "resume"),
-    "where": ("strategy", "devices", "precision", "compile", "seed"),
-    "what is left": ("out", "name", "logger", "log_interval"),
-    "instead": ("config", "print_config", "bench_steps"),
+    "model and optimizer": ("model", "weights", "optimizer", "optimizer.lr", "schedule", "augment.flip"),
+    "data": ("data.source", "batch_size", "accumulate"),
+    "duration": ("epochs", "max_steps", "early_stopping", "resume"),
+    "strategy and devices": ("strategy", "devices", "precision", "seed"),
+    "output": ("out", "name", "logger"),
+    "recipes and benchmarks": ("config", "print_config", "bench_steps"),
 }
 """The flags of the short help, by title."""
+
+ONLY_IN_WHOLE_HELP = ("torture", "range_test")  # the model of the acceptance, and a schedule that trains nothing
 
 USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
 EPILOG = """\
@@ -80,7 +82,7 @@ def short(parser: ArgumentParser) -> str:
             action = actions[f"--{flag}.name" if flag in REGISTRIES else f"--{flag}"]
             metavar = str(action.metavar)
             if flag in names:
-                text = ", ".join(names[flag])
+                text = ", ".join(name for name in names[flag] if name not in ONLY_IN_WHOLE_HELP)
             elif metavar.startswith("{") and not isinstance(action.default, bool):
                 text = metavar.strip("{}").replace(",", ", ")
             else:

@@ -62,7 +62,7 @@ CODE = {
     "gradients kept in float32": ("deepspeed_stage_1_fp32_gradients", "BF16_Optimizer._update_hp_grad", 10),
     "parameters fetched by all-reduce": ("deepspeed_stage_3_all_reduce", "AllReduceCoalescedHandle.wait", 1),
 }
-"""Of each row but "frozen weights", which has no code of its own: a strategy, a function, and how often an optimizer
+"""Of each row but "frozen layers", which has no code of its own: a strategy, a function, and how often an optimizer
 step calls it at least."""
 
 
@@ -70,7 +70,7 @@ step calls it at least."""
 @pytest.mark.distributed
 def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool, "TRAININGS", 7)  # the ranks start anew in between
-    assert CODE.keys() == {row.name for row in ROWS} - {"frozen weights"}
+    assert CODE.keys() == {row.name for row in ROWS} - {"frozen layers"}
     wanted = {(f"{row}, 2 ranks", strategy): (name, calls) for row, (strategy, name, calls) in CODE.items()}
     found = [case for case in plan_cases([], 2, quick=False) if (case.row, case.strategy) in wanted]
     assert len(found) == len(CODE)

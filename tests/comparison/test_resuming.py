@@ -105,7 +105,7 @@ def test_rows_are_continued_where_it_matters():
     found = {case.name: case for case in cases if case.resume[:1] == ["--continues"]}
     same = [f"{name}: bfloat16, AdamW, clipped, 2 ranks, resumed at step 3" for name in ("ddp", "deepspeed_stage_2")]
     other = "deepspeed_stage_2: AdamW, clipped, accumulated, 2 ranks, resumed at step 3 under deepspeed_stage_3"
-    alone = "deepspeed_stage_3: frozen weights, 2 ranks, resumed at step 3 under deepspeed_stage_1 on 1 rank"
+    alone = "deepspeed_stage_3: frozen layers, 2 ranks, resumed at step 3 under deepspeed_stage_1 on 1 rank"
     assert {*same, other, alone} <= found.keys()
     assert len(found) == 5
     assert [found[name].phase for name in (*same, other, alone)] == [1, 1, 1, 0]

@@ -1,5 +1,6 @@
 """Lightning's DeepSpeedStrategy, extended to CPU ranks, and corrected where it changes the maths or a checkpoint."""
 
+import importlib
 import os
 import shutil
 import signal
@@ -131,6 +132,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         if not isinstance(self.precision_plugin, ZeROPrecision):
             self.precision_plugin = ZeROPrecision(self.precision_plugin.precision)  # pyright: ignore
         deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at stage 3
+        if "optimizer" not in self.config:
+            import_muon_uncompiled()
         if self.on_cpu:
             # Set by DeepSpeed's own launcher. Without it the CPU accelerator starts numactl in every step to count
             # the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
@@ -297,8 +300,11 @@ class ZeROStrategy(DeepSpeedStrategy):
         EngineHooks(self).link_master_weights()
         EngineHooks(self).clip_experts_too()
         self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
+        engine: Any = self.model
+        if self.world_size == 1 and not engine.zero_optimization():
+            # One rank has nothing to average. DeepSpeed (0.19.8) would copy all gradients for an all-reduce.
+            engine.enable_backward_allreduce = False
         if self.zero_stage_3 and self.world_size > 1 and self.is_global_zero:
-            engine: Any = self.model
             total = sum(parameter.ds_numel for parameter in engine.module.parameters())
             sharded = total - sum(parameter.ds_numel for parameter in engine.optimizer.persistent_parameters)
             how = "" if sharded == total else "; --zero.param_persistence_threshold 0 shards all"
@@ -344,6 +350,20 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def import_muon_uncompiled() -> None:
+    """Imports DeepSpeed's Muon optimizer without compiling its kernels.
+
+    Every ZeRO stage imports Muon in its first step, whatever the optimizer is, and the import calls torch.compile, which
+    loads torch's compiler for 1.2 s (DeepSpeed 0.19.8, zero/muon/original_muon.py).
+    """
+    compile = torch.compile
+    torch.compile = lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        torch.compile = compile
 
 
 def _drop_frozen_groups(optimizer: Any, scheduler: Any) -> None:
