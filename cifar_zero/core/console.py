@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "train.py"
 """The training script in a clone of the repository; it does the same as `cifar-zero train`."""
 
 WARNINGS = (
-    # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py). The next Lightning may not need this.
+    # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py). Remove with the next Lightning.
     ".*LeafSpec.* is deprecated",
     # The memory loader needs no workers.
     ".*does not have many workers.*",
@@ -85,7 +85,7 @@ def quieten() -> None:
 def command(name: str, *arguments: object) -> str:
     """Returns the line for a shell that starts a command, such as `cifar-zero compare ...`. The line begins with
     `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python -m
-    cifar_zero` if `cifar-zero` is not installed. Paths of programs are those of `next_to_python`."""
+    cifar_zero` if `cifar-zero` is not installed. `next_to_python` returns the path of each program."""
     installed, python = Path(sys.executable).with_name("cifar-zero"), next_to_python(Path(sys.executable).name)
     if name == "train" and _is_script():
         start = [python, _short(SCRIPT)]

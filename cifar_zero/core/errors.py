@@ -48,7 +48,7 @@ FEWER_WORKERS = "take fewer --data.workers, or --data.loader memory; docker run 
 class KnownFailure(NamedTuple):
     """A frequent failure of torch or DeepSpeed, recognised by the messages of torch 2.15 and DeepSpeed 0.19.8."""
 
-    messages: tuple[str, ...]  # texts, one of which is in the "Type: message" line of the exception
+    messages: tuple[str, ...]  # each is part of the "Type: message" line of an exception
     cause: str  # what happened
     fix: str  # what to do
 

@@ -25,7 +25,7 @@ _guarded = False  # whether `guarded` is running and catches Stopped
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that prints errors as one line, has the option --debug, and keeps the line breaks of its help
+    """An argparse parser that turns errors into one line, has the option --debug, and keeps the line breaks of help
     texts."""
 
     def __init__(self, **options: Any):

@@ -43,8 +43,8 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     Args:
         run: The resolved run.
         run_dir: Run folder into which the callbacks write on rank 0; None on the other ranks.
-        callbacks: Callbacks that replace those of the run.
-        elements: Number of parameters of a model that replaces the model of the run; 0 for the model of the run.
+        callbacks: Callbacks that replace the run's callbacks.
+        elements: Number of parameters of a model that replaces the run's model; 0 for the run's model.
     """
     strategy = strategies.build(run.placement, elements) if elements else strategy_of(run)
     precision = run.placement.precision

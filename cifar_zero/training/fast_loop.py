@@ -53,7 +53,8 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 class EpochLoop(_TrainingEpochLoop):
     """Trains an epoch. It falls back to Lightning's own code for a loader whose batches are not on the device yet, for
-    a profiler, a module with its own step, float16 with a gradient scaler, or a run that resumes at a validation."""
+    a profiler, a module with a custom training step, float16 with a gradient scaler, or a run that resumes at a
+    validation."""
 
     _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]

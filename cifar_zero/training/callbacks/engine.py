@@ -53,7 +53,7 @@ class EngineInfo(IntervalCallback):
         """Reads the settings in effect. With a gradient scaler, starts to count the steps that it does not skip."""
         super().on_train_start(trainer, pl_module)
         self._first_step = trainer.global_step
-        # Measured in the second step, when the optimizer has its state, or in the only step of a run.
+        # Model states are measured in the second step, when the optimizer has its state, or in a run's only step.
         self._state_step = self._first_step + (trainer.estimated_stepping_batches != self._first_step + 1)
         parameters = next(pl_module.parameters()).dtype
         self.totals_of_run["compute_dtype"] = _name(_compute_dtype(trainer, parameters))

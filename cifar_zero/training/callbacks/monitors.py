@@ -102,8 +102,8 @@ class EarlyStop(EarlyStopping):
     """Stops the training as Lightning's EarlyStopping does, and prints one line when it stops. The metric is --monitor,
     which also selects the best checkpoint.
 
-    A resumed run continues the count with the patience of its own options, and ends at once if that is already
-    exhausted. An epoch that --max_steps cuts short has no validation and does not count. `patience` is in validations.
+    A resumed run continues the count with the patience that it is given, and ends at once if that is already exhausted.
+    An epoch that --max_steps cuts short has no validation and does not count. `patience` is in validations.
     """
 
     def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):

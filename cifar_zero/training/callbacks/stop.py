@@ -71,7 +71,7 @@ class Interrupt(Callback):
         if "SLURM_JOB_ID" in os.environ:
             wanted.append(SLURM_REQUEUE)
         for number in wanted:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
                 self._previous[number] = signal.signal(number, self._request)
         self.has_started = True
 
