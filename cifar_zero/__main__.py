@@ -1,4 +1,4 @@
-"""`cifar-zero COMMAND ...`, also `python -m cifar_zero COMMAND ...`: runs a command and imports only what it needs."""
+"""Runs `cifar-zero COMMAND ...`, or `python -m cifar_zero COMMAND ...`, and imports only what the command needs."""
 
 import argparse
 import os
@@ -19,13 +19,13 @@ COMMANDS = {
     "sweep": "cifar_zero.sweeping.sweep",
     "doctor": "cifar_zero.diagnosis.doctor",
 }
-"""The module of each command, whose `main` returns the exit code."""
+"""The module of each command. Its `main` returns the exit code."""
 
 SPINS = "10000"
-"""How often a thread of a parallel loop looks for the others before it sleeps: libgomp's GOMP_SPINCOUNT, which it reads
-when torch is imported. While another program runs, its default, 300,000, keeps a core from the thread that the others
-wait for: steps took up to twice as long. A smaller number costs more on an idle machine
-(benchmarks/results/performance.md)."""
+"""Value of GOMP_SPINCOUNT, which libgomp reads when torch is imported. It is the number of times that a thread in a
+parallel loop polls for the other threads before it sleeps. libgomp's default is 300,000. While another program runs,
+polling threads then occupy a core that the slowest thread needs, and steps took up to twice as long. A number smaller
+than this one costs more on an idle machine (benchmarks/results/performance.md)."""
 
 
 def main() -> NoReturn:
@@ -37,14 +37,14 @@ def main() -> NoReturn:
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=", ".join(COMMANDS))
     name = parser.parse_args(sys.argv[1:2]).command
     sys.argv[:2] = [name]
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # the classes next to this package, not the current directory's
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # finds cifar_module.py and datamodule.py in any directory
     run(name)
 
 
 def run(name: str) -> NoReturn:
-    """Runs a command and ends the process with its exit code; its arguments are those of the process."""
+    """Runs a command and ends the process with its exit code. The command takes its arguments from `sys.argv`."""
     exits.install()  # before the imports, which take a second
-    if "OMP_WAIT_POLICY" not in os.environ:  # the user's choice, which has its own number
+    if "OMP_WAIT_POLICY" not in os.environ:  # a user's OMP_WAIT_POLICY implies its own spin count
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     sys.exit(exits.guarded(lambda: import_module(COMMANDS[name]).main()))
 

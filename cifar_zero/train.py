@@ -17,7 +17,7 @@ from cifar_zero.training.resolve import announce, resolve
 
 
 def main() -> int:
-    """Parses the command line and trains, in this process or in the ranks that it starts; returns the exit code."""
+    """Parses the command line and trains, in this process or in the ranks that it starts. Returns the exit code."""
     rank_environment.adopt()
     run = resolve(survey.without_auto(command_line.parse(before=resume.saved_config)))
     if run.output.plot_schedule:
@@ -28,7 +28,7 @@ def main() -> int:
         from cifar_zero.training.instead import check_gradients
 
         return check_gradients(run)
-    launched = rank_environment.RUN_FILE in os.environ  # by a process that has done the following
+    launched = rank_environment.RUN_FILE in os.environ  # by a process that has announced the run
     if rank_environment.global_rank() == 0 and not launched:
         announce(run)
     if run.placement.world_size == 1 or rank_environment.is_rank():
@@ -36,14 +36,19 @@ def main() -> int:
         return 0
     if run.placement.num_nodes > 1:
         raise UsageError(f"--num_nodes {run.placement.num_nodes}: start it on each node with {torchrun('train')} ...")
-    strategy = ["--strategy", run.placement.strategy]  # in place of auto
+    strategy = ["--strategy", run.placement.strategy]  # resolved, in case the command line has auto
     return local_launcher.run(run.placement.world_size, run.on_cpu, strategy, partial(resume.from_newest, run))
 
 
 def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, Any]:
-    """Trains and tests as one rank; rank 0 leaves the run folder behind. Returns metrics.json's content on every rank.
-    `module_class` replaces the run's own module; after the `last` run the process group is destroyed."""
-    # These import torch and Lightning, which --help and errors in the command line do not wait for.
+    """Trains and tests as one rank. Returns the content of metrics.json on every rank; rank 0 writes the run folder.
+
+    Args:
+        run: The resolved run.
+        module_class: LightningModule class that replaces the run's own.
+        last: Whether this is the last run of the process, after which the process group is destroyed.
+    """
+    # Imported here, so that --help and errors in the command line do not wait for torch and Lightning.
     from cifar_zero.launch import collectives
     from cifar_zero.training import build, loggers, results, starting
     from cifar_zero.training.callbacks import stop
@@ -59,7 +64,7 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     datamodule = resolve_name(DATAMODULE)(run, images)
     if rank_environment.local_rank() == 0:
         datamodule.prepare_data()
-    collectives.gather(None)  # waits for the images
+    collectives.gather(None)  # waits until rank 0 of each node has prepared the images
     datamodule.setup()
     is_rank_0 = rank_environment.global_rank() == 0
     run_dir = starting.open_run(run, weights) if is_rank_0 else None

@@ -1,1 +1,2 @@
-"""Errors, exit codes, Ctrl-C, console, atomic file writes, hardware, plain data; nothing imports torch early."""
+"""Helpers for all other packages: errors, exit codes, signals, console output, atomic writes, hardware, plain data.
+Importing them does not import torch."""

@@ -1,5 +1,5 @@
-"""Writes a file or a folder so that a crash at any moment leaves the previous one whole, and findable;
-reports errors of writing that must not end a run."""
+"""Writes files and folders atomically. After a crash at any moment the previous version is complete and can be found.
+Errors while writing can be reported instead of ending the run."""
 
 import json
 import os
@@ -11,20 +11,20 @@ from typing import Any
 
 from cifar_zero.core.console import say
 
-STAGED = ".tmp"  # suffix of what is being written
-ASIDE = ".old"  # suffix of the previous folder, for the instant in which the new one gets its name
+STAGED = ".tmp"  # suffix of a file or folder while it is being written
+ASIDE = ".old"  # suffix of the previous folder while the new one is renamed to its final name
 
 
 def staged(final: Path) -> Path:
-    """Returns the temporary path under which something is written."""
+    """Returns the temporary path to which the content of `final` is written first."""
     return final.with_name(final.name + STAGED)
 
 
 def discard(path: Path) -> None:
-    """Removes a file or a folder if it exists. A folder is renamed first, so that nobody finds half of it."""
+    """Removes a file or a folder if it exists. A folder is renamed first, so that no process finds it half removed."""
     if path.is_dir() and not path.is_symlink():
         if not path.name.endswith(STAGED):
-            discard(staged(path))  # left by a process that was killed while it discarded the folder
+            discard(staged(path))  # left by a process that was killed in this function
             path = path.rename(staged(path))
         shutil.rmtree(path)
     else:
@@ -32,12 +32,12 @@ def discard(path: Path) -> None:
 
 
 def put_in_place(final: Path) -> None:
-    """Flushes what was staged to the disk and renames it to its final name, in place of the previous one."""
+    """Flushes the staged file or folder to disk, and renames it to `final` in place of the previous version."""
     new, old = staged(final), final.with_name(final.name + ASIDE)
     for path in (*new.rglob("*"), new) if new.is_dir() else (new,):
         flush_to_disk(path)
     if new.is_dir():
-        if final.exists():  # a folder cannot replace another one
+        if final.exists():  # a rename cannot replace a folder that is not empty
             discard(old)  # left by a writer that was killed after both renames
             final.rename(old)
         new.rename(final)
@@ -48,7 +48,7 @@ def put_in_place(final: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Gives previous checkpoints their names back if a crash came between the two renames."""
+    """Gives previous checkpoints their names back if a crash happened between the two renames of `put_in_place`."""
     for old in folder.rglob(f"*{ASIDE}"):
         final = old.with_name(old.name.removesuffix(ASIDE))
         if final.suffix == ".ckpt" and not final.exists():
@@ -57,14 +57,15 @@ def recover(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what the killed writer of checkpoints has left in a folder; several processes may call it at once."""
+    """Removes what a process left in a folder when it was killed while it wrote a checkpoint. Several processes may
+    call this function at the same time."""
     for left in (*folder.glob(f"*.ckpt*{STAGED}"), *folder.glob(f"*.ckpt{ASIDE}")):
         with suppress(OSError):  # another process was faster, or the folder is read-only
             discard(left)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Makes the system write a file, or the names in a folder, to the disk now."""
+    """Makes the operating system write a file, or the entries of a folder, to disk now (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,7 +74,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def write(file: Path, content: bytes) -> None:
-    """Writes a file, whole or not at all. Raises OSError: it cannot be written."""
+    """Writes a file completely or not at all. Raises OSError if it cannot be written."""
     try:
         staged(file).write_bytes(content)
         put_in_place(file)
@@ -82,19 +83,19 @@ def write(file: Path, content: bytes) -> None:
 
 
 def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:
-    """Writes a JSON file, whole or not at all; NaN and infinities, which JSON lacks, become null."""
+    """Writes a JSON file completely or not at all. NaN and infinities, which JSON lacks, become null."""
     finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
     write(file, json.dumps(finite, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 def failure_of(write: Callable[[], Any]) -> str:
-    """Runs what writes to the disk on one rank; returns its error of any kind as text, empty if there was none: raised,
-    it would leave the other ranks waiting for this one."""
+    """Calls `write` and returns its error message, or an empty string if there was no error. Every Exception is caught,
+    because an exception that ends one rank would leave the other ranks waiting for it."""
     try:
         write()
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, OSError):  # Lightning's loggers (2.6.6) hide it
+        while cause.__cause__ is not None and not isinstance(cause, OSError):  # Lightning's loggers (2.6.6) wrap it
             cause = cause.__cause__
         if isinstance(cause, OSError):
             return cause.strerror or str(cause) or type(cause).__name__
@@ -103,7 +104,8 @@ def failure_of(write: Callable[[], Any]) -> str:
 
 
 def attempt(write: Callable[[], Any], what: object) -> bool:
-    """Runs what writes to the disk and returns whether it succeeded. Reports an error, which does not end the run."""
+    """Calls `write` and returns whether it succeeded. An error does not end the run; it is printed as "`what` could not
+    be written"."""
     failure = failure_of(write)
     if failure:
         say(f"{what} could not be written: {failure}. The training continues.")

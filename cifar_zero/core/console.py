@@ -1,5 +1,5 @@
-"""What the user reads: single lines on the standard error without known messages of the libraries, and commands to run,
-which work where and how this program was started."""
+"""Prints what the user reads. Messages are single lines on standard error, known messages of the libraries are filtered
+out, and commands are written so that they work in the current directory."""
 
 import logging
 import os
@@ -11,41 +11,41 @@ import warnings
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
-"""The script of a clone that trains, as `cifar-zero train` does."""
+"""The training script in a clone of the repository; it does the same as `cifar-zero train`."""
 
 WARNINGS = (
-    # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py); can go with the next Lightning.
+    # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py). Remove with the next Lightning.
     ".*LeafSpec.* is deprecated",
     # The memory loader needs no workers.
     ".*does not have many workers.*",
     # There is no validation loader with --data.val_fraction 0.
     "Total length of `list` across ranks is zero.*",
-    # A run that --max_steps ends in mid-epoch has no validation, and so no best checkpoint.
+    # If --max_steps ends a run in mid-epoch, no validation metric exists to choose a best checkpoint by.
     ".*could not find the monitored key in the returned metrics.*",
     # Lightning's own step logging is not used.
     "The number of training batches .* is smaller than the logging interval.*",
     # The data module turns shuffling off for --trainer.overfit_batches.
     "You requested to overfit but enabled train dataloader shuffling.*",
-    # A run may be resumed without validation, or another callback of the first one.
+    # A run may be resumed without validation or without another callback that the first run had.
     "Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided.*",
-    # A resumed run has its own folder.
+    # A resumed run writes into a new folder.
     "The dirpath has changed from .*",
-    # cifar-zero evaluate reads a stage 3 checkpoint as it is.
+    # A ZeRO 3 checkpoint needs no conversion, because cifar-zero evaluate reads it as it is.
     "When saving the DeepSpeed Stage 3 checkpoint.*",
-    # torchmetrics 1.9.0, for a class without test images; its metrics are null in metrics.json.
+    # torchmetrics 1.9.0 warns about a class without test images. The metrics of the class are null in metrics.json.
     "No (positive|negative) samples (found )?in targets?.*",
 )
 
 LOG_MESSAGES = (
-    # DeepSpeed without a GPU.
+    # DeepSpeed prints this without a GPU.
     "Setting accelerator to CPU",
-    # torch, if nvcc is installed but no GPU.
+    # torch prints this if nvcc is installed but there is no GPU.
     "No CUDA runtime is found",
-    # DeepSpeed, for every optimizer but its own; the tests show that they agree.
+    # DeepSpeed warns about every optimizer except its own; the tests check the others against plain PyTorch.
     "You are using ZeRO with an untested optimizer",
-    # torch, when fsdp2 makes a tensor whole that tensor parallelism has cut along the same dimension.
+    # torch warns when fsdp2 gathers a tensor that tensor parallelism has sharded along the same dimension.
     "While redistributing from",
-    # Lightning, at the start of each fit and test.
+    # Lightning prints these at the start of each fit and test.
     "initializing deepspeed distributed",
     "Initializing distributed",
 )
@@ -60,20 +60,21 @@ LOGGERS = (
 
 
 def say(message: str, *details: str) -> None:
-    """Prints one line, and the details below it, indented."""
+    """Prints a line on standard error, followed by the details, each on an indented line."""
     print(message, *details, sep="\n  ", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    """Returns a text with its control characters as escapes: names from files could forge lines, or colour them."""
+    """Returns a text with its control characters escaped. Names that come from files could otherwise forge lines or
+    colour them."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def quieten() -> None:
-    """Installs the filters; to be called before the Trainer is made."""
+    """Installs the filters. Call it before the Trainer is created."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # "GPU available: ...", "`Trainer.fit` stopped: ..."; the summary shows it.
+    # Drops "GPU available: ..." and "`Trainer.fit` stopped: ...", which the summary shows too.
     for package in ("pytorch", "fabric"):
         logging.getLogger(f"lightning.{package}.utilities.rank_zero").setLevel(logging.WARNING)
     for name in LOGGERS:
@@ -82,8 +83,9 @@ def quieten() -> None:
 
 
 def command(name: str, *arguments: object) -> str:
-    """Returns the line for a shell that starts a command: `cifar-zero compare ...`, or `python train.py ...` if this
-    process was started so. The paths are those of the running interpreter, seen from the current directory."""
+    """Returns the line for a shell that starts a command, such as `cifar-zero compare ...`. The line begins with
+    `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python -m
+    cifar_zero` if `cifar-zero` is not installed. `next_to_python` returns the path of each program."""
     installed, python = Path(sys.executable).with_name("cifar-zero"), next_to_python(Path(sys.executable).name)
     if name == "train" and _is_script():
         start = [python, _short(SCRIPT)]
@@ -95,21 +97,22 @@ def command(name: str, *arguments: object) -> str:
 
 
 def torchrun(name: str, nodes: object = "N", ranks: object = "M") -> str:
-    """Returns the command that starts a program on several nodes, with so many ranks each; to be run on each node."""
+    """Returns the torchrun command that starts a program on `nodes` nodes with `ranks` ranks each. It must be run on
+    every node."""
     program = shlex.quote(_short(SCRIPT)) if name == "train" and _is_script() else f"-m cifar_zero {name}"
     start = f"{shlex.quote(next_to_python('torchrun'))} --nnodes {nodes} --nproc_per_node {ranks}"
     return f"{start} --rdzv_backend c10d --rdzv_endpoint HOST:PORT {program}"
 
 
 def curves(folder: Path) -> str:
-    """Returns how to look at the curves of all runs in a folder: TensorBoard's command, and its page to open."""
+    """Returns the TensorBoard command that shows the curves of all runs in a folder, followed by the page to open."""
     command = f"{shlex.quote(next_to_python('tensorboard'))} --logdir {shlex.quote(str(folder))} --host localhost"
     return f"{command}  # then open http://localhost:6006/#custom_scalars"
 
 
 def next_to_python(name: str) -> str:
-    """Returns how a shell starts a program of the running interpreter's environment, which may not be activated: its
-    name if PATH leads to it or it does not exist there, otherwise its path."""
+    """Returns what to type in a shell to start a program from the running interpreter's environment, which may not be
+    activated. This is the program's name if PATH leads to it or if the environment lacks it, otherwise its path."""
     program, found = Path(sys.executable).with_name(name), shutil.which(name)
     known = found is not None and os.path.samefile(os.path.dirname(found), program.parent)
     if known or not program.exists():
@@ -118,7 +121,8 @@ def next_to_python(name: str) -> str:
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
-    """Shows a thread's exception, except a disk error: TensorBoard's writer raises that in the main thread too."""
+    """Prints the exception of a thread. Skips an OSError, because TensorBoard's writer raises it in the main thread
+    too."""
     if not isinstance(failed.exc_value, OSError):
         threading.__excepthook__(failed)
 
@@ -129,7 +133,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _is_script() -> bool:
-    """Whether this process is `python train.py`."""
+    """Returns whether this process was started as `python train.py`."""
     return Path(sys.argv[0]).resolve() == SCRIPT.resolve()
 
 

@@ -1,4 +1,5 @@
-"""The ways in which a run can end early, each with one line and one exit code; what failures of the libraries mean."""
+"""Exceptions that end a run early with one line and an exit code, and explanations of frequent failures of the
+libraries."""
 
 import signal
 import textwrap
@@ -6,20 +7,23 @@ from typing import NamedTuple
 
 
 class UsageError(Exception):
-    """The command line, the configuration or its data is wrong; the message says in one line what and how to fix it."""
+    """Raised if the command line, the configuration or its data is wrong. The message is one line that names the fault
+    and the fix."""
 
     exit_code = 2
 
 
 class RunError(Exception):
-    """The run failed (network, disk, a dead rank); the message says in one line what happened and how to fix it."""
+    """Raised if the run failed (network, disk, a dead rank). The message is one line that names the failure and the
+    fix."""
 
     exit_code = 1
 
 
 class Stopped(BaseException):
-    """The user or the cluster stopped the run; the message says in one line how to resume it. The exit code is a
-    shell's, 128 + the number of the signal. It is not an Exception, which libraries catch and continue after."""
+    """Raised when the user or the cluster stops the run. The message, if there is one, is one line with the command
+    that resumes the run. The exit code is a shell's, 128 + the number of the signal. The class does not derive from
+    Exception, because libraries catch every Exception and continue."""
 
     def __init__(self, number: int, message: str = ""):
         super().__init__(message)
@@ -29,7 +33,7 @@ class Stopped(BaseException):
 
 
 def short(message: object, characters: int = 120) -> str:
-    """Returns the message of a library's error as one shortened line."""
+    """Returns the error message of a library as one line of at most `characters` characters."""
     return textwrap.shorten(str(message), characters, placeholder=" ...")
 
 
@@ -44,7 +48,7 @@ FEWER_WORKERS = "take fewer --data.workers, or --data.loader memory; docker run 
 class KnownFailure(NamedTuple):
     """A frequent failure of torch or DeepSpeed, recognised by the messages of torch 2.15 and DeepSpeed 0.19.8."""
 
-    messages: tuple[str, ...]  # an exception's type and message, as Python prints them, contain one of these
+    messages: tuple[str, ...]  # each is part of the "Type: message" line of an exception
     cause: str  # what happened
     fix: str  # what to do
 
@@ -95,12 +99,13 @@ KNOWN_FAILURES = (
         "directory; --debug shows the compiler's output, and cifar-zero doctor compiler what is missing",
     ),
 )
-"""The failures that users meet most; rarer ones are in docs/troubleshooting.md. The first row that matches is taken, so
-causes come before their consequences."""
+"""The failures that users meet most often; docs/troubleshooting.md lists the rarer ones. `explain` takes the first row
+that matches, so causes come before their consequences."""
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns `<cause>; <fix>` if the exception or one that Python would print before it is known; else None."""
+    """Returns `<cause>; <fix>` if the exception is a known failure, otherwise None. The exceptions that Python would
+    print before it in a traceback are searched too."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:  # a chain may lead back to itself

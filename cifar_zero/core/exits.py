@@ -1,4 +1,5 @@
-"""How the programs start and end: one clear line and an exit code; a traceback only with --debug."""
+"""Starts and ends the programs. An error prints one clear line and sets the exit code; a traceback is printed only with
+--debug."""
 
 import argparse
 import os
@@ -11,34 +12,39 @@ from typing import Any, NoReturn
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import RunError, Stopped, UsageError, explain, short
 
-EXTRAS = ("optuna", "onnx", "onnxruntime", "onnxscript")  # packages that only cifar-zero sweep and export need
+EXTRAS = ("optuna", "onnx", "onnxruntime", "onnxscript")  # packages that only the commands sweep and export need
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What ends a program: Ctrl-C, a cluster or container, a closed terminal."""
+"""Signals that end a program: SIGINT (Ctrl-C), SIGTERM (from a cluster or container) and SIGHUP (a closed terminal)."""
 
 STARTED = "CIFAR_ZERO_STARTED"
-"""Environment variable: when the command was given, in seconds since 1970. Ranks inherit it from their launcher,
-measured runs from a benchmark."""
+"""Environment variable with the time when the command was given, in seconds since 1970. Ranks inherit it from their
+launcher, and the runs of a benchmark inherit it from the benchmark."""
 
-_guarded = False  # whether `guarded` is there to catch Stopped
+_guarded = False  # whether `guarded` is running and catches Stopped
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line, with the option --debug; shows its help as it is written."""
+    """An argparse parser that turns errors into one line, has the option --debug, and keeps the line breaks of help
+    texts."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError."""
+        """Raises UsageError with the message of argparse."""
         raise UsageError(f"{message} (--help lists all options)")
 
 
 def install() -> None:
-    """Makes Ctrl-C, SIGTERM and SIGHUP one line and exit code 128 + the signal's number; called before slow imports.
-    A process that ignores one of them continues to: a background job ignores Ctrl-C, and nohup SIGHUP. A Ctrl-C that
-    `local_launcher.prepare` has held back arrives now. Notes the time of the start, unless a parent process has."""
+    """Makes Ctrl-C, SIGTERM and SIGHUP print one line and exit with the code 128 + the number of the signal. Call it
+    before slow imports.
+
+    A signal that the process ignores stays ignored, such as Ctrl-C in a background job and SIGHUP under nohup. A Ctrl-C
+    that `local_launcher.prepare` has blocked is delivered now. The start time is recorded in the environment, unless a
+    parent process has recorded it.
+    """
     os.environ.setdefault(STARTED, str(time.time()))
     for number in SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -47,14 +53,14 @@ def install() -> None:
 
 
 def ignore() -> None:
-    """Ignores the signals from now on, because the program already ends."""
+    """Ignores SIGNALS from now on, because the program is already ending."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def interrupt(number: int, frame: object) -> None:
-    """Raises Stopped, or ends the process if that could get lost: Python prints what is raised in a callback of the
-    import system and continues."""
+    """Raises Stopped, or ends the process at once if the exception might be lost. In a callback of the import system,
+    for example, Python prints an exception and continues."""
     stop = Stopped(number)
     caller = sys._getframe()
     while caller is not None and not caller.f_code.co_filename.startswith("<frozen importlib"):
@@ -66,13 +72,15 @@ def interrupt(number: int, frame: object) -> None:
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """Runs a program's `main` and returns its exit code: 2 for a user's mistake, 1 for a failure while running."""
+    """Runs a program's `main` and returns its exit code, which is 2 for a user's mistake, 1 for a failure while
+    running, and 128 + the number of the signal if one stopped the program. Errors are printed in one line, or raised
+    with --debug."""
     global _guarded
     _guarded = True
     try:
         return main()
     except Stopped as stop:
-        ignore()  # the libraries' exit takes a moment
+        ignore()  # the libraries take a moment to shut down
         print(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}", file=sys.stderr)
         return stop.exit_code
     except (UsageError, RunError) as error:
@@ -90,7 +98,8 @@ def guarded(main: Callable[[], int]) -> int:
 
 
 def _unexplained(error: Exception) -> str:
-    """Returns the system's words for an OSError, else the library's message, shortened."""
+    """Returns the line for an error that `explain` does not recognise. It is the system's message for an OSError, the
+    command that installs a missing optional package, or the library's message, shortened."""
     if isinstance(error, OSError):
         if error.filename:
             return f"{error.strerror or error} ({error.filename})"

@@ -1,5 +1,5 @@
-"""What this computer has, and the versions of its software; torch is imported only where there is a GPU driver, because
-that takes seconds."""
+"""Describes the hardware of this computer and the versions of its software. torch is imported only where there is a GPU
+driver, because the import takes seconds."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
-DRIVER = Path("/sys/module/nvidia/version")  # file in which Linux shows the version of NVIDIA's driver, if it is loaded
+DRIVER = Path("/sys/module/nvidia/version")  # file with the version of NVIDIA's driver, if Linux has loaded it
 
 CGROUPS = Path("/sys/fs/cgroup")  # control groups of Linux, version 2
 
@@ -36,23 +36,24 @@ def gpu_count() -> int:
 
 
 def has_bfloat16() -> bool:
-    """Returns whether the first of this computer's GPUs computes in bfloat16: NVIDIA's from compute capability 8.0."""
+    """Returns whether this computer's first GPU computes in bfloat16, as NVIDIA's GPUs do from compute capability 8.0
+    on."""
     import torch
 
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def free_memory_bytes() -> int:
-    """Returns the memory that new processes can use without swapping and within the limits of their control groups."""
+    """Returns how many bytes new processes can use without swapping and within the limits of their control groups."""
     return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
 
 
 def _left_in_groups() -> list[int]:
-    """Returns, for each control group that limits this process (a container's, for example), the limit less its use;
-    cached files are given up first (kernel.org, admin-guide/cgroup-v2)."""
+    """Returns the unused bytes of each control group that limits this process, for example the group of a container.
+    Cached files do not count as used, because the kernel frees them first (kernel.org, admin-guide/cgroup-v2)."""
     own, left = Path("/proc/self/cgroup"), list[int]()
     if own.exists():
-        group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of version 2 is the last one
+        group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of cgroup version 2 is the last one
         for folder in (group, *group.parents):
             limit = folder / "memory.max"
             if limit.exists() and (most := limit.read_text().strip()) != "max":
@@ -75,8 +76,8 @@ def core_count() -> int:
 
 
 def share_of_cores(rank: int, ranks: int) -> set[int]:
-    """Returns one rank's share of the cores: neighbours, the same number for each rank, at least one. A rank that is
-    bound to its cores was measured 7 % faster than a free one, and its slowest steps a third faster."""
+    """Returns the cores of one rank. They are neighbours, at least one, and the same number for each rank. A rank that
+    is bound to its cores was measured 7 % faster than an unbound rank, and its slowest steps a third faster."""
     mine = cores()
     each = max(1, len(mine) // ranks)
     first = rank * each % len(mine)
@@ -93,7 +94,7 @@ def cpu_name() -> str:
 
 
 def this_computer() -> dict[str, str]:
-    """Returns host, operating system, processor, cores and memory, as a report names them."""
+    """Returns host, operating system, processor, cores and memory as the texts that reports print."""
     return {
         "host": platform.node(),
         "system": platform.platform(),
@@ -104,7 +105,7 @@ def this_computer() -> dict[str, str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of the packages that a result depends on; None for one that is not installed."""
+    """Returns the versions of the packages that can change a result, None for a package that is not installed."""
     found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -113,7 +114,7 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_versions() -> dict[str, str]:
-    """Returns the versions of NCCL and of NVIDIA's driver; torch has a GPU."""
+    """Returns the versions of NCCL and of NVIDIA's driver. Call it only if torch can use a GPU."""
     from torch.cuda import nccl
 
     driver = DRIVER.read_text().strip() if DRIVER.is_file() else "unknown"
@@ -121,8 +122,9 @@ def gpu_versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path = REPOSITORY) -> str | None:
-    """Returns the commit checked out in a folder, with -dirty if tracked files differ; None if git knows none."""
-    if not (folder / ".git").exists():  # installed: an enclosing repository is another project's
+    """Returns the commit that is checked out in a folder, followed by -dirty if tracked files differ from it. Returns
+    None if the folder is not a git repository, has no commit, or git is not installed."""
+    if not (folder / ".git").exists():  # installed package: an enclosing repository belongs to another project
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,6 +1,6 @@
-"""Reads YAML and JSON as plain data: None, bool, numbers, str, and lists and mappings of them.
+"""Reads YAML and JSON as plain data: None, bool, numbers, str, and lists and mappings of these.
 
-Nothing in such a file can name code: jsonargparse (4.53) imports the `class_path` of any mapping that it parses.
+A file that names code is refused, because jsonargparse (4.53) imports the `class_path` of any mapping that it parses.
 """
 
 import json
@@ -14,16 +14,17 @@ import yaml
 from cifar_zero.core.errors import UsageError, short
 
 Plain = bool | int | float | str | list | dict | None
-"""The type of an option that takes any plain data. Not Any, for which jsonargparse imports what a value names."""
+"""The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports what the value
+of an Any option names."""
 
-NAMES_CODE = ("class_path", "init_args")  # keys by which jsonargparse knows a class and its arguments
+NAMES_CODE = ("class_path", "init_args")  # keys that mark a class and its arguments for jsonargparse
 MOST_VALUES, MOST_LEVELS = 100_000, 20
-"""Values in one tree, and lists or mappings inside each other: far more than a recipe has."""
+"""The most values in one tree, and the most lists or mappings inside each other. A recipe has far fewer."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader without aliases: a few lines with them stand for more values than memory holds, or for
-    themselves."""
+    """A SafeLoader that refuses aliases. A few lines with aliases can stand for more values than memory holds, or for
+    values that contain themselves."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -33,28 +34,30 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """Returns the content of a YAML text. Raises yaml.YAMLError: it is not YAML, or has an alias."""
+    """Returns the content of a YAML text. Raises yaml.YAMLError if the text is not YAML, has an alias, or is nested too
+    deeply."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
         raise yaml.YAMLError("its lists or mappings are nested too deeply") from error
-    except ValueError as error:  # of a number or date that does not exist
+    except ValueError as error:  # an impossible number or date
         raise yaml.YAMLError(str(error)) from error
 
 
 def read_yaml(file: Path, what: str) -> Any:
-    """Returns the content of a YAML file as plain data; `what` names it in errors. Raises UsageError: it cannot be
-    read, is not YAML, or is refused by `check`."""
+    """Returns the content of a YAML file as plain data. Errors call the file `what`. Raises UsageError if the file
+    cannot be read, is not YAML, or is refused by `check`."""
     return _parsed(_text(file, what), what, load_yaml, "YAML")
 
 
 def read_json(file: Path, what: str) -> Any:
-    """Returns the content of a JSON file as `read_yaml` does."""
+    """Returns the content of a JSON file as plain data. `what` and the errors are as in `read_yaml`."""
     return parse_json(_text(file, what), what)
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Returns the content of a JSON text from a file as `read_json` does."""
+    """Returns the content of a JSON text, which was read from a file, as plain data. `what` and the errors are as in
+    `read_yaml`."""
     return _parsed(text, what, json.loads, "JSON")
 
 
@@ -77,8 +80,8 @@ def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> 
 
 
 def check(tree: Any, what: str) -> None:
-    """Raises UsageError unless a tree that was read from a file is plain data that names no code. `what` names the file
-    in errors. A text counts as what it is in YAML, because jsonargparse parses it."""
+    """Raises UsageError unless a tree that was read from a file is plain data that names no code. Errors call the file
+    `what`. A string is checked as the YAML value that it spells, because jsonargparse parses strings as YAML."""
     left, seen = [("", tree, 0)], 0
     while left:
         name, value, level = left.pop()
@@ -104,7 +107,7 @@ def check(tree: Any, what: str) -> None:
 
 
 def is_plain(kind: Any) -> bool:
-    """Returns whether all values of a type are plain data, so that jsonargparse imports nothing to parse one."""
+    """Returns whether all values of a type are plain data, so that jsonargparse imports nothing when it parses them."""
     if get_origin(kind) in (Union, UnionType, list, tuple, dict):
         return all(map(is_plain, get_args(kind)))
     return get_origin(kind) is Literal or kind in (bool, int, float, str, list, tuple, dict, None, NoneType, ...)

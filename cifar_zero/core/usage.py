@@ -1,4 +1,5 @@
-"""For errors in the command line: limits of numbers, and names that the user may have meant; plain Python."""
+"""Helpers for errors in the command line: limits of numbers, and names that the user may have meant. Needs no
+third-party package."""
 
 import difflib
 import math
@@ -12,27 +13,35 @@ from cifar_zero.core.errors import UsageError
 Value = TypeVar("Value")
 
 Rules = dict[str, bool]
-"""Errors, and whether each is one."""
+"""Maps each error message to whether its rule is broken."""
 
 MAY_CHANGE = {"may_change_on_resume": True}
-"""Metadata of a field of the recipe that a resumed run may have another value of."""
+"""Metadata of a recipe field whose value a resumed run may change."""
 
-SHOWN = 20  # most names that an error lists
+SHOWN = 20  # the most names that an error lists
 
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]]
 LIMITS = {"at_least": ("at least", ge), "over": ("over", gt), "below": ("under", lt), "at_most": ("at most", le)}
-"""Limits of `limited`: in words, and what a number within them holds."""
+"""The limits that `limited` accepts. Each has its name in words, and the comparison that holds for a number within the
+limit."""
 
 
 def refuse(rules: Mapping[str, bool]) -> None:
-    """Raises UsageError with the first error that is one."""
+    """Raises UsageError with the first message whose rule is broken."""
     for message, broken in rules.items():
         if broken:
             raise UsageError(message)
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
-    """Returns half a sentence with the closest of `words`; if none is close, with `otherwise` or the first of them."""
+    """Returns half a sentence that suggests names for a misspelled `word`.
+
+    Args:
+        words: Names to choose from.
+        most: Number of names to suggest at most.
+        cutoff: Least similarity of a suggested name, from 0 to 1 (difflib).
+        otherwise: Returned if no name is close. If it is empty, the first names of `words` are listed instead.
+    """
     known = list(words)
     if close := difflib.get_close_matches(word, known, most, cutoff):
         return f"did you mean {' or '.join(close)}?"
@@ -40,7 +49,8 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
-    """Returns the same for a flag, which may lack its section; both arguments are without dashes."""
+    """Returns the half sentence of `nearest` for a flag, which may lack its section. Both arguments are without
+    dashes."""
     flags = sorted(known)
     parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{key}.")]
     if parts:
@@ -49,7 +59,8 @@ def nearest_flag(key: str, known: Iterable[str]) -> str:
 
 
 def check_numbers(options: Any) -> None:
-    """Raises ValueError unless each number in a dataclass's fields is finite and within its limits, see `limited`."""
+    """Raises ValueError unless each number in the fields of a dataclass is finite and within its limits; see
+    `limited`."""
     for option in fields(options):
         value = getattr(options, option.name)
         limits = {name: option.metadata[name] for name in LIMITS if name in option.metadata}
@@ -66,16 +77,20 @@ def check_numbers(options: Any) -> None:
 
 
 def limited(default: Value, may_change_on_resume: bool = False, **limits: float) -> Value:
-    """Returns a field with other limits of its numbers than at least 0. Limits are inclusive (`at_least`, `at_most`) or
-    exclusive (`over`, `below`); `over` replaces `at_least`. A resumed run keeps its recipe, unless a field says that it
-    `may_change_on_resume`."""
+    """Returns a dataclass field with other limits for its numbers than the default, which is at least 0.
+
+    Args:
+        default: Default value of the field.
+        may_change_on_resume: Whether a resumed run may have another value. Otherwise it keeps the value of its recipe.
+        limits: `at_least` and `at_most` are inclusive, `over` and `below` are exclusive. `over` replaces `at_least`.
+    """
     return field(default=default, metadata={"may_change_on_resume": may_change_on_resume, **limits})
 
 
 @dataclass
 class Options:
-    """Base of the options of models, optimizers and schedules, whose numbers are finite and within their limits. Raises
-    ValueError, which names the first option that is not."""
+    """Base class for the options of models, optimizers and schedules. Raises ValueError, with the name of the first
+    option at fault, unless all numbers are finite and within their limits."""
 
     def __post_init__(self) -> None:
         check_numbers(self)

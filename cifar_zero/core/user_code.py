@@ -1,4 +1,5 @@
-"""Classes and functions of the user, named on the command line; no file that the program reads can name one."""
+"""Loads classes and functions of the user that the command line names. Files that the program reads cannot add
+others."""
 
 import importlib
 import importlib.util
@@ -11,24 +12,27 @@ from typing import Any
 from cifar_zero.core.errors import UsageError
 
 _FILES: set[str] = set()  # paths of the user's files that were imported
-_ALLOWED: dict[str, Any] = {}  # what the command line named, by its name there
+_ALLOWED: dict[str, Any] = {}  # loaded objects, by their names on the command line
 
 
 def allow(name: str, flag: str) -> None:
-    """Loads what the command line names, for `allowed`. Raises UsageError as `load` does."""
+    """Loads an object that the command line names, so that `allowed` can return it. Raises UsageError as `load`
+    does."""
     _ALLOWED[name] = load(name, flag)
 
 
 def allowed(name: str, flag: str) -> Any:
-    """Returns what a configuration names; imports nothing. Raises UsageError: the command line does not name it."""
+    """Returns an object that a configuration names, without importing anything. Raises UsageError unless the command
+    line names the object too."""
     if name not in _ALLOWED:
         raise UsageError(f"{flag} {name}: it is code, so name it on the command line too")
     return _ALLOWED[name]
 
 
 def load(name: str, flag: str) -> Any:
-    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns what it names; `flag` is for the errors. Raises
-    UsageError if there is no such file or name, or it cannot be imported; says in which line."""
+    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns the named object. Errors name the option `flag`. Raises
+    UsageError if the file or the name does not exist, or if the import fails; the message has the line of the user's
+    file."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")
@@ -44,7 +48,8 @@ def load(name: str, flag: str) -> Any:
 
 
 def where(error: BaseException) -> str:
-    """Returns "FILE, line N: " of the innermost line of a user's file that an error came through; else nothing."""
+    """Returns "FILE, line N: " for the innermost line of a user's file in the traceback of an error, or an empty string
+    if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _FILES]
     if frames:
         return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: "
@@ -57,7 +62,7 @@ def _import_file(path: Path) -> ModuleType:
     while (loaded := sys.modules.get(name)) is not None:
         if getattr(loaded, "__file__", None) == str(path):
             return loaded
-        name += "_"  # another module has the name
+        name += "_"  # another module has this name
     if not path.is_file():
         raise FileNotFoundError(None, None, str(path))
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,1 +1,1 @@
-"""Starts and supervises the ranks of a run on this computer, or joins those of torchrun, SLURM and DeepSpeed."""
+"""Starts and supervises the ranks of a run on this computer, or joins ranks of torchrun, SLURM or DeepSpeed."""

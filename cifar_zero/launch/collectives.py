@@ -1,4 +1,4 @@
-"""How the ranks of a run meet, how long they wait for each other, and how they exchange values."""
+"""Forms the process group of a run, sets the time limits of its collectives, and exchanges values between ranks."""
 
 import os
 import socket
@@ -23,35 +23,37 @@ from cifar_zero.launch import rank_environment
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 3.0
-"""How long a rank looks for a file that another has just written, as Lightning's is_shared_filesystem does."""
+"""How long a rank polls for a file that another rank has just written, as in Lightning's is_shared_filesystem."""
 
 START = timedelta(minutes=30)
-"""Time limit for the ranks to meet, and then for data preparation: nodes start minutes apart, and rank 0 downloads
-and decodes the images while the others wait."""
+"""Time limit for the ranks to form the process group, and then for data preparation. Nodes start minutes apart, and
+rank 0 downloads and decodes the images while the other ranks wait."""
 
 AFTER_AGENTS = timedelta(minutes=5)
-"""Time limit for torchrun's ranks to meet: its agents have met already. If a rank fails before the rendezvous (no GPU,
-for example), torchrun ends the other ranks of that node, and this limit ends those of the other nodes."""
+"""Time limit for torchrun's ranks to form the process group. It is shorter than START, because torchrun's agents have
+met already. If a rank fails before the rendezvous (no GPU, for example), torchrun ends the other ranks of that node,
+and this limit ends the ranks of the other nodes."""
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Set to 1, it has torchrun give restarted ranks a new store. By default (torch 2.15, dynamic_rendezvous.py) they find
-the keys of the previous start in the agents' store, and may connect to an address where nobody listens any more."""
+"""Environment variable that makes torchrun create a new store for restarted ranks if it is 1. By default (torch 2.15,
+dynamic_rendezvous.py) restarted ranks find the keys of the previous start in the agents' store, and may connect to an
+address where no process listens any more."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank."""
+    """Where a rank runs."""
 
     rank: int  # over all nodes
     host: str  # name of the node
     local_rank: int  # on the node
     device: str  # cpu, or cuda and its number
-    threads: int  # of torch on the CPU
-    agent: str  # see `rank_environment.torchrun_agent`
+    threads: int  # number of CPU threads that torch uses
+    agent: str  # name of the node's torchrun process, see `rank_environment.torchrun_agent`
 
 
 def init_process_group(run: Run) -> list[Place]:
-    """Starts the process group and returns the place of every rank, in order of rank."""
+    """Starts the process group if there are several ranks, and returns the place of every rank in rank order."""
     rank, local_rank = rank_environment.global_rank(), rank_environment.local_rank()
     device = "cpu" if run.on_cpu else f"cuda:{local_rank}"
     place = Place(
@@ -74,23 +76,25 @@ def init_process_group(run: Run) -> list[Place]:
 
 
 def set_timeout(run: Run) -> None:
-    """Waits for all ranks to be ready to train; from then on the time limit of a collective is --timeout."""
+    """Waits until all ranks are ready to train. After that the time limit of a collective is --timeout."""
     if run.placement.world_size > 1:
         dist.barrier()
         _set_timeout(timedelta(seconds=run.placement.timeout))
 
 
 def _set_timeout(limit: timedelta) -> None:
-    """Sets the time limit of the group of all ranks, and the default of later groups: those of Lightning and DeepSpeed,
-    which the strategies' own `timeout` does not reach (DeepSpeed 0.19.8 passes none to torch.distributed.new_group)."""
+    """Sets the time limit of the default process group, and the default limit of groups that Lightning and DeepSpeed
+    create later. The strategies' own `timeout` does not reach those groups, because DeepSpeed 0.19.8 passes none to
+    torch.distributed.new_group."""
     set_pg_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
     set_pg_timeout(limit)
-    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):  # not public in torch 2.15
+    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):  # private names in torch 2.15
         setattr(distributed_c10d, default, limit)
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns the `value` of each rank of the group (default: all), in order. Each must call it; values are pickled."""
+    """Returns the `value` of each rank of a group (default: all ranks), in rank order. Every rank of the group must
+    call it. Values are pickled."""
     if not _has_others():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -99,8 +103,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def by_rank_0(ask: Callable[[], T]) -> T:
-    """Returns on every rank what rank 0 finds. Each rank must call it. A UsageError of rank 0 is raised on every rank;
-    any other error on rank 0, and as a RunError on the others."""
+    """Calls `ask` on rank 0 and returns its result on every rank. Every rank must call this function. If rank 0 raises
+    UsageError, every rank raises it. Any other exception is raised on rank 0, and the other ranks raise RunError."""
     answer: list[Any] = [None]
     failure: Exception | None = None
     if not _has_others() or dist.get_rank() == 0:
@@ -118,7 +122,8 @@ def by_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns the ranks that cannot see what rank 0 writes into `folder`, None on the others. All ranks call it."""
+    """Returns the ranks that cannot see a file that rank 0 writes into `folder`. Every rank must call it; on ranks
+    other than 0 the argument is None."""
     file = by_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
     assert file is not None
     by_rank_0(file.touch)
@@ -132,12 +137,12 @@ def ranks_on_another_disk(folder: Path | None) -> list[int]:
 
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:
-    """Replaces each tensor by its mean over all ranks, computed in float32, or in float64 if one is of that type. Each
-    rank must call it."""
+    """Replaces each tensor by its mean over all ranks. The mean is computed in float32, or in float64 if one of the
+    tensors is float64. Every rank must call it."""
     if not values or not _has_others():
         return
     wide = [value.to(torch.promote_types(value.dtype, torch.float32)).flatten() for value in values]
-    flat = torch.cat(wide)  # one reduction for all
+    flat = torch.cat(wide)  # one reduction for all tensors
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
     for value, mean in zip(values, flat.split([value.numel() for value in values]), strict=True):

@@ -1,8 +1,8 @@
-"""Starts the ranks of a run on this computer, watches them, and ends all when one fails; imports no torch.
+"""Starts the ranks of a run on this computer, watches them, and ends all of them when one fails. Does not import torch.
 
-All ranks start at once, each with its share of cores. A rank that hangs is found by the ranks that wait for it, when a
-collective takes longer than --timeout. torch's elastic launcher is not used: it takes 3 s and 500 MB to import (torch
-2.15) while the ranks need the cores, and its ranks are in sessions of their own, which Ctrl-C does not reach.
+All ranks start at once, each with its share of the cores. If a rank hangs, the ranks that wait for it fail when a
+collective takes longer than --timeout. torch's elastic launcher is not used. It takes 3 s and 500 MB to import (torch
+2.15) while the ranks need the cores, and it starts its ranks in separate sessions, which Ctrl-C does not reach.
 """
 
 import ctypes
@@ -24,26 +24,27 @@ from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import share_of_cores
 from cifar_zero.launch import rank_environment
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: after a fork it is too late
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, because it is too late after a fork
 
-PR_SET_PDEATHSIG = 1  # Linux's prctl: be killed with the parent (linux/prctl.h)
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl that kills a process with its parent (linux/prctl.h)
 
 ADDRESS = "127.0.0.1"
 
-POLL_SECONDS = 0.05  # time between two looks for ended ranks
+POLL_SECONDS = 0.05  # time between two checks for ended ranks
 GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
-SAVING_SECONDS = 30.0  # the same after a rank has ended on request: others may still write (SLURM's KillWait)
-TAIL_LINES = 15  # lines shown of a failed rank's output; with --debug all
+SAVING_SECONDS = 30.0  # the same after one ended on request, as others may still write (SLURM's KillWait)
+TAIL_LINES = 15  # lines of a failed rank's output that are printed; --debug prints all
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that end a run on purpose: Ctrl-C, a supervisor, a closed terminal, SLURM before the job's time is over."""
+"""Signals that end a run on purpose: SIGINT (Ctrl-C), SIGTERM (from a supervisor), SIGHUP (a closed terminal) and
+SIGUSR1 (from SLURM, before the time of the job is over)."""
 
 ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ranks that ended on request
 
 
 @dataclass
 class Rank:
-    """A rank's process, and the file for its output, which stays empty for rank 0."""
+    """The process of a rank and the file for its output. The file stays empty for rank 0."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -53,16 +54,26 @@ class Rank:
 def run(
     ranks: int, on_cpu: bool, flags: Sequence[str] = (), how_to_resume: Callable[[Path], str] = lambda _: ""
 ) -> int:
-    """Runs this process's own command line again as several ranks on this computer, and waits for them. Ranks `on_cpu`
-    share its cores; `flags` are added; `how_to_resume` returns the command that resumes a run from its folder, empty
-    without a checkpoint. Returns 0 if all ranks succeeded, else the exit code of the first one that failed. Raises
-    Stopped: a request came while ranks were started, or Ctrl-C twice and rank 0 did not end."""
+    """Runs this process's command line again as several ranks on this computer, and waits for them.
+
+    Returns 0 if all ranks succeed, otherwise the exit code of the first rank that failed.
+
+    Args:
+        ranks: Number of ranks.
+        on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores.
+        flags: Flags to add to the command line.
+        how_to_resume: Returns the command that resumes a run from its folder, or an empty string if there is no
+            checkpoint.
+
+    Raises:
+        Stopped: A request to end came while ranks were being started, or Ctrl-C came twice and rank 0 did not end.
+    """
     started: list[Rank] = []
     received = _pass_requests_on(started)
     with tempfile.TemporaryDirectory(prefix="cifar-zero-run-") as folder:
         run_file = Path(folder, "run-folder")
         environment = {
-            **os.environ,  # and torchrun's variables, which Lightning and DeepSpeed read
+            **os.environ,  # then torchrun's variables, which Lightning and DeepSpeed read
             **{"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port()), "NODE_RANK": "0"},
             **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), rank_environment.RUN_FILE: str(run_file)},
         }
@@ -70,7 +81,7 @@ def run(
             for number in range(ranks):
                 cores = share_of_cores(number, ranks) if on_cpu else set()
                 started.append(_start(number, environment, cores, Path(folder, f"rank-{number}.log"), flags))
-                if received:  # it was not passed on to a rank that was being started
+                if received:  # the handler did not pass it on to the rank that was being started
                     raise Stopped(received[0])
             code = _supervise(started, received)
         finally:
@@ -86,10 +97,10 @@ def run(
 
 def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Path, flags: Sequence[str]) -> Rank:
     environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
-    if "OMP_NUM_THREADS" in os.environ:  # the user has shared the cores out
+    if "OMP_NUM_THREADS" in os.environ:  # the user has already divided the cores
         cores = set()
     elif cores:
-        # Two ranks that each use all cores were measured 5 times slower than two with a share each.
+        # Two ranks that each use all cores were measured 5 times slower than two ranks with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))
     with log.open("wb") as file:
         output = None  # only rank 0 prints
@@ -106,9 +117,14 @@ def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Pa
 
 
 def prepare(cores: Collection[int], held: bool = False) -> None:
-    """Prepares a new process for Ctrl-C: `held` back until `exits.install` handles it, or handled as Python does. Linux
-    binds the process to its cores, if any, and kills it with its parent."""
-    if held:  # blocked, not ignored: the kernel keeps a signal that comes before
+    """Prepares a new process between fork and exec. On Linux the process is killed when its parent ends.
+
+    Args:
+        cores: Cores to which Linux binds the process; empty for all.
+        held: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any Python
+            program.
+    """
+    if held:  # blocked, not ignored, so that the kernel keeps a signal that comes early
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -119,41 +135,42 @@ def prepare(cores: Collection[int], held: bool = False) -> None:
 
 
 def free_port() -> int:
-    """Returns a port that no process uses at the moment."""
+    """Returns a port on this computer that no process uses at the moment."""
     with socket.socket() as listener:
         listener.bind((ADDRESS, 0))
         return listener.getsockname()[1]
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Passes requests to end on to the ranks that are in this list then; returns the list in which they are noted."""
+    """Installs handlers that pass each request to end on to the ranks that are in the list at that time. Returns the
+    list in which the handlers record the signals."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
         received.append(number)
-        if number != signal.SIGINT:  # the terminal sends that to the ranks directly
+        if number != signal.SIGINT:  # the terminal sends Ctrl-C to the ranks directly
             for rank in ranks:
                 rank.process.send_signal(number)
 
     for number in REQUESTS:
-        ignored = signal.getsignal(number) == signal.SIG_IGN  # as under nohup, whose run outlives its terminal
+        ignored = signal.getsignal(number) == signal.SIG_IGN  # as under nohup, where a run outlives its terminal
         if not ignored and (number != signal.SIGUSR1 or "SLURM_JOB_ID" in os.environ):
             signal.signal(number, pass_on)
     return received
 
 
 def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
-    """Waits until all ranks have ended, and kills those that do not end soon after one has failed or ended on request.
-    Returns and raises as `run`."""
+    """Waits until all ranks have ended. Kills ranks that do not end soon after one rank has failed or ended on request.
+    Return value and exceptions are as in `run`."""
     failed: Rank | None = None
     killed: list[Rank] = []
     kill_at = math.inf
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
         if not killed and failed is None:
-            # Twice: a rank that was killed before another failed may have ended after its first look.
+            # Polled twice, because a rank that was killed before another rank failed may have ended after its poll.
             broken = _broken(ranks, received) and _broken(ranks, received)
-            # Of several a killed one, because the others failed as a consequence.
+            # If several ranks broke, a killed rank is reported, because the others failed as a consequence.
             failed = min(broken, key=lambda rank: rank.process.returncode > 0, default=None)
         if not running:
             break
@@ -168,10 +185,10 @@ def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
             kill_at = min(kill_at, now + SAVING_SECONDS)
         time.sleep(POLL_SECONDS)
     codes = [_code(rank, received) or 0 for rank in ranks]
-    if codes[0] == UsageError.exit_code:  # all ranks have found it, rank 0 has reported it
+    if codes[0] == UsageError.exit_code:  # all ranks have raised the error, and rank 0 has printed it
         return UsageError.exit_code
     names = ", ".join(f"rank {rank.number}" for rank in killed)
-    if failed is not None and not (received and codes[0] in ON_REQUEST):  # else a rank failed because rank 0 ended
+    if failed is not None and not (received and codes[0] in ON_REQUEST):  # else a rank failed only because rank 0 ended
         _report(failed)
         if killed:
             say(f"{names} did not end within {GRACE_SECONDS:g} s of that: hung, or waited for it; killed")
@@ -189,7 +206,8 @@ def _broken(ranks: Sequence[Rank], received: Collection[int]) -> list[Rank]:
 
 
 def _code(rank: Rank, received: Collection[int]) -> int | None:
-    """Returns the exit code so far; for a rank that a request ended before it could answer, the shell's."""
+    """Returns the exit code of a rank, or None while it runs. A rank that was killed by a request before it could
+    handle the signal gets the shell's code, 128 + the number of the signal."""
     code = rank.process.poll()
     if code is not None and (-code == signal.SIGINT or -code in received):
         return 128 - code
@@ -197,14 +215,15 @@ def _code(rank: Rank, received: Collection[int]) -> int | None:
 
 
 def how_ended(code: int) -> str:
-    """Returns a process's exit code, or the signal that ended it, in words."""
+    """Returns in words the exit code of a process, or the signal that ended it."""
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"
 
 
 def _report(rank: Rank) -> None:
-    """Names a failed rank with its last lines, unless it was rank 0, which has printed its own error."""
+    """Prints how a rank failed, with the last lines of its output. Prints nothing if rank 0 exited with an error,
+    because it has printed its own message."""
     code = rank.process.returncode
     if rank.number == 0 and code > 0:
         return

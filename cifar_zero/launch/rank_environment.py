@@ -1,4 +1,4 @@
-"""The environment variables of a rank as torchrun sets them, whichever launcher has started it."""
+"""Reads the environment variables of a rank under torchrun's names, whichever launcher started the rank."""
 
 import os
 import re
@@ -8,25 +8,28 @@ from pathlib import Path
 from cifar_zero.core.errors import UsageError
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Set by torchrun, and by our own launcher (docs.pytorch.org, elastic/run)."""
+"""Variables that torchrun (docs.pytorch.org, elastic/run) and `local_launcher` set."""
 
 DEEPSPEED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK")
-"""Set by DeepSpeed's launcher (0.19.8, deepspeed/launcher/launch.py), the first four with torchrun's meanings."""
+"""Variables that DeepSpeed's launcher sets (0.19.8, deepspeed/launcher/launch.py). The first four have the meanings of
+TORCHRUN, in the same order."""
 
 SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
-"""Set by srun for each task (slurm.schedmd.com/srun.html). The shell of a batch script has none of the step's."""
+"""Variables that srun sets for each task (slurm.schedmd.com/srun.html). The shell of a batch script lacks the variables
+of a step."""
 
 RUN_FILE = "CIFAR_ZERO_RUN_FILE"
-"""Environment variable of a rank of our own launcher: the file in which rank 0 notes the run's folder for it."""
+"""Environment variable that `local_launcher` sets for its ranks. It names the file into which rank 0 writes the path of
+the run folder for the launcher."""
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns torchrun's variables for this rank; empty if no launcher has started this process. Raises UsageError if
-    they are not the place of a rank, or the nodes have different numbers of ranks."""
+    """Returns torchrun's variables for this rank, or no variables if no launcher started this process. Raises
+    UsageError if they do not describe a rank, or if the nodes have different numbers of ranks."""
     names = next((names for names in (TORCHRUN, DEEPSPEED) if all(name in environment for name in names)), None)
     if names is None:
-        # The shell of salloc is a step with one task: only a step with several tasks starts ranks.
+        # The shell of salloc is a step with one task, so only a step with several tasks is taken as a launcher.
         several = "SLURM_STEP_NUM_TASKS"
         if all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
             return _of_slurm(environment)
@@ -39,12 +42,13 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
             f"the environment variable RANK is {rank}, and WORLD_SIZE {ranks}: ranks count from 0; start them with "
             "torchrun, or unset both"
         )
-    # Without NODE_RANK or torchrun's GROUP_RANK Lightning takes every node for the first one.
+    # Without NODE_RANK or torchrun's GROUP_RANK, Lightning treats every node as the first one.
     return found | {"NODE_RANK": str(rank // ranks_here)}
 
 
 def whole_number(name: str, value: str, least: int = 0) -> int:
-    """Returns the number that an environment variable holds. Raises UsageError: it is another text, or too small."""
+    """Returns the value of an environment variable as a number. Raises UsageError if it is not a whole number or is
+    less than `least`."""
     if not value.isdecimal() or int(value) < least:
         fix = f"set it to a number from {least} on, or unset it"
         raise UsageError(f"the environment variable {name} is {value!r}: {fix}")
@@ -52,34 +56,34 @@ def whole_number(name: str, value: str, least: int = 0) -> int:
 
 
 def is_rank() -> bool:
-    """Returns whether a launcher has started this process as a rank: ours, torchrun, DeepSpeed's or SLURM."""
+    """Returns whether `local_launcher`, torchrun, DeepSpeed's launcher or SLURM started this process as a rank."""
     return bool(variables())
 
 
 def global_rank() -> int:
-    """Returns the rank of this process over all nodes, 0 if there is only one."""
+    """Returns the rank of this process over all nodes, 0 without a launcher."""
     return int(variables().get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Returns the rank of this process on its node, 0 if there is only one."""
+    """Returns the rank of this process on its node, 0 without a launcher."""
     return int(variables().get("LOCAL_RANK", "0"))
 
 
 def adopt() -> None:
-    """Sets torchrun's variables if another launcher has started this rank, for torch, Lightning and DeepSpeed."""
+    """Sets torchrun's variables, which torch, Lightning and DeepSpeed read, if another launcher started this rank."""
     os.environ.update(variables())
 
 
 def by_torchrun() -> bool:
-    """Returns whether torchrun has started this rank; it restarts the ranks when one fails or a node joins."""
+    """Returns whether torchrun started this rank. torchrun restarts the ranks when one fails or a node joins."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def torchrun_agent() -> str:
-    """Returns a name of this node's torchrun process that stays the same when it restarts its ranks; empty without one.
-    Each torchrun process makes one temporary folder with a unique name, in which every start has a file
-    `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
+    """Returns a name of this node's torchrun process that stays the same when torchrun restarts its ranks, or an empty
+    string without torchrun. The name is the temporary folder that each torchrun process makes with a unique name. In
+    this folder every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
     parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     if len(parts) > 4:
         return parts[-4]
@@ -93,9 +97,9 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     per_node = environment["SLURM_STEP_TASKS_PER_NODE"]  # "2(x4)", or "2(x3),1"
     if tasks % nodes or "," in per_node or local_rank >= each:
         raise UsageError(f"SLURM runs {tasks} tasks on {nodes} nodes ({per_node}): use srun --ntasks-per-node")
-    port = 15_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000  # as Lightning: the job's last four digits
+    port = 15_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000  # as in Lightning: the job's last four digits
     return {
-        # Not SLURM_PROCID: with --distribution=cyclic neighbouring tasks are on different nodes.
+        # Not SLURM_PROCID, because with --distribution=cyclic neighbouring tasks are on different nodes.
         "RANK": str(node * each + local_rank),
         "LOCAL_RANK": str(local_rank),
         "NODE_RANK": str(node),

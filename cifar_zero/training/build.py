@@ -1,4 +1,4 @@
-"""Builds Lightning's Trainer of a resolved run, with its callbacks and loggers."""
+"""Builds Lightning's Trainer for a resolved run, with its callbacks and loggers."""
 
 import inspect
 from collections.abc import Sequence
@@ -38,15 +38,22 @@ from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines,
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
-    """Returns Lightning's Trainer for a run, whose callbacks write into `run_dir` on rank 0; or with other callbacks,
-    or for another model of so many elements. Raises UsageError: Lightning refuses an option of --trainer."""
+    """Returns Lightning's Trainer for a run. Raises UsageError if Lightning refuses an option of --trainer.
+
+    Args:
+        run: The resolved run.
+        run_dir: Run folder into which the callbacks write on rank 0; None on the other ranks.
+        callbacks: Callbacks that replace the run's callbacks.
+        elements: Number of parameters of a model that replaces the run's model; 0 for the run's model.
+    """
     strategy = strategies.build(run.placement, elements) if elements else strategy_of(run)
     precision = run.placement.precision
     if run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in precision):
         precision = None  # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision
     plugins: list[Any] = [AtomicCheckpointIO(run.consent.trust)]
-    # From torchrun's variables, which `rank_environment.adopt` sets for any launcher. Otherwise Lightning (2.6.6) reads
-    # SLURM's: in a job with one task, our own ranks would all be rank 0 of 1.
+    # LightningEnvironment reads torchrun's variables, which `rank_environment.adopt` sets for any launcher. Otherwise
+    # Lightning (2.6.6) reads SLURM's variables, and in a job with one task each rank that `local_launcher` starts would
+    # be rank 0 of 1.
     if not rank_environment.by_torchrun():
         plugins.append(LightningEnvironment())
     options: dict[str, Any] = {
@@ -74,7 +81,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
     try:
         made = Trainer(**{**options, **run.recipe.trainer})
-    except Exception as error:  # of several types, such as MisconfigurationException
+    except Exception as error:  # Lightning raises several types, such as MisconfigurationException
         raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
     keep_handlers(made)
     fast_loop.install(made, run.placement.fast_loop)
@@ -82,16 +89,16 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 
 def strategy_of(run: Run) -> Strategy | str:
-    """Returns the strategy of a run with its own model and optimizer."""
+    """Returns the strategy of a run, built for the run's own model and optimizer."""
     net = on_meta(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
     strategy = strategies.build(run.placement, sum(sizes), max(sizes))
     if isinstance(strategy, DeepSpeedStrategy):
         engine: Any = strategy
         engine.config["train_micro_batch_size_per_gpu"] = run.micro_batch  # DeepSpeed (0.19.8) only reports it
-        engine.precision_plugin.casts_batches = False  # the module does
+        engine.precision_plugin.casts_batches = False  # the module casts them
         if run.placement.precision != "32-true":
-            # Left to itself, DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
+            # By default DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
             dtype = "bf16" if "bf16" in run.placement.precision else "fp16"
             engine.config.setdefault("data_types", {"buffer_dtype": dtype, "keep_in_fp32_modules": [*STATISTICS]})
         engine.shards_while_building = not issubclass(models.MODELS[run.recipe.model.name], models.ThirdParty)
@@ -101,7 +108,7 @@ def strategy_of(run: Run) -> Strategy | str:
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
-    """Returns the callbacks of a run. Raises UsageError: one of --trainer.callbacks cannot be made."""
+    """Returns the callbacks of a run. Raises UsageError if one of --trainer.callbacks cannot be created."""
     recipe = run.recipe
     curves = TrainingCurves(writes_losses=not recipe.only_measures)
     made: list[Callback] = [BatchNormStatistics(), curves, Divergence(curves)]
@@ -118,7 +125,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
 
     side, fine_tuning = run.data.image_size, {"trainable": recipe.trainable, "lora": recipe.lora}
     flops = training_flops(recipe.model, run.num_classes, run.micro_batch, side, **fine_tuning)
-    # After the others: it would count their work as waiting.
+    # After the other callbacks, because it would count their work as waiting for data.
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
     made.append(throughput)
     if is_terminal():
@@ -132,7 +139,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
 
     if run.output.test_figures:
         made.append(TestFigures())
-    folder = run_dir and run_dir / run_folder.CHECKPOINTS  # rank 0's is broadcast to the others
+    folder = run_dir and run_dir / run_folder.CHECKPOINTS  # rank 0 broadcasts its path to the other ranks
     last = folder and folder / run_folder.LAST
     made.append(LastCheckpoint(last, run.output.save_every_n_steps))
     mode = "max"
@@ -152,7 +159,8 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
 
 
 def _given(flags: tuple[str, ...]) -> list[Callback]:
-    """Returns the user's own callbacks, which --trainer.callbacks names by class path as LightningCLI does."""
+    """Returns the user's callbacks, which --trainer.callbacks names by class path as in LightningCLI. Raises UsageError
+    if one cannot be created."""
     if not flags:
         return []
     parser = ArgumentParser(exit_on_error=False)
@@ -167,7 +175,8 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
 
 
 def check_trainer_options(settings: Settings) -> None:
-    """Raises UsageError for options of --trainer that Lightning's Trainer does not know; it names the nearest one."""
+    """Raises UsageError for an option of --trainer that Lightning's Trainer does not have. The message suggests the
+    nearest option."""
     known = sorted(set(inspect.signature(Trainer.__init__).parameters) - {"self", *OWNED})
     for name in settings.recipe.trainer:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Tests a checkpoint of any strategy on one device: the same metrics as at the end of its run; see --help."""
+"""Tests a checkpoint of any strategy on one device, with the same metrics as at the end of its run; see --help."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from cifar_zero.training.resolve import make_run, resolve_devices
 
 
 def main() -> int:
-    """Prints the test table of a checkpoint; returns the exit code."""
+    """Prints the test table of a checkpoint and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog=command("evaluate"),
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train> VALUE ...]",
@@ -52,22 +52,23 @@ def main() -> int:
 
 
 def resolve_run(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
-    """Returns a run with the recipe of a checkpoint, from its folder or from the checkpoint itself, on the default
-    placement, both changed by train's flags. Raises UsageError: the checkpoint has no recipe."""
+    """Returns a run with the data options and the recipe of a checkpoint, for one device and the default placement. The
+    recipe comes from the run folder or from the checkpoint itself, and the flags of train in `given` override recipe
+    and placement. Raises UsageError if the checkpoint has no recipe."""
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
     kept = {flag: value for flag, value in options.items() if flag.startswith("data.") or owner_of(flag) == "recipe"}
     settings = command_line.settings_of_arguments(given, lambda _: kept)
     model = settings.recipe.model
-    if "ep_size" in model.options:  # ranks over which the experts were spread
+    if "ep_size" in model.options:  # number of ranks over which the experts were distributed
         model = Choice(model.name, {**model.options, "ep_size": 1})
     return make_run(resolve_devices(settings.changed(model=model, trainer={}, devices=1)))
 
 
 def evaluate(run: Run, checkpoint: Path, content: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Tests a checkpoint, whose `content` may be read already; prints its table and returns the test/* of
-    metrics.json."""
+    """Tests a checkpoint, prints its test table and returns the test/* metrics of metrics.json. `content` is the
+    checkpoint's content if it has been read already."""
     from cifar_zero.checkpoints.read import RECORD, read
     from cifar_zero.checkpoints.weights import load_weights, network
     from cifar_zero.training import build

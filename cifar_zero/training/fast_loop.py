@@ -1,11 +1,12 @@
-"""Lightning's training epoch loop without its overhead per batch, a third of the step of a small model; switch it off
-with `--fast_loop false`, which runs Lightning's own loop with the same results bit for bit. And its loop over epochs,
-with two faults of its resume corrected, and epochs that end within a step refused.
+"""Lightning's training epoch loop without its overhead per batch, which is a third of the step time of a small model.
+`--fast_loop false` runs Lightning's own epoch loop instead, with the same results bit for bit. Lightning's fit loop,
+which iterates over epochs, is replaced too. The replacement corrects two faults in resumed runs, and refuses epochs
+that end within an optimizer step.
 
 For each batch Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy through a
-profiler's context, implemented or not, and with several ranks it broadcasts a tensor and waits for its value (issues
-6196, 7093 and 8857). This loop looks up the implemented hooks once per epoch, and calls them in the same order.
-tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two loops.
+profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and waits for
+its value (Lightning's issues 6196, 7093 and 8857). This loop looks up the implemented hooks once per epoch, and calls
+them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two loops.
 """
 
 import math
@@ -31,18 +32,19 @@ HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
-"""Hooks of callbacks and of the module, called in Lightning's order if they are implemented."""
+"""Hooks of the callbacks and of the module. The fast loop calls the implemented hooks in Lightning's order."""
 
 STEP_METHODS = (
     *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
     "on_train_batch_start",  # it may end the epoch by returning -1
 )
-"""A module that overrides one of these is trained by Lightning's own loop."""
+"""Methods that change a training step. Lightning's own loop trains a module that overrides one of them."""
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
-    """Replaces the loops of a trainer, before `fit`: by `EpochLoop`, or unless `fast` by Lightning's own epoch loop."""
+    """Replaces the loops of a trainer before `fit`. The fit loop becomes `FitLoop`. The epoch loop becomes `EpochLoop`
+    if `fast` is set, otherwise Lightning's own epoch loop."""
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
@@ -50,22 +52,23 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Trains an epoch. Lightning's own code runs instead for a loader whose batches are not yet on the device, a
-    profiler, a module with its own step, float16 with a gradient scaler, and a run that resumes at a validation."""
+    """Trains an epoch. It falls back to Lightning's own code for a loader whose batches are not on the device yet, for
+    a profiler, a module with a custom training step, float16 with a gradient scaler, or a run that resumes at a
+    validation."""
 
     _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Looks up the hooks, before the first batch of an epoch."""
+        """Looks up the implemented hooks before the first batch of an epoch."""
         super().on_run_start(data_fetcher)
         self._is_fast = self._applies()
         if self._is_fast:
-            self.trainer.lightning_module._current_fx_name = "training_step"  # self.log asks where it is called
+            self.trainer.lightning_module._current_fx_name = "training_step"  # self.log reads the name of its hook
         self._hooks = {name: self._implemented(name) for name in HOOKS}
 
     def advance(self, data_fetcher: Any) -> None:
-        """Trains on one micro-batch: forward and backward, and the optimizer step if it is the last of a step."""
+        """Trains on one micro-batch: forward, backward and, at an accumulation boundary, the optimizer step."""
         resumes_at_validation = self.restarting and self._should_check_val_fx(data_fetcher)
         if resumes_at_validation or not self._is_fast:
             super().advance(data_fetcher)
@@ -91,9 +94,10 @@ class EpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
 
     def _step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs forward and backward of a micro-batch, and at an accumulation boundary the optimizer.
+        """Runs forward and backward of a micro-batch and, at an accumulation boundary, the optimizer step.
 
-        DeepSpeed's engine itself accumulates, clips and zeroes the gradients, so it steps after every micro-batch.
+        DeepSpeed's engine accumulates, clips and zeroes the gradients itself, so engine.step() is called after every
+        micro-batch.
         """
         trainer: Any = self.trainer
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
@@ -129,14 +133,14 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
-        """Calls the hook and removes the gradients of these groups, at the first micro-batch of a step."""
+        """At the first micro-batch of a step, calls the hook and removes the gradients of these parameter groups."""
         if batch_idx % self.trainer.accumulate_grad_batches:
             return
         progress = self.automatic_optimization.optim_progress.optimizer.zero_grad
         progress.increment_ready()
         self._call("on_before_zero_grad", self.trainer.optimizers[0])
         progress.increment_started()
-        for group in groups:  # zero_grad without its profiling: 15 us for ten parameters
+        for group in groups:  # optimizer.zero_grad without its profiling, 15 us for ten parameters
             for parameter in group["params"]:
                 parameter.grad = None
         progress.increment_completed()
@@ -146,7 +150,7 @@ class EpochLoop(_TrainingEpochLoop):
             hook(*args)
 
     def _applies(self) -> bool:
-        """Returns whether this loop can train; otherwise Lightning's own code runs."""
+        """Returns whether the fast loop can train this run. Otherwise Lightning's own code runs."""
         trainer: Any = self.trainer
         strategy, module = trainer.strategy, trainer.lightning_module
         precision = strategy.precision_plugin
@@ -164,7 +168,8 @@ class EpochLoop(_TrainingEpochLoop):
         return plain and known
 
     def _implemented(self, name: str) -> list[Callable[..., Any]]:
-        """Returns the hook `name` of the callbacks that implement it, then the module's."""
+        """Returns the hooks called `name` that are implemented, first those of the callbacks, then the module's
+        hook."""
         trainer: Any = self.trainer
         module = trainer.lightning_module
         found: list[Callable[..., Any]] = []
@@ -179,31 +184,35 @@ class EpochLoop(_TrainingEpochLoop):
 
 
 class FitLoop(_FitLoop):
-    """Trains epoch after epoch.
+    """Trains epoch after epoch, and corrects two faults of Lightning 2.6.6 in resumed runs.
 
-    If `max_steps` is set, Lightning 2.6.6 takes a checkpoint of an epoch's end for one of its middle: the resumed run
-    counts that epoch twice, and skips the images of the next one or ends at once. Here the run resumes as if max_steps
-    were not set. It can be removed when Lightning's issue 19617 is fixed.
+    If `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as one from the middle of an epoch.
+    The resumed run counts that epoch twice, and either skips the images of the next epoch or ends at once. With this
+    loop the run resumes as if max_steps were not set. The correction can be removed when Lightning's issue 19617 is
+    fixed.
 
-    From a checkpoint of an epoch's last batch, as a user's own ModelCheckpoint may write, Lightning continues with the
-    next epoch, but as if it were in its middle: its start is not counted, and a later checkpoint of that epoch resumes
-    at its first image. No upstream issue is known; tests/distributed/test_resume.py shows it.
+    A user's own ModelCheckpoint may save at the last batch of an epoch. From this checkpoint Lightning continues with
+    the next epoch, but as if it were in the middle of that epoch. It does not count the start of the epoch, and a later
+    checkpoint of that epoch resumes at the first image of the epoch. No upstream issue is known;
+    tests/distributed/test_resume.py shows the fault.
     """
 
     def setup_data(self) -> None:
-        """Makes the loader. Raises UsageError: an epoch ends within a step, as its batches are limited or a user's."""
+        """Creates the loader. Raises UsageError if an epoch ends within an optimizer step, which can happen if its
+        batches are limited or come from a user's loader."""
         super().setup_data()
         parts, batches = self.trainer.accumulate_grad_batches, self.max_batches
         if 0 < batches < parts:
             raise UsageError(f"--accumulate {parts} is more than the batches of an epoch on each rank, {batches}")
-        if batches != math.inf and batches % parts:  # infinite: an IterableDataset
+        if batches != math.inf and batches % parts:  # infinite for an IterableDataset
             raise UsageError(
                 f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would add the "
                 f"rest to the next epoch's: add --trainer.limit_train_batches {batches // parts * parts}"
             )
 
     def reset(self) -> None:
-        """Restores the counters; the epoch after a checkpoint of a last batch begins as any other."""
+        """Restores the counters. If the checkpoint was saved at the last batch of an epoch, the next epoch begins like
+        any other."""
         super().reset()
         epoch: Any = self.epoch_progress.current
         if self.restarted_mid_epoch and epoch.processed == epoch.ready:

@@ -1,5 +1,5 @@
-"""What train shows instead of training: `--plot_schedule`, the learning rate over the steps of a run, and
-`--check_gradients`, the derivatives that autograd finds next to finite differences."""
+"""What `train` does instead of training. `--plot_schedule` draws the learning rate over the steps of a run, and
+`--check_gradients` compares the derivatives of autograd with finite differences."""
 
 from pathlib import Path
 from pkgutil import resolve_name
@@ -22,20 +22,20 @@ from cifar_zero.schedules import SCHEDULES, with_total_steps
 from cifar_zero.training import DATAMODULE
 from cifar_zero.training.metrics import loss
 
-POINTS = 2000  # most points of the curve: more than the figure has pixels
+POINTS = 2000  # the most points of the curve, more than the figure is wide in pixels
 
 IMAGES = 4
 
 STEP = 1e-6
-"""Distance on each side, in float64: the error of the central difference is about 1e-12 (its square) plus 1e-10
-(rounding of the loss, divided by it)."""
+"""Distance of the central difference on each side, in float64. The error of the difference is about 1e-12 (the square
+of the distance) plus 1e-10 (the rounding error of the loss divided by the distance)."""
 
-TOLERANCE = 1e-5  # largest difference, as a share of the derivative
+TOLERANCE = 1e-5  # largest difference relative to the derivative
 
 
 def plot_schedule(run: Run) -> int:
-    """Draws the learning rate of each optimizer step into a PNG file, on rank 0; returns the exit code. Raises
-    UsageError: the file cannot be written."""
+    """Draws the learning rate of each optimizer step into a PNG file on rank 0, and returns the exit code. Raises
+    UsageError if the file cannot be written."""
     if rank_environment.global_rank() != 0:
         return 0
     file, schedule, optimizer = Path(run.output.plot_schedule), run.recipe.schedule, run.recipe.optimizer
@@ -59,9 +59,9 @@ def plot_schedule(run: Run) -> int:
 
 
 def run_steps(settings: Settings, datamodule: Any) -> int:
-    """Returns the optimizer steps of a run that is not started: of all epochs, or --max_steps; as Lightning counts
-    them (`Trainer.estimated_stepping_batches`). Decodes the images if that has not been done, to learn their number.
-    """
+    """Returns the number of optimizer steps that a run would do in all its epochs, at most --max_steps. Steps are
+    counted as in Lightning's `Trainer.estimated_stepping_batches`. Decodes the images, if that has not been done, to
+    count them."""
     datamodule.setup()
     batches = len(datamodule.train_dataloader())
     limit = settings.recipe.trainer.get("overfit_batches") or settings.recipe.trainer.get("limit_train_batches", 1.0)
@@ -73,8 +73,9 @@ def run_steps(settings: Settings, datamodule: Any) -> int:
 
 
 def check_gradients(run: Run) -> int:
-    """Prints the derivative of the loss by one number of each parameter, the one with the steepest slope, found by
-    autograd and by moving that number, in float64, without dropout; returns the exit code, 1 if they differ."""
+    """Compares autograd with finite differences and returns the exit code, 1 if they differ. Prints a table with one
+    row per parameter. The row has the derivative of the loss by the element with the steepest slope, from autograd and
+    from moving that element. The model computes in float64 without dropout."""
     torch.manual_seed(run.recipe.seed)
     net = network.build(run.recipe, run.num_classes).double().eval()
     side = run.data.image_size

@@ -1,4 +1,4 @@
-"""The loggers of --logger, and what the end of a run adds to them."""
+"""Creates the loggers of --logger, and adds the results of a run to them at its end."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,16 +27,17 @@ LAYOUT = {
     },
     "Memory": {"peak of the fullest rank, GB": ["Multiline", ["mem/peak_gb$"]]},
 }
-"""Charts of TensorBoard's Custom Scalars tab, by section and title: expressions that a curve's tag begins with."""
+"""Charts of TensorBoard's Custom Scalars tab, by section and title. Each chart has a list of regular expressions, which
+are matched from the beginning of a curve's tag."""
 
 SETTINGS = ("strategy", "world_size", "batch_size", "model", "accumulate", "precision", "dataset", "seed")
 RESULTS = ("test/acc", "val/acc", "test/loss", "perf/images_per_second")
-"""Keys of metrics.json in TensorBoard's HPARAMS table."""
+"""SETTINGS and RESULTS are the keys of metrics.json in TensorBoard's HPARAMS table."""
 
 
 def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
-    """Returns the loggers of --logger; none without a run folder. Raises UsageError: nobody is logged in to W&B, or its
-    server does not answer."""
+    """Returns the loggers of --logger, or none without a run folder. Raises UsageError if nobody is logged in to W&B or
+    its server does not answer."""
     made: list[Logger] = []
     if run_dir is None:
         return made
@@ -55,7 +56,8 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
 
 
 def guard(logger: Logger) -> None:
-    """Keeps an error of a logger that cannot write from ending the training; see `write_to`."""
+    """Wraps the methods of a logger that Lightning calls, so that a write error does not end the training; see
+    `write_to`."""
 
     def guarded(method: Callable[..., None]) -> Callable[..., None]:
         return lambda *arguments, **options: write_to(logger, partial(method, *arguments, **options))
@@ -65,7 +67,8 @@ def guard(logger: Logger) -> None:
 
 
 def write_to(logger: Any, write: Callable[[], Any]) -> None:
-    """Runs what writes to a logger. Its first error is reported, and none ends the training."""
+    """Calls `write`, which writes to a logger. The first error of the logger is printed, and no error ends the
+    training."""
     if getattr(logger, "has_failed", False):
         failure_of(write)
     elif not attempt(write, f"what {type(logger).__name__} logs"):
@@ -73,7 +76,7 @@ def write_to(logger: Any, write: Callable[[], Any]) -> None:
 
 
 def _wandb(run: Run, run_dir: Path) -> Logger:
-    import wandb  # here: it takes half a second
+    import wandb  # here, because the import takes half a second
 
     output = run.output
     logger = WandbLogger(
@@ -93,14 +96,15 @@ def _wandb(run: Run, run_dir: Path) -> Logger:
 
 
 def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> None:
-    """Adds the results of a run, of metrics.json, to its loggers; an error does not end the run."""
+    """Adds the results of a run, the content of metrics.json, to its loggers. An error does not end the run."""
     for logger in trainer.loggers:
         write_to(logger, partial(_log_results, logger, run, metrics, trainer.global_step))
 
 
 def _log_results(logger: Logger, run: Settings, metrics: dict[str, Any], step: int) -> None:
-    """Adds a row to TensorBoard's table of runs and the results as points at `step`, or metrics.json to W&B's summary
-    of the run. TensorBoard shows the number 4 as 4.0000, so whole numbers are text in its table."""
+    """Adds the results to one logger. TensorBoard gets a row in its table of runs, and the results as points at `step`.
+    W&B gets metrics.json in the summary of the run. TensorBoard shows the number 4 as 4.0000, so whole numbers are text
+    in its table."""
     if isinstance(logger, TensorBoardLogger):
         optimizer, schedule = run.recipe.optimizer, run.recipe.schedule
         shown = {name: metrics[name] for name in SETTINGS}

@@ -1,6 +1,6 @@
-"""The losses of --loss, and the metrics of a split over all ranks, derived from counts by torchmetrics.
+"""Computes the losses of --loss, and the metrics of a split over all ranks, which torchmetrics derives from counts.
 
-docs/runs.md has a table of them, and says what they are for a class without images.
+docs/runs.md has a table of the metrics, with their values for a class without images.
 """
 
 import math
@@ -24,10 +24,11 @@ from cifar_zero.data.dataset import IGNORED
 
 TOP = 5
 """The k of the top-5 accuracy, as in ImageNet's challenge (Russakovsky et al. 2015, https://arxiv.org/abs/1409.0575).
-With at most five classes it would be 1, and is left out."""
+With at most five classes the accuracy would always be 1, so it is left out."""
 
 OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "validate_args": False}
-"""Of torchmetrics' classes, whose check of arguments would wait for the device in each batch."""
+"""Options of torchmetrics' classes. Their check of arguments is off, because it would wait for the device in each
+batch."""
 
 BINS = 15  # bins of confidence, as many as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
 
@@ -39,12 +40,19 @@ def loss(
     label_smoothing: float = 0.0,
     reduction: Literal["mean", "none"] = "mean",
 ) -> Tensor:
-    """Returns the mean loss of a batch, a scalar; with reduction none the loss of each image (N,).
+    """Returns the mean loss of a batch as a scalar, or the loss of each image (N,) if `reduction` is none.
 
-    mse compares the scores, float32 (N, classes), with 1 for the class and 0 for the others (Hui and Belkin 2021,
-    "Evaluation of Neural Architectures Trained with Square Loss"); bce takes a score as the log odds of its class. Both
-    are summed over the classes. Labels are int64 (N,), of which IGNORED ones count 0 in an unreduced loss, or the share
-    of each class (N, classes). `label_smoothing` is the share of a label that is spread evenly over all classes.
+    mse compares the scores with 1 for the class of an image and 0 for the other classes (Hui and Belkin 2021,
+    "Evaluation of Neural Architectures Trained with Square Loss"). bce treats a score as the log odds of its class.
+    Both are summed over the classes.
+
+    Args:
+        name: One of the losses of --loss.
+        scores: Class scores before the softmax, float32 (N, classes).
+        labels: Classes, int64 (N,), or the share of each class, (N, classes). IGNORED classes count 0 in an unreduced
+            loss.
+        label_smoothing: Share of a label that is spread evenly over all classes.
+        reduction: mean or none.
     """
     if name == "cross_entropy":
         return F.cross_entropy(
@@ -65,21 +73,23 @@ def loss(
 
 
 class SplitMetrics:
-    """Loss, accuracy, precision, recall, F1, calibration and confusion matrix over one pass of a split, on all ranks.
-    Counts are int64 and the loss is summed in float32, whatever the precision of the run. It is not an nn.Module, so
-    that DeepSpeed, which visits all layers several times per step, does not visit it. IGNORED labels do not count.
+    """Loss, accuracy, precision, recall, F1, calibration error and confusion matrix over one pass of a split, on all
+    ranks.
+
+    Counts are int64 and the loss is summed in float32, whatever the precision of the run. IGNORED labels do not count.
+    The class is not an nn.Module, because DeepSpeed would visit it several times per step, as it visits all layers.
 
     `curves` adds the curves over all thresholds, of each class against the rest (one-vs-rest). They are exact, so every
-    rank keeps, and at the end gathers, all probabilities in float64: 8 bytes x images x classes, 8 MB for CIFAR-100.
-    float32 would round the probabilities of a confident model to 1, and tie them.
+    rank keeps its probabilities in float64, and at the end gathers the probabilities of all ranks. They take 8 bytes x
+    images x classes, 8 MB for CIFAR-100. In float32 the probabilities of a confident model would round to 1 and tie.
     """
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy", curves: bool = False):
         self.num_classes = num_classes
         self.loss: LossName = loss
-        # A sum keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or its weights with nan_strategy="disable".
+        # SumMetric keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or with nan_strategy="disable" its weights.
         self.loss_sum = SumMetric(nan_strategy="disable")
-        # Its `update_called` says whether anything was counted since the last `reset`.
+        # Its `update_called` is True if anything was counted since the last `reset`.
         self.confusion = MulticlassConfusionMatrix(num_classes, **OPTIONS)
         self.shares: dict[str, Metric] = {
             "calibration_error": MulticlassCalibrationError(num_classes, n_bins=BINS, **OPTIONS)
@@ -93,16 +103,16 @@ class SplitMetrics:
             self.curves = (self.roc, self.precision_recall)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Counts a batch: scores (N, classes) in float32, before the softmax; labels (N,)."""
+        """Counts a batch. Scores (N, classes) are float32, before the softmax; labels are (N,)."""
         self.loss_sum.update(loss(self.loss, scores, labels, reduction="none"))
         probabilities = scores.double().softmax(dim=1)
         for metric in (self.confusion, *self.shares.values(), *self.curves):
             metric.update(probabilities, labels)
 
     def per_class(self) -> dict[str, Tensor]:
-        """Returns metrics of each class, float64 (classes,) on the CPU; NaN without images. The precision of a class
-        that was never predicted is 0, as in scikit-learn. With `curves` the area under the ROC curve and the average
-        precision too. Every rank calls it."""
+        """Returns the metrics of each class, float64 (classes,) on the CPU, NaN for a class without images. The
+        precision of a class that was never predicted is 0, as in scikit-learn. With `curves` the area under the ROC
+        curve and the average precision are included. Every rank must call it."""
         counts = self.confusion.compute().cpu().double()  # true class by predicted class
         right, images, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
         absent = images == 0
@@ -110,8 +120,8 @@ class SplitMetrics:
         f1 = (2 * right / (images + predicted)).masked_fill(absent, torch.nan)
         metrics = {"acc": right / images, "precision": precision, "recall": right / images, "f1": f1}
         if self.curves:
-            is_alone = absent.sum() == self.num_classes - 1  # there is no rest
-            # Not by torchmetrics' MulticlassAUROC and MulticlassAveragePrecision, which would sort the scores again.
+            is_alone = absent.sum() == self.num_classes - 1  # no other class has images
+            # Computed here, because torchmetrics' MulticlassAUROC and MulticlassAveragePrecision sort the scores again.
             false_alarms, hits, _ = self.roc.compute()
             areas = torch.stack([torch.trapezoid(y, x) for x, y in zip(false_alarms, hits, strict=True)])
             precisions, recalls, _ = self.precision_recall.compute()
@@ -121,9 +131,9 @@ class SplitMetrics:
         return metrics
 
     def overall(self) -> dict[str, float]:
-        """Returns metrics of the split. Every rank calls it. precision, recall, f1 and the others of `per_class` are
-        macro averages: means over the classes with images. The *_weighted weight each class by its images; the recall
-        weighted so would be the accuracy."""
+        """Returns the metrics of the whole split. Every rank must call it. The metrics of `per_class` except acc become
+        macro averages, which are means over the classes with images. The *_weighted metrics weight each class by its
+        images. There is no weighted recall, because it would equal the accuracy."""
         per_class = self.per_class()
         counts = self.confusion.compute().cpu().double()
         images = counts.sum()
@@ -140,9 +150,10 @@ class SplitMetrics:
         return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
-        """Returns <split>/<metric>, and <split>/<metric>_class/<name> of classes with images. Every rank calls it."""
+        """Returns <split>/<metric> of the split, and <split>/<metric>_class/<name> of each class with images. Every
+        rank must call it."""
         per_class = self.per_class()
-        curves = ["acc"]  # with a curve for each class
+        curves = ["acc"]  # metrics with a curve for each class
         if self.num_classes <= 30:
             curves += ["precision", "f1"]
         logged = {f"{split}/{metric}": value for metric, value in self.overall().items()}
@@ -153,7 +164,8 @@ class SplitMetrics:
         return logged
 
     def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
-        """Sets all counts to 0, on `device`; `group`: the ranks that together see all images once."""
+        """Sets all counts to 0 and moves them to `device`. The ranks of `group` (default: all ranks) together see each
+        image once."""
         for metric in (self.loss_sum, self.confusion, *self.shares.values(), *self.curves):
             metric.process_group = group
             metric.to(device).reset()

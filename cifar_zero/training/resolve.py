@@ -1,4 +1,4 @@
-"""From what a user asks for to the resolved run: the only place where open settings are decided."""
+"""Turns the settings of a user into the resolved run. This is the only place where open settings are decided."""
 
 import os
 from functools import cache
@@ -16,27 +16,31 @@ from cifar_zero.core.hardware import core_count, gpu_count, has_bfloat16
 from cifar_zero.launch import rank_environment
 
 LEAST_MICRO_BATCH = 32
-"""Images of a micro-batch from which --devices auto uses a second GPU: with fewer, a GPU waits for its kernels to be
-launched and for the other GPUs, whatever the model."""
+"""Least images of a micro-batch for which --devices auto uses a second GPU. With fewer images a GPU waits for its
+kernels to be launched and for the other GPUs, whatever the model."""
 
 TINY_MICRO_BATCH = 4
-"""Images of a micro-batch, the tutorial's number, up to which `announce` recommends a ZeRO run a larger batch."""
+"""Most images of a micro-batch for which `announce` recommends a larger batch in a ZeRO run. The tutorial has this
+number."""
 
 
 def resolve(settings: Settings) -> Run:
-    """Returns the resolved run of what is asked for on this computer. With several nodes, or under torchrun, rank 0
-    decides later for all ranks what is resumed, and for --data.source auto on which images: see `training.starting`.
-    The strategy must be a name, not auto. Raises UsageError: it cannot run; says what to use instead."""
+    """Returns the resolved run of the settings on this computer. The strategy must be a name, not auto.
+
+    With several nodes, or under torchrun, rank 0 decides later for all ranks which checkpoint is resumed and, for
+    --data.source auto, which images are used; see `training.starting`. Raises UsageError if the run is not possible;
+    the message has an alternative.
+    """
     run = make_run(resolve_devices(settings))
     if not rank_0_decides(run):
         run = with_checkpoint(run, checkpoint_to_resume(run))
     rules.check(run)
     if run.recipe.augment.transform:
-        from cifar_zero.data.augment import check_transform  # here: it imports torch
+        from cifar_zero.data.augment import check_transform  # here, because it imports torch
 
         check_transform(run.recipe.augment, run.data.inputs.side)
-    # For DeepSpeed, which is imported later, here or in the ranks: it takes CUDA wherever there is a GPU (DeepSpeed
-    # 0.19.8, accelerator/real_accelerator.py).
+    # DeepSpeed, which is imported later in this process or in the ranks, otherwise uses CUDA wherever there is a GPU
+    # (DeepSpeed 0.19.8, accelerator/real_accelerator.py).
     os.environ.pop("DS_ACCELERATOR", None)
     if run.on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -44,7 +48,7 @@ def resolve(settings: Settings) -> Run:
 
 
 def announce(run: Run) -> None:
-    """Prints in one line what is started, a warning of too few cores, and under ZeRO one of a tiny micro-batch."""
+    """Prints in one line what is started. Warns of too few cores, and under ZeRO notes that a micro-batch is tiny."""
     ranks, placement = run.placement.world_size, run.placement
     what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
     say(f"starting: {what}, batch size {run.recipe.batch_size}, ranks {ranks} ({placement.accelerator})")
@@ -58,14 +62,14 @@ def announce(run: Run) -> None:
 
 
 def warn_of_few_cores(ranks: int) -> None:
-    """Warns of more CPU ranks on this computer than cores."""
+    """Warns if this computer has fewer cores than CPU ranks."""
     if ranks > (cores := core_count()):
         say(f"warning: {ranks} CPU ranks take turns on {cores} cores: with --devices {cores} each has its own")
 
 
 def resolve_devices(settings: Settings) -> Settings:
     """Returns the settings with accelerator, precision, devices and num_nodes decided. Raises UsageError if there are
-    too few devices, or a launcher started different numbers of ranks on the nodes."""
+    too few devices, or if a launcher started different numbers of ranks on the nodes."""
     gpus = gpu_count() if settings.placement.accelerator != "cpu" else 0
     if settings.placement.accelerator == "gpu" and gpus == 0:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
@@ -87,7 +91,8 @@ def resolve_devices(settings: Settings) -> Settings:
 
 
 def _most_devices(settings: Settings, gpus: int) -> int:
-    """Returns the largest number of GPUs on which the run is accepted, and prints why that is not all; 1 on the CPU."""
+    """Returns the largest number of GPUs on which the run is accepted, or 1 on the CPU. Prints why not all GPUs are
+    used."""
     why_not_all = ""
     for devices in range(gpus, 0, -1):
         try:
@@ -108,13 +113,14 @@ _say_once = cache(say)  # a process may resolve several runs
 
 
 def rank_0_decides(settings: Settings) -> bool:
-    """Returns whether the ranks must meet to know what is resumed: on several nodes, or if torchrun restarts them."""
+    """Returns whether rank 0 must decide for all ranks which checkpoint is resumed. This is so on several nodes, and
+    under torchrun, because torchrun may restart the ranks."""
     return settings.placement.num_nodes > 1 or rank_environment.by_torchrun()
 
 
 def make_run(settings: Settings) -> Run:
-    """Returns the run of settings whose accelerator, devices and precision are decided. Raises UsageError: the batch
-    cannot be divided, or the images or a raw DeepSpeed configuration cannot be used."""
+    """Returns the run of settings whose accelerator, devices and precision are decided. Raises UsageError if the batch
+    cannot be divided, or if the images or a raw DeepSpeed configuration cannot be used."""
     spec = ds_config.spec_of(settings.placement)
     run = Run.of(settings, spec, num_classes=len(data.class_names(settings.data)))
     strategy_rules.check_micro_batch(run)
@@ -122,9 +128,9 @@ def make_run(settings: Settings) -> Run:
 
 
 def with_checkpoint(run: Run, resume: str) -> Run:
-    """Returns the run with the path of the checkpoint that it resumes, empty for none, or of weights to start from. A
-    resumed run has the images that it began on, also for --data.source auto. Raises UsageError: the strategy cannot
-    resume, or the weights or the delta do not exist."""
+    """Returns the run with the path of the checkpoint that it resumes, empty for none, and with absolute paths of the
+    weights and the delta that it starts from. A resumed run keeps the images that it began on, also with --data.source
+    auto. Raises UsageError if the strategy cannot resume, or if the weights or the delta do not exist."""
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))

@@ -1,4 +1,4 @@
-"""The results of a run: the contents of metrics.json, and the tables printed from it; no torch."""
+"""Collects the results of a run for metrics.json, and prints tables of them. Does not import torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from cifar_zero.core.hardware import git_commit, versions
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 
 IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Keys of metrics.json with the settings actually in effect."""
+"""Keys of metrics.json with the settings that are actually in effect."""
 
 MEASURED = (
     *("dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),
@@ -33,10 +33,10 @@ MEASURED = (
     *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
     *IN_EFFECT,
 )
-"""Keys of metrics.json that a run fills in, in their order; null if the run has no such value."""
+"""Keys of metrics.json that a run fills in, in the order of the file. A value that the run does not have is null."""
 
 FALLBACK = "fallback"
-"""Key of metrics.json that exists only if the data is not what was asked for: one line that says so."""
+"""Key of metrics.json that exists only if the data is not what was asked for. Its value explains this in one line."""
 
 SHOWN = {
     "precision": "macro precision",
@@ -47,14 +47,14 @@ SHOWN = {
     "average_precision": "macro average precision",
     "calibration_error": "calibration error",
 }
-"""Metrics of a test that are printed below its table."""
+"""Metrics of a test that are printed below its table, with their titles."""
 
-MOST_ROWS = 25  # classes that the table of a test has rows for; metrics.json has all
+MOST_ROWS = 25  # the most classes for which a test table has rows; metrics.json has all classes
 
 
 def collect(trainer: Any, module: Any, datamodule: Any, settings: Settings) -> dict[str, Any]:
-    """Returns the contents of metrics.json after fit and test, its keys in their order; None for what a run without
-    test or validation lacks. The callbacks add their `totals_of_run`."""
+    """Returns the content of metrics.json after fit and test, with the keys in their order. Values that a run without
+    test or validation lacks are None. The `totals_of_run` of the callbacks are included."""
     metrics = {"schema": SCHEMA, **dict.fromkeys(MEASURED), "versions": versions(), "git_commit": git_commit()}
     metrics |= {
         "dataset": datamodule.dataset.name,
@@ -82,7 +82,7 @@ def collect(trainer: Any, module: Any, datamodule: Any, settings: Settings) -> d
 
 
 def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
-    """Returns the test/* of metrics.json that a run has, none without a test. Every rank calls it."""
+    """Returns the test/* metrics of metrics.json, or no metrics without a test. Every rank must call it."""
     metrics: dict[str, Any] = {}
     tested = module.test_metrics
     if tested.confusion.update_called:
@@ -94,7 +94,8 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
 
 
 def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
-    """Writes metrics.json and prints it. Returns why it could not be written; empty if it could."""
+    """Writes metrics.json and prints the summary. Returns why the file could not be written, otherwise an empty
+    string."""
     file = run_dir / run_folder.METRICS
     failure = failure_of(lambda: write_json(file, metrics))
     print_summary(metrics, run_dir)
@@ -104,7 +105,7 @@ def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
 
 
 def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
-    """Prints the results of a run, of metrics.json, and where they are kept: <out>/<name>/version_N."""
+    """Prints the results of a run from metrics.json, and the run folder, <out>/<name>/version_N, that holds them."""
     print_test_table(metrics)
     rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
     if metrics["trained_parameters"] < metrics["parameters"]:
@@ -138,8 +139,9 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
-    """Prints test/* of metrics.json; nothing if there was no test. Each of up to 25 classes has a row, nan for one
-    without images; the last one is their mean weighted by images, for the recall the accuracy."""
+    """Prints the test/* metrics, or nothing if there was no test. Up to 25 classes have a row each, with nan for a
+    class without images. The last row is the mean of the classes weighted by their images, which for the recall is the
+    accuracy."""
     if metrics.get("test/acc") is None:
         return
     table = Table("class", *(Column(name, justify="right") for name in ("accuracy (recall)", "precision", "F1")))

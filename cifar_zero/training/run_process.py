@@ -1,4 +1,4 @@
-"""Starts a run in its own process group, and ends it; without importing torch."""
+"""Starts a run in its own process group, and ends it. Does not import torch."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from cifar_zero.core.hardware import REPOSITORY
 from cifar_zero.launch import local_launcher
 
 POLL_SECONDS = 0.25  # time between two checks of a run
-SAVING_SECONDS = 45.0  # time that a run has to end: the launcher gives the ranks 30 s to write a checkpoint
+SAVING_SECONDS = 45.0  # time for a run to end; the launcher gives the ranks 30 s to write a checkpoint
 
-DEBUG = frozenset(["--debug"])  # which the runs of a program get from its command line, to show their tracebacks
+DEBUG = frozenset(["--debug"])  # flags that a program passes on to its runs, to show their tracebacks
 
 TRAIN = ("cifar_zero", "train")
-"""The module that trains a run, and its first argument."""
+"""The module that trains a run, and its first argument, as `start` takes them."""
 
 Run = subprocess.Popen[bytes]
 
@@ -34,10 +34,18 @@ def start(
     cores: Collection[int] = (),
     launcher: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Starts a run, which prints into `log`. Python runs `program`, a module and its first arguments; modules in the
-    user's directory do not replace others. The run and its ranks have the CPU `cores`, on Linux, without any all of
-    this process. `launcher` is a command that starts the ranks (srun ...). The end of the context asks a live run to
-    end, then kills its process group; a second Ctrl-C kills it at once."""
+    """Context manager that starts a run. At the end of the context a run that is still alive receives SIGINT, as from
+    Ctrl-C, and then its process group is killed. A second Ctrl-C of the user kills the group at once.
+
+    Args:
+        program: Module that Python runs, and its first arguments. Modules in the user's directory do not replace
+            others.
+        flags: Further arguments.
+        log: File for the output of the run.
+        extra_env: Environment variables to add.
+        cores: CPU cores for the run and its ranks, on Linux. By default they get all cores of this process.
+        launcher: Command that starts the ranks (srun ...).
+    """
     # torchrun and DeepSpeed's launcher start Python themselves.
     python = [sys.executable, "-P", "-m"]
     if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed"):
@@ -49,14 +57,14 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(local_launcher.prepare, cores),  # Ctrl-C works also in a shell's background job
+            preexec_fn=partial(local_launcher.prepare, cores),  # so that Ctrl-C works in a background job too
         )
     try:
         yield run
     finally:
         try:
             if run.poll() is None:
-                os.killpg(run.pid, signal.SIGINT)  # as Ctrl-C: the launcher and all ranks save a checkpoint and end
+                os.killpg(run.pid, signal.SIGINT)  # like Ctrl-C: the ranks save a checkpoint, then all end
                 with suppress(subprocess.TimeoutExpired):
                     run.wait(SAVING_SECONDS)
         finally:
@@ -66,8 +74,8 @@ def start(
 
 
 def failure(log: Path, code: int) -> str:
-    """Returns the last line of a log that begins with error:, else how the run ended, and the last line; with --debug
-    prints the whole log."""
+    """Returns the last error message in a log, from a line that begins with error:. Without one, returns how the run
+    ended and the last line of the log. With --debug the whole log is printed."""
     text = log.read_text(errors="replace")
     if DEBUG.intersection(sys.argv):
         sys.stderr.write(text)
@@ -79,15 +87,15 @@ def failure(log: Path, code: int) -> str:
 
 
 def folders(out: Path, name: str) -> list[Path]:
-    """Returns the run folders of a name, the newest last, including those that fell back to the digits."""
+    """Returns the run folders of a run name, the newest last, including runs that fell back to the embedded digits."""
     names = (name, name + FALLBACK_SUFFIX)
     found = [folder for each in names for folder in (out / each).glob("version_*")]
     return sorted(found, key=lambda folder: int(folder.name.removeprefix("version_")))
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's environment, without its start time and SLURM's count of restarts, in which Python finds
-    this package from any directory."""
+    """Returns this process's environment, changed so that Python finds this package from any directory. The start time
+    of this process and SLURM's count of restarts are left out."""
     left_out = (exits.STARTED, "SLURM_RESTART_COUNT")
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(REPOSITORY))))
     return {key: value for key, value in os.environ.items() if key not in left_out} | {"PYTHONPATH": path}

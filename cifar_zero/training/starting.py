@@ -1,4 +1,4 @@
-"""The start of a run on all ranks: its checkpoint or weights, its folder, and what the nodes must agree on."""
+"""Starts a run on all ranks. Makes them agree on its checkpoint, weights and images, and creates its folder."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,9 @@ from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
     """Returns the run with the checkpoint that it resumes, the same on all ranks, if that is not resolved yet. After
-    torchrun has restarted the ranks it is the newest checkpoint of this very run, whatever --resume names. Before the
-    first one is written, the run begins again. Raises UsageError: there is none, or of another run."""
+    torchrun has restarted the ranks, this is the newest checkpoint of the same run, whatever --resume names. If none
+    was written before the restart, the run begins again. Raises UsageError if there is no checkpoint, or it belongs to
+    another run."""
     if not rank_0_decides(run):
         return run
 
@@ -42,10 +43,13 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
 
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
-    """Refuses a checkpoint that cannot be resumed, and returns the `Dataset.identity` of its images, which the data
-    module compares; None for a run that begins. Every rank must call it. Only rank 0 reads: it compares the checksums,
-    and reads names and shapes without the tensors' values. Raises UsageError: it is damaged, incomplete, of another
-    version, recipe, model or other classes, or cannot be trusted."""
+    """Returns the `Dataset.identity` of the images of the checkpoint to resume, which the data module compares with its
+    own. Returns None for a run that begins.
+
+    Every rank must call it. Only rank 0 reads the checkpoint. It compares the checksums, and reads names and shapes
+    without the values of tensors. Raises UsageError if the checkpoint is damaged, incomplete or not trusted, or if its
+    version, recipe, model or classes differ.
+    """
 
     def images() -> Mapping[str, int] | None:
         resume = run.output.resume
@@ -64,16 +68,17 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
 
 
 def agree_on_images(run: Run) -> Run:
-    """Returns the run with --data.source auto decided: rank 0 prepares CIFAR-10, or else the embedded digits. From then
-    on the recipe and, on the digits, the run's name say which. Every rank must call it."""
+    """Returns the run with --data.source auto decided. Rank 0 prepares CIFAR-10, or the embedded digits if CIFAR-10 is
+    not available. The recipe then names the source, and on the digits the name of the run does too. Every rank must
+    call it."""
     if run.data.source != "auto":
         return run
     return run.with_images_of(by_rank_0(lambda: data.prepare(run.data)))
 
 
 def pretrained_weights(run: Run) -> Match | None:
-    """Returns the weights to start from; None for fresh ones or a resumed run. Raises UsageError: they are damaged or
-    of another model, or --trainable or --lora.target names nothing."""
+    """Returns the weights to start from, or None for fresh weights or a resumed run. Raises UsageError if the weights
+    are damaged or belong to another model, or if --trainable or --lora.target matches nothing in the model."""
     model = on_meta(run.recipe, run.num_classes)
     check_patterns(model, run.recipe.trainable, run.recipe.model.options.get("ep_size", 1))
     if run.output.resume:
@@ -92,8 +97,8 @@ def pretrained_weights(run: Run) -> Match | None:
 
 
 def open_run(run: Run, weights: Match | None) -> Path:
-    """Returns the new run folder, and prints what a user should know of the run's start; for rank 0. The folder has the
-    recipe that repeats the run. Raises UsageError: the folder cannot be written."""
+    """Creates and returns the run folder, and prints what a user should know about the start of the run. Only rank 0
+    calls it. The folder contains the recipe that repeats the run. Raises UsageError if the folder cannot be written."""
     folder = run_folder.claim(run.output.out, run.run_name)
     if file := os.environ.get(rank_environment.RUN_FILE):
         Path(file).write_text(str(folder))
@@ -115,8 +120,8 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 
 def record_places(run: Run, places: Sequence[Place], run_dir: Path | None) -> None:
-    """Writes the places of the ranks into the run folder of rank 0, and checks that all nodes share --out. Raises
-    UsageError: they do not; on all ranks."""
+    """On several nodes or under torchrun, writes the places of the ranks into the run folder of rank 0, and checks that
+    all nodes share --out. All ranks raise UsageError if the nodes do not share it."""
     if not rank_0_decides(run):
         return
     if run_dir is not None:

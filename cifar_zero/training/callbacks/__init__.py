@@ -1,1 +1,1 @@
-"""Callbacks: they observe a run and write curves, figures and totals; `training.build` lists them."""
+"""Callbacks that write curves and figures, average weights, or end the training; `training.build` lists them."""

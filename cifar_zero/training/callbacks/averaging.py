@@ -1,7 +1,8 @@
-"""Averages to evaluate and save: of batch norms' statistics over the ranks, of the weights over the training.
+"""Averages that are evaluated and saved: batch norm statistics averaged over the ranks, and weights averaged over the
+training.
 
-Lightning's own callback (WeightAveraging, 2.6.6) copies the whole module before the strategy shards it: it cannot
-average the shards of ZeRO-3, and DeepSpeed does not save what it adds to a checkpoint's state_dict.
+Lightning's own callback (WeightAveraging, 2.6.6) is not used. It copies the whole module before the strategy shards it,
+so it cannot average the shards of ZeRO 3, and DeepSpeed does not save what it adds to the state_dict of a checkpoint.
 """
 
 import math
@@ -21,9 +22,10 @@ from cifar_zero.strategies import hooks_of
 class BatchNormStatistics(Callback):
     """Averages the running means and variances over the ranks before each validation, test and checkpoint.
 
-    In training a rank normalises by its own micro-batch, and no step reads the running statistics of the images that it
-    has seen: their average has seen all. torch's DistributedDataParallel would send those of rank 0 to all others in
-    every step, and DeepSpeed (0.19.8) would evaluate as many models as there are ranks and save the first.
+    In training a rank normalises by its own micro-batch, and no step reads the running statistics, which cover the
+    images that the rank has seen. Their average over the ranks covers all images. torch's DistributedDataParallel would
+    send the statistics of rank 0 to all other ranks in every step. DeepSpeed (0.19.8) would evaluate a different model
+    on each rank and save the model of rank 0.
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -32,7 +34,7 @@ class BatchNormStatistics(Callback):
     on_test_start = on_validation_start
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Averages in place, and in the copies that the checkpoint may already have; called on every rank."""
+        """Averages in place, and in the copies that the checkpoint may already have. Called on every rank."""
         average_statistics(pl_module)
         saved = checkpoint.get("state_dict", {})
         for name, buffer in pl_module.named_buffers():
@@ -41,18 +43,21 @@ class BatchNormStatistics(Callback):
 
 
 class Averaging(Callback):
-    """Averages the trained parameters and the batch norms' statistics in float32, each rank its own shards.
+    """Averages the trained parameters and the batch norm statistics in float32. Each rank averages its own shards.
 
-    The training continues with its own weights; a checkpoint has both. The exponential average (Polyak and Juditsky
-    1992; Tarvainen and Valpola 2017) is updated after each optimizer step. As in mean teacher's code (min(1 - 1 /
-    (step + 1), decay)), the first 1 / (1 - ema) steps have equal weights, so that the initial weights have no part in
-    it. Stochastic weight averaging (Izmailov et al. 2018) averages the ends of epochs equally, and recomputes the
-    batch norms' statistics for the average, on the training images; it begins after `swa_from`, a share of the
-    training, if `ema`, the decay of the exponential average, is 0.
+    The training continues with the unaveraged weights, and a checkpoint has both. The exponential average (Polyak and
+    Juditsky 1992; Tarvainen and Valpola 2017) is updated after each optimizer step. As in mean teacher's code (min(1 -
+    1 / (step + 1), decay)), the first 1 / (1 - ema) steps have equal weights, so that the initial weights do not
+    contribute to the average. Stochastic weight averaging (Izmailov et al. 2018) averages the weights at the ends of
+    epochs equally, and recomputes the batch norm statistics of the average on the training images.
+
+    Args:
+        ema: Decay of the exponential average. 0 selects stochastic weight averaging.
+        swa_from: Share of the training after which stochastic weight averaging begins.
     """
 
     def __init__(self, ema: float, swa_from: float):
-        self._kind, self._max_count = "swa", math.inf  # the latter weighs the average against new weights
+        self._kind, self._max_count = "swa", math.inf  # the second caps the weight of the average against new weights
         if ema:
             self._kind, self._max_count = "ema", 1 / (1 - ema) - 1
         self._average_in = get_swa_multi_avg_fn()  # moves averages towards values by 1 / (count + 1) of the difference
@@ -60,9 +65,9 @@ class Averaging(Callback):
         self._first_step = 0
         self._count = 0
         self._averages: list[Tensor] = []
-        self._held: list[Any] = []  # what is averaged, in the order of `_averages`
-        self._newest: list[Tensor] = []  # the training's own weights, while the model has the averages
-        self._stale = False  # whether the average's batch norms have statistics of other weights
+        self._held: list[Any] = []  # the model's tensors that are averaged, in the order of `_averages`
+        self._newest: list[Tensor] = []  # the unaveraged weights, while the model has the averages
+        self._stale = False  # whether the batch norm statistics belong to other weights than the averages
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._held = [*averaged_tensors(pl_module).values()]
@@ -70,7 +75,8 @@ class Averaging(Callback):
             self._first_step = round(self._swa_from * trainer.estimated_stepping_batches)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Adds the newest weights to the average, after an optimizer step or at the end of an epoch."""
+        """Adds the newest weights to the average, after an optimizer step (exponential average) or at the end of an
+        epoch (stochastic weight averaging)."""
         accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch
         ends = self._kind == "ema" or trainer.is_last_batch or trainer.global_step == trainer.max_steps
         if accumulating or not ends or (self._first_step and trainer.global_step < self._first_step):
@@ -85,12 +91,14 @@ class Averaging(Callback):
         self._stale = self._kind == "swa"
 
     def averages(self, pl_module: LightningModule) -> dict[str, dict[str, Any]]:
-        """Returns this rank's part of each average, and of how many weights it is, by `averaged_tensors`'s names."""
-        parts = zip(averaged_tensors(pl_module), self._averages, strict=False)  # there is none before the first
+        """Returns this rank's part of each average and the number of weights averaged in it, by the names of
+        `averaged_tensors`."""
+        parts = zip(averaged_tensors(pl_module), self._averages, strict=False)  # no averages before the first
         return {name: {"average": part, "averaged": self._count} for name, part in parts}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the averages by the plain model's names, at stage 3 this rank's shards; called on every rank."""
+        """Adds the averages under the names of the plain model; at ZeRO 3 each rank adds its own shards. Called on
+        every rank."""
         if not self._count:
             return
         if self._stale:
@@ -103,7 +111,7 @@ class Averaging(Callback):
         checkpoint[AVERAGE] = {"kind": self._kind, "count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the averages; without any of this kind they start again."""
+        """Restores the averages. If the checkpoint has no average of this kind, the averaging starts again."""
         saved = checkpoint.get(AVERAGE)
         if saved is None or saved["kind"] != self._kind:
             return
@@ -118,7 +126,8 @@ class Averaging(Callback):
                 value = hooks.cut(value, part)
             self._averages.append(value.to(hooks.local(part).device, torch.float32, copy=True))
 
-    # Not in inference mode, in which Lightning calls them: stage 3 gathers parameters here that are trained afterwards.
+    # Lightning calls these hooks in inference mode. It is off here, because ZeRO 3 gathers parameters that are trained
+    # afterwards.
     @torch.inference_mode(False)
     @torch.no_grad()
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -149,7 +158,7 @@ class Averaging(Callback):
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _renew_statistics(self, trainer: Trainer, module: LightningModule) -> None:
-        """Computes the batch norms' statistics for the averages, on the training images of epoch 0."""
+        """Computes the batch norm statistics for the averaged weights, on the training images of epoch 0."""
         norms: list[Any] = tracked_batch_norms(module)
         if not norms:
             return
@@ -158,7 +167,7 @@ class Averaging(Callback):
         module.train()
         freeze_statistics(module)
         for norm in norms:
-            norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # the training keeps its own
+            norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # the training keeps its old tensor
             norm.reset_running_stats()
             norm.momentum = None  # the plain mean over all batches, as in torch's update_bn
         with torch.random.fork_rng():  # the training's random state does not change
@@ -175,11 +184,11 @@ class Averaging(Callback):
             buffer.copy_(average)
 
     def _agree(self, module: LightningModule) -> None:
-        """Averages the statistics over the ranks: each has those of the images that it has seen."""
+        """Averages the batch norm statistics over the ranks, because each rank has seen only its own images."""
         average_over_ranks([average for _, average in self._statistics(module)])
 
     def _statistics(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
-        """Returns the buffers of the model, each with its average."""
+        """Returns the averaged buffers of the model, each with its average."""
         pairs = zip(averaged_tensors(module).values(), self._averages, strict=True)
         return [(part, average) for part, average in pairs if not isinstance(part, torch.nn.Parameter)]
 
@@ -191,7 +200,8 @@ def average_statistics(module: LightningModule) -> None:
 
 
 def averaged_tensors(module: LightningModule) -> dict[str, Any]:
-    """Returns what is averaged, by name: trained parameters, and floating-point buffers but those of frozen layers."""
+    """Returns the tensors that are averaged, by name: trained parameters, and floating-point buffers except the buffers
+    of frozen batch norms."""
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     fixed = {buffer for norm in frozen_batch_norms(module) for buffer in norm.buffers()}
     buffers = {name: buffer for name, buffer in module.named_buffers() if buffer not in fixed}

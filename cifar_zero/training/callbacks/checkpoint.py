@@ -1,5 +1,5 @@
-"""What a checkpoint needs in addition to Lightning's state, to be resumed exactly and read without its run folder; and
-last.ckpt, the newest state of a run."""
+"""Adds to a checkpoint what Lightning's state lacks to resume a run exactly and to read the checkpoint without its run
+folder. Also saves last.ckpt, the newest state of a run."""
 
 import random
 from collections.abc import Sequence
@@ -17,15 +17,16 @@ from cifar_zero.core.console import say
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
 
-SCHEMA = 2  # version of the record, 2 with the identity of the images
+SCHEMA = 2  # version of the record; version 2 added the identity of the images
 
 
 class Resume(Callback):
-    """Saves the configuration, the class names and every rank's random state in each checkpoint, and restores them. A
-    run that begins, or resumes on another number of ranks, gets random states drawn from seed, step and replica."""
+    """Saves the configuration, the class names and every rank's random state in each checkpoint, and restores the
+    random states. A run that begins, or resumes on another number of ranks, gets random states drawn from seed, step
+    and replica."""
 
     _states: Sequence[dict[str, Any]] = ()
-    _schedule: str | None = None  # of the run that left the checkpoint
+    _schedule: str | None = None  # name of the schedule of the run that saved the checkpoint
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,7 +56,7 @@ class Resume(Callback):
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)
         random.seed(seed)
-        if len(self._states) == trainer.world_size:  # without a GPU's if they were CPU processes
+        if len(self._states) == trainer.world_size:  # states of CPU processes have none of a GPU
             own = self._states[trainer.global_rank]
             torch.set_rng_state(own["torch"])
             random.setstate(own["python"])
@@ -67,14 +68,17 @@ class Resume(Callback):
 
 class LastCheckpoint(Checkpoint):
     """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
-    ModelCheckpoint(save_last=True) does not (Lightning 2.6.6): it saves the last state only together with a best one.
-    Rank 0 broadcasts its path. It also saves in mid-epoch, every so many `steps`; 0 switches that off."""
+    Also saves in mid-epoch every `steps` optimizer steps, unless that is 0. Rank 0 broadcasts its path.
+
+    ModelCheckpoint(save_last=True) is not used, because it saves the last state only together with a best one
+    (Lightning 2.6.6).
+    """
 
     def __init__(self, path: Path | None, steps: int = 0):
         self._path, self._steps, self._saved_step = path, steps, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Broadcasts the path; the resumed checkpoint is not saved again."""
+        """Broadcasts the path. Notes the current step, so that the resumed checkpoint is not saved again."""
         self._path = trainer.strategy.broadcast(self._path)
         self._saved_step = trainer.global_step
 
@@ -82,7 +86,8 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Saves after the last step or when it is time; at the end of the training the epoch would count as done."""
+        """Saves in mid-epoch, after the last step or every so many steps. A checkpoint at the end of the training would
+        count the unfinished epoch as done."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
         is_time = self._steps and trainer.global_step % self._steps == 0
@@ -96,9 +101,10 @@ class LastCheckpoint(Checkpoint):
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
-    """Recounts the micro-batches for another --accumulate; checkpoints are between steps, so they divide."""
+    """Converts the counts of micro-batches to another --accumulate. Checkpoints are between steps, so the counts divide
+    evenly."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
-        in_hand = progress["processed"] - progress["completed"]  # 1 in a hook at the end of a batch
+        in_hand = progress["processed"] - progress["completed"]  # 1 if a hook saved at the end of a batch
         for key in ("ready", "started", "processed"):
             progress[key] = progress[key] * now // before
         progress["completed"] = progress["processed"] - in_hand

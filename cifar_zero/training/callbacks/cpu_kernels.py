@@ -1,4 +1,4 @@
-"""Threads, convolution kernels and memory that suit the batch at hand, for ranks on the CPU."""
+"""Sets the threads, convolution kernels and memory thresholds that suit the current batch, for ranks on the CPU."""
 
 import ctypes
 import os
@@ -12,37 +12,38 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 FLOPS_PER_THREAD = 50_000_000
 """Floating-point operations of a micro-batch, forward and backward, that make a thread worth its synchronisation.
 
-Threads with next to nothing to do wait for each other: on two cores a second thread gained 9 % for 4 images of Net
-and 5 % for 16, and made a step 12 times slower while another program was using the cores.
+Threads with little work wait for each other. On two cores a second thread gained 9 % for 4 images of Net and 5 % for
+16, and made a step 12 times slower while another program was using the cores.
 """
 
 ONEDNN_FLOPS = 20_000_000
 """Floating-point operations of a micro-batch below which torch's own convolutions are faster than oneDNN's.
 
-A call of oneDNN has a fixed cost: without it a step of Net was 28 % shorter for 2 images, 10 % for 4 (13 million
-operations), and longer from 8 on (float32 on an AMD EPYC, torch 2.15: `benchmarks/results/performance.md`).
+A call of oneDNN has a fixed cost. Without oneDNN a step of Net was 28 % shorter for 2 images, 10 % shorter for 4 images
+(13 million operations), and longer from 8 images on. benchmarks/results/performance.md has the measurements (float32 on
+an AMD EPYC, torch 2.15).
 """
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (malloc.h)
 
 
 class CPUKernels(Callback):
-    """Sets threads and kernels before training, and again before evaluation, whose batches are large; `flops`: of a
-    training micro-batch, forward and backward."""
+    """Sets threads and kernels before training, and again before evaluation, whose batches are large. `flops` is the
+    number of floating-point operations of a training micro-batch, forward and backward."""
 
     def __init__(self, flops: int, precision: str):
         self._all_threads = torch.get_num_threads()
         self._threads = max(1, min(self._all_threads, flops // FLOPS_PER_THREAD))
-        self._onednn = flops >= ONEDNN_FLOPS or precision != "32-true"  # only oneDNN has kernels below float32
+        self._onednn = flops >= ONEDNN_FLOPS or precision != "32-true"  # only oneDNN has kernels for lower precision
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning sets it, and with it torch's Adam (2.15) looks for NVIDIA's library in every step: 40 us.
+        # Lightning sets this variable, which makes torch's Adam (2.15) look for NVIDIA's library in every step, 40 us.
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-        # glibc keeps the memory of one step for the next: the system would clear large blocks page by page when they
-        # are allocated again, a fifth of a step of Net for 512 images.
-        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none
+        # With these thresholds glibc keeps the memory of one step for the next. Otherwise the system clears large
+        # blocks page by page when they are allocated again, which took a fifth of a step of Net for 512 images.
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl lacks it
             libc.mallopt(M_TRIM_THRESHOLD, 2**30)
-            libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes on 64 bits
+            libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest value that glibc accepts on 64 bits
         demote_network_threads()
         self.on_validation_end(trainer, pl_module)
 
@@ -58,12 +59,13 @@ class CPUKernels(Callback):
 
 
 def demote_network_threads() -> None:
-    """Makes gloo's network threads wait for the threads that they serve, on Linux and where all have one core.
+    """Makes gloo's network threads wait for the threads that they serve, on Linux if all threads share one core.
 
-    A network thread that finds its connection locked does not wait but asks again, without end (gloo in torch 2.15,
-    transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as a thread that holds this lock has sent
-    something, and takes the only core from it until the next tick, 4 ms. With SCHED_BATCH a thread that wakes up does
-    not displace one that runs, another program's either: benchmarks/results/performance.md has figures.
+    A network thread that finds its connection locked does not wait but retries without end (gloo in torch 2.15,
+    transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as the thread that holds this lock has sent
+    something, and takes the only core from that thread until the next tick, 4 ms. With the policy SCHED_BATCH a thread
+    that wakes up does not displace a running thread, even if that belongs to another program.
+    benchmarks/results/performance.md has figures.
     """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) > 1:
         return

@@ -1,5 +1,5 @@
-"""The training curves over the optimizer steps: loss, epoch, learning rate, gradients, and how mixtures of experts
-distribute their tokens; when they get a point."""
+"""Writes the training curves over the optimizer steps: loss, epoch, learning rate, gradients, and how mixtures of
+experts distribute their tokens. Also defines at which steps the curves have a point."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ from cifar_zero.training.loggers import write_to
 class IntervalCallback(Callback):
     """Calls `_log` every --log_interval optimizer steps, and after the last step, even if a signal ends the run there.
 
-    Lightning does not know the last step of some runs: it is then -1 or infinite.
+    For some runs Lightning cannot tell the last step in advance. `_last_step` is then -1 or infinite.
     """
 
     _last_step: float = -1
-    _logged_step = 0  # the newest point's, or the one at which the training began
+    _logged_step = 0  # step of the newest point, or at which the training began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged_step = trainer.global_step
@@ -46,39 +46,39 @@ class IntervalCallback(Callback):
         return step % every == 0 or step == self._last_step
 
     def _log_once(self, trainer: Trainer) -> None:
-        if trainer.global_step > self._logged_step:  # several micro-batches may follow one step
+        if trainer.global_step > self._logged_step:  # several micro-batches may see the same step
             self._logged_step = trainer.global_step
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        """Writes a point of the curves; every rank calls it at the same steps."""
+        """Writes a point of the curves. Every rank calls it at the same steps."""
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
-    """Writes one point of each curve, at the number of optimizer steps done; only rank 0 has loggers."""
+    """Writes one point of each curve, at the number of optimizer steps done. Only rank 0 has loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), trainer.global_step)
 
 
 class TrainingCurves(IntervalCallback):
-    """Writes the train/* curves, and with `writes_losses` the loss of each optimizer step into `losses.csv`. Between
-    two points it only keeps the losses, on the device, so that no step waits for a value to reach the host."""
+    """Writes the train/* curves and, with `writes_losses`, the loss of each optimizer step into `losses.csv`. Between
+    two points the callback only keeps the losses on the device, so that no step waits for a value to reach the host."""
 
     def __init__(self, writes_losses: bool = True):
-        # Of the newest point: train/loss, the mean over the micro-batches of its interval and over all ranks;
-        # train/learning_rate; train/epoch, passes over the training images; the loss of each of its micro-batches.
+        # Values of the newest point: train/loss, the mean over the micro-batches of the interval and over all ranks;
+        # train/learning_rate; train/epoch, in passes over the training images; the loss of each micro-batch.
         self.last_loss: float | None = None
         self.last_learning_rate: float | None = None
         self.last_epoch = 0.0
         self.point_losses: list[float] = []
-        self.losses: list[Tensor] = []  # of each micro-batch since the newest point, on the device
+        self.losses: list[Tensor] = []  # loss of each micro-batch since the newest point, on the device
         self._writes_losses = writes_losses
         self._learning_rate: float | None = None
         self._gradient_norm: Tensor | None = None
 
     @property
     def totals_of_run(self) -> dict[str, float | None]:
-        """Values of metrics.json."""
+        """Values that the callback adds to metrics.json."""
         return {"epochs": self.last_epoch, "train/loss": self.last_loss}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,8 +87,8 @@ class TrainingCurves(IntervalCallback):
         self._write(trainer, "step,loss\n", mode="w")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Keeps learning rate and gradient norm of a step that will be logged. DeepSpeed calls it for every
-        micro-batch; the last call before the step, with all gradients added up, counts."""
+        """Keeps the learning rate and the gradient norm of a step that will be logged. DeepSpeed calls the hook for
+        every micro-batch. The last call before the step counts, when all gradients are added up."""
         if not self.is_point(trainer, trainer.global_step + 1):
             return
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
@@ -104,10 +104,10 @@ class TrainingCurves(IntervalCallback):
         step, parts = trainer.global_step, trainer.accumulate_grad_batches
         steps = [sum(each) / parts for each in zip(*[iter(losses)] * parts, strict=False)]
         rows = enumerate(steps, start=step - len(steps) + 1)
-        self._write(trainer, "".join(f"{number},{loss!r}\n" for number, loss in rows))  # repr: read as the same bits
+        self._write(trainer, "".join(f"{number},{loss!r}\n" for number, loss in rows))  # repr keeps every bit of a loss
         self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
         scalars = {"train/loss": self.last_loss, "train/epoch": self.last_epoch, "train/global_step": step}
-        if self._learning_rate is not None:  # unknown if the run was stopped at a step that nobody could foresee
+        if self._learning_rate is not None:  # None if a signal stopped the run at an unforeseen step
             scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
             norm = self._gradient_norm
             if norm is None:
@@ -119,13 +119,14 @@ class TrainingCurves(IntervalCallback):
         self._learning_rate = self._gradient_norm = None
 
     def reduced_losses(self, trainer: Trainer) -> list[float]:
-        """Returns the loss of each micro-batch since the newest point, the mean over all ranks, which must call it."""
-        # Lightning (2.6.6) hands out the loss divided by accumulate_grad_batches, under DeepSpeed too.
+        """Returns the mean over all ranks of each micro-batch's loss since the newest point. Every rank must call
+        it."""
+        # Lightning (2.6.6) passes on the loss divided by accumulate_grad_batches, under DeepSpeed too.
         own = torch.stack(self.losses) * trainer.accumulate_grad_batches
         return trainer.strategy.reduce(own, reduce_op="mean").tolist()
 
     def _write(self, trainer: Trainer, text: str, mode: str = "a") -> None:
-        """Adds to losses.csv. After the first error it stays as it is, without a gap."""
+        """Writes text to losses.csv on rank 0. After the first error nothing is written, so that there is no gap."""
         if not self._writes_losses or not trainer.is_global_zero:
             return
         path = Path(trainer.default_root_dir) / run_folder.LOSSES
@@ -138,10 +139,11 @@ class TrainingCurves(IntervalCallback):
 
 
 class GradientLogger(IntervalCallback):
-    """`--log_gradients`: the norm of each gradient before clipping, and TensorBoard's histograms."""
+    """Logs the norm of each gradient before clipping, and TensorBoard's histograms of the gradients
+    (`--log_gradients`)."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Logs a step if a point is due; every rank takes part."""
+        """Logs the gradients of a step if a point is due. Every rank takes part."""
         hooks = hooks_of(trainer.strategy)
         if not self.is_point(trainer, trainer.global_step + 1) or not hooks.ends_step():
             return
@@ -160,13 +162,13 @@ class Experts(IntervalCallback):
 
     def __init__(self) -> None:
         self._gates: Sequence[Gate] = ()
-        self._newest: list[Any] = []  # the `Routing` of the last micro-batch, which is as large as the others, by gate
-        self._tokens: list[list[Tensor]] = []  # since the newest point, by gate: tokens of each expert, int64 (E,)
-        self._losses: list[list[Tensor]] = []  # the load-balancing losses, float32 scalars
+        self._newest: list[Any] = []  # by gate, the `Routing` of the last micro-batch; all have the same size
+        self._tokens: list[list[Tensor]] = []  # by gate, since the newest point: tokens of each expert, int64 (E,)
+        self._losses: list[list[Tensor]] = []  # likewise the load-balancing losses, float32 scalars
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        self._gates = gates(pl_module.net)  # as the strategy has made them
+        self._gates = gates(pl_module.net)  # the gates that the strategy has prepared
         self._forget()
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
@@ -180,7 +182,7 @@ class Experts(IntervalCallback):
         own: list[Tensor] = []
         for routing, tokens, losses in zip(self._newest, self._tokens, self._losses, strict=True):
             p = routing.probabilities
-            entropy = torch.special.entr(p).sum(dim=1).mean() / math.log(max(2, p.shape[1]))  # a share of its maximum
+            entropy = torch.special.entr(p).sum(dim=1).mean() / math.log(max(2, p.shape[1]))  # relative to its maximum
             means = torch.stack([torch.stack(losses).mean(), entropy])
             own.append(torch.cat([torch.stack(tokens).sum(dim=0).double(), means.double()]))
         # One reduction and one copy to the host for all curves of all mixtures.

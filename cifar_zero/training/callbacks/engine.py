@@ -1,5 +1,5 @@
-"""What a run's engine holds and does: the memory of each rank, its model states (the ZeRO paper's term: the bytes of
-parameters, gradients and optimizer state), and the settings in effect."""
+"""Records what the engine of a run holds and does: the memory of each rank, its model states (the ZeRO paper's term for
+parameters, gradients and optimizer state, here in bytes), and the settings in effect."""
 
 import json
 import resource
@@ -21,23 +21,24 @@ from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
 
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
-"""The summands of mem/model_state_rank_bytes."""
+"""The keys whose values add up to mem/model_state_rank_bytes."""
 
 MEMORY = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
 
 
 class EngineInfo(IntervalCallback):
-    """Notes what is trained, on which device, in which formats, and with how much memory; writes the curve mem/peak_gb
-    (10^9 bytes, of the rank with the most). Under DeepSpeed rank 0 also writes the engine's configuration."""
+    """Records what is trained, on which device, in which dtypes, and with how much memory. Writes the curve
+    mem/peak_gb, the peak of the rank with the most memory (10^9 bytes). Under DeepSpeed rank 0 also writes the engine's
+    configuration."""
 
     def __init__(self) -> None:
         self._state_step = self._first_step = self._applied_steps = 0
         self._states = (0, 0, 0)
-        # Values of metrics.json: mem/* has one per rank, after the fit; bucket sizes are in elements, of stages 1 to 3.
+        # Values of metrics.json. After the fit mem/* has a value per rank. Bucket sizes (ZeRO 1 to 3) are in elements.
         self.totals_of_run: dict[str, Any] = {key: [] for key in MEMORY}
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Counts the parameters, of the whole model, and names the device."""
+        """Counts the parameters of the whole model, and records the device."""
         device, counted = (
             trainer.strategy.root_device,
             [*on_meta(pl_module.settings.recipe, pl_module.num_classes).parameters()],
@@ -49,10 +50,10 @@ class EngineInfo(IntervalCallback):
             self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the settings, and starts to count the steps that a gradient scaler lets through."""
+        """Reads the settings in effect. With a gradient scaler, starts to count the steps that it does not skip."""
         super().on_train_start(trainer, pl_module)
         self._first_step = trainer.global_step
-        # The optimizer has its state from the second step on; a run of one step is measured in that step.
+        # Model states are measured in the second step, when the optimizer has its state, or in a run's only step.
         self._state_step = self._first_step + (trainer.estimated_stepping_batches != self._first_step + 1)
         parameters = next(pl_module.parameters()).dtype
         self.totals_of_run["compute_dtype"] = _name(_compute_dtype(trainer, parameters))
@@ -78,7 +79,7 @@ class EngineInfo(IntervalCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gathers the memory of the ranks, and counts the optimizer steps that float16 skipped because a gradient
-        overflowed; 0 in other formats."""
+        overflowed. In other formats the count is 0."""
         super().on_train_end(trainer, pl_module)
         of_rank = (peak_bytes(pl_module.device), sum(self._states), *self._states)
         for key, value in zip(MEMORY, of_rank, strict=True):
@@ -98,11 +99,12 @@ class EngineInfo(IntervalCallback):
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank so far: of tensors on its GPU; on the CPU of the whole process."""
+    """Returns the peak memory of this rank so far, in bytes. On a GPU this is the memory of its tensors, on the CPU the
+    memory of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":
-        # Not getrusage, in which a process starts with its parent's peak.
+        # Not from getrusage, where a process starts with the peak of its parent.
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, kilobytes elsewhere
@@ -114,9 +116,10 @@ def _is_scaled(trainer: Trainer) -> bool:
 
 
 def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the layers: autocast's, the one that fully_shard casts to, or the parameters'."""
+    """Returns the dtype in which the layers compute: the dtype of autocast, the dtype to which fully_shard casts, or
+    the dtype of the parameters."""
     if isinstance(trainer.strategy, MeshStrategy) and trainer.strategy.casts:
-        return torch.bfloat16  # strategies/fsdp2.py
+        return torch.bfloat16  # see strategies/fsdp2.py
     device = trainer.strategy.root_device.type
     with trainer.precision_plugin.forward_context():
         if torch.is_autocast_enabled(device):

@@ -1,4 +1,4 @@
-"""The figures of a test: confusion matrix, most confident mistakes, ROC and precision-recall curves."""
+"""Draws the figures of a test: confusion matrix, most confident mistakes, ROC and precision-recall curves."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,9 +22,9 @@ from cifar_zero.training.loggers import write_to
 
 MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6  # rows and columns of the grid of mistakes
 
-LABELLED_CLASSES = 30  # most classes whose names and counts can be read in a figure
+LABELLED_CLASSES = 30  # the most classes whose names and counts are legible in a figure
 
-SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS  # mistakes that the figure has room for, and that are kept
+SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS  # number of mistakes that the figure shows and the callback keeps
 
 Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
 """Confidence (n,), images (n, 3, H, W), true labels (n,) and predicted labels (n,), the most confident first."""
@@ -33,19 +33,19 @@ Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
 class TestFigures(Callback):
     """Writes the figures of a test into the run folder and the loggers."""
 
-    _mistakes: Sequence[Mistakes] = ()  # at most one
+    _mistakes: Sequence[Mistakes] = ()  # empty, or one item with the mistakes of all batches so far
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._mistakes = ()
 
     def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        """Keeps the most confident mistakes so far, on the device; `outputs`: class scores (N, classes)."""
+        """Keeps the most confident mistakes so far on the device. `outputs` are class scores (N, classes)."""
         self._mistakes = [merge([*self._mistakes, surest_mistakes(outputs, *batch)])]
 
     def on_test_end(self, trainer: Trainer, pl_module: Any) -> None:
         own = tuple(part.cpu() for part in self._mistakes[0])
         of_each_rank = gather(own, hooks_of(trainer.strategy).data_group())
-        tested = pl_module.test_metrics  # every rank calls it: it adds up the ranks' counts
+        tested = pl_module.test_metrics  # every rank must call compute, which sums over ranks
         counts, per_class = tested.confusion.compute().cpu(), tested.per_class()
         false_alarms, hits, _ = tested.roc.compute()
         precisions, recalls, _ = tested.precision_recall.compute()
@@ -64,22 +64,22 @@ class TestFigures(Callback):
 
 
 def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
-    """Returns the wrongly classified images (N, 3, H, W) of a batch that a figure would show. Scores (N, classes) are
-    before the softmax; labels (N,) are negative for padding."""
+    """Returns the most confident mistakes of a batch of images (N, 3, H, W), as many as a figure shows. Scores (N,
+    classes) are before the softmax. Labels (N,) are negative for padding."""
     confidence, predicted = scores.float().softmax(dim=1).max(dim=1)
     wrong = (predicted != labels) & (labels >= 0)
     return merge([(confidence[wrong], images[wrong], labels[wrong], predicted[wrong])])
 
 
 def merge(found: list[Mistakes]) -> Mistakes:
-    """Returns the most confident mistakes of several lots."""
+    """Merges groups of mistakes, and returns the most confident mistakes, as many as a figure shows."""
     confidence, images, true, predicted = (torch.cat(parts) for parts in zip(*found, strict=True))
     surest = confidence.argsort(descending=True, stable=True)[:SHOWN]
     return confidence[surest], images[surest], true[surest], predicted[surest]
 
 
 def as_pixels(images: Tensor, inputs: Inputs) -> Tensor:
-    """Returns uint8 pixels of images (n, 3, H, W) that may be normalised."""
+    """Returns images (n, 3, H, W) as uint8 pixels. Floating-point images are denormalised."""
     if not images.is_floating_point():
         return images
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (inputs.mean, inputs.std))
@@ -87,7 +87,8 @@ def as_pixels(images: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _write(trainer: Trainer, figure: Figure, name: str) -> None:
-    """Saves <name>.png in the run folder, and adds it to the loggers that can show images as figures/<name>."""
+    """Saves a figure as <name>.png in the run folder, and adds it as figures/<name> to the loggers that can show
+    images."""
     file, tag = Path(trainer.default_root_dir) / f"{name}.png", f"figures/{name}"
     if not attempt(lambda: figure.savefig(file, dpi=120), file):
         return
@@ -99,7 +100,8 @@ def _write(trainer: Trainer, figure: Figure, name: str) -> None:
 
 
 def confusion_figure(counts: Tensor, class_names: Sequence[str]) -> Figure:
-    """Draws the confusion matrix of counts (classes, classes), true by predicted."""
+    """Draws the confusion matrix of counts (classes, classes), with true classes in rows and predicted ones in
+    columns."""
     figure = Figure(figsize=(10, 9), layout="constrained")
     axes = figure.add_subplot()
     named = len(class_names) <= LABELLED_CLASSES
@@ -117,8 +119,8 @@ def mistakes_figure(
     confidence: NDArray[np.float32],
     class_names: Sequence[str],
 ) -> Figure:
-    """Draws a grid of wrongly classified images (N, 3, H, W), RGB, in the order given; the first 24 are shown. Labels
-    are (N,), and so is the confidence, the probability given to the predicted class."""
+    """Draws a grid of wrongly classified RGB images (N, 3, H, W), in the order given. At most the first 24 are shown.
+    `true`, `predicted` and `confidence`, the probability of the predicted class, are (N,)."""
     figure = Figure(figsize=(1.75 * MISTAKE_COLUMNS, 2.1 * MISTAKE_ROWS + 0.4), layout="constrained")
     figure.suptitle("most confident mistakes: true → predicted" if len(images) else "no mistakes")
     cells = list(figure.subplots(MISTAKE_ROWS, MISTAKE_COLUMNS).flat)
@@ -126,15 +128,22 @@ def mistakes_figure(
         axes.set_axis_off()
     for axes, image, label, guess, share in zip(cells, images, true, predicted, confidence, strict=False):
         axes.imshow(image.transpose(1, 2, 0), interpolation="nearest")
-        # Rounded down: 100 % would claim a certainty that a softmax does not have.
+        # Rounded down, because 100 % would claim a certainty that a softmax does not have.
         percent = min(int(100 * np.nan_to_num(share)), 99)
         axes.set_title(f"{class_names[label]} →\n{class_names[guess]} {percent} %", fontsize=9)
     return figure
 
 
 def curve_figure(curves: Any, areas: Tensor, class_names: Sequence[str], title: str, axes: tuple[str, str]) -> Figure:
-    """Draws a curve of each class against the rest; `curves` are the abscissae and the ordinates of all, from 0 to 1.
-    The legend has the area under each, of (classes,), NaN for a class without images. `axes`: their names."""
+    """Draws a curve of each class against the rest.
+
+    Args:
+        curves: x and y coordinates of all curves, from 0 to 1.
+        areas: Area under each curve for the legend, (classes,), NaN for a class without images.
+        class_names: Names of the classes for the legend.
+        title: Name of the areas, to which the title adds their mean.
+        axes: Names of the x-axis and the y-axis.
+    """
     figure = Figure(figsize=(7.6, 4.8), layout="constrained")
     plot = figure.add_subplot()
     plot_curve(curves, areas, plot, axes, labels=[*class_names])

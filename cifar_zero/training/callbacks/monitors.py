@@ -1,4 +1,4 @@
-"""What losses and metrics decide: the end of a run that has diverged, a lower learning rate, early stopping."""
+"""Callbacks that react to losses and metrics: they end a diverged run, lower the learning rate, or stop early."""
 
 import math
 from typing import Any
@@ -11,24 +11,27 @@ from cifar_zero.core.errors import RunError
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
-LEAST_SCALE = 1.0  # of the loss, DeepSpeed's lowest; torch's scaler would halve it without end if all steps overflow
+LEAST_SCALE = 1.0  # DeepSpeed's lowest loss scale; torch's scaler would halve it without end if all steps overflow
 
 FIX = "lower --optimizer.lr or set --gradient_clip_val 1"
 
-FACTOR = 0.1  # torch's default, of ReduceLROnPlateau
+FACTOR = 0.1  # default of torch's ReduceLROnPlateau
 
 
 class Divergence(Callback):
-    """Checks the losses at each point of the curves, where they are on the host already, and before each checkpoint.
-    No training loss shows what the last update did: the losses of the validation and the test are checked too, and the
-    weights before each checkpoint. The callback of the curves must come before it. All values are the same on every
-    rank."""
+    """Ends a run whose losses or weights are NaN or infinite, or whose float16 loss scale has reached its minimum.
+
+    Losses are checked at each point of the curves, where they are on the host already, and before each checkpoint. No
+    training loss shows the effect of the last update, so the losses of validation and test are checked too, and the
+    weights before each checkpoint. The callback of the curves must come before this one. All checked values are the
+    same on every rank.
+    """
 
     def __init__(self, curves: TrainingCurves):
         self._curves = curves
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        if self._curves.losses:  # no point
+        if self._curves.losses:  # this step is not a point
             return
         scale = hooks_of(trainer.strategy).loss_scale()
         if scale is not None and scale <= LEAST_SCALE:
@@ -55,7 +58,8 @@ class Divergence(Callback):
     on_test_end = on_validation_end
 
     def _check(self, trainer: Trainer, losses: list[float]) -> None:
-        """Checks the losses of the newest micro-batches, the last of which belongs to the newest step."""
+        """Raises RunError unless all losses are finite. They belong to the newest micro-batches, the last one to the
+        newest step."""
         for number, loss in enumerate(losses):
             if not math.isfinite(loss):
                 step = trainer.global_step - (len(losses) - 1 - number) // trainer.accumulate_grad_batches
@@ -63,15 +67,18 @@ class Divergence(Callback):
 
 
 class ReduceOnPlateau(Callback):
-    """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss. torch's
-    ReduceLROnPlateau takes none of DeepSpeed's optimizers, and Lightning (2.6.6) steps it after the epoch's checkpoint
-    is written: a resumed run would not know that validation. The checkpoint's optimizer holds the rate."""
+    """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss.
+
+    torch's ReduceLROnPlateau is not used. It accepts none of DeepSpeed's optimizers, and Lightning (2.6.6) steps it
+    after the checkpoint of the epoch is written, so a resumed run would miss that validation. The optimizer state of
+    the checkpoint has the learning rate.
+    """
 
     def __init__(self, patience: int):
         self._patience, self._best, self._waited = patience, math.inf, 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts a validation, the same on every rank."""
+        """Counts a validation, and lowers the learning rate if it is time. All ranks do the same."""
         loss = trainer.callback_metrics["val/loss"].item()
         self._waited += 1
         if loss < self._best:
@@ -92,15 +99,18 @@ class ReduceOnPlateau(Callback):
 
 
 class EarlyStop(EarlyStopping):
-    """Lightning's EarlyStopping on the metric of the best checkpoint, --monitor; reports in one line when it stops. A
-    resumed run continues the count with its own patience, and ends at once if that is already exhausted. An epoch that
-    --max_steps cuts short has no validation and does not count. `patience` is in validations."""
+    """Stops the training as Lightning's EarlyStopping does, and prints one line when it stops. The metric is --monitor,
+    which also selects the best checkpoint.
+
+    A resumed run continues the count with the patience that it is given, and ends at once if that is already exhausted.
+    An epoch that --max_steps cuts short has no validation and does not count. `patience` is in validations.
+    """
 
     def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):
         super().__init__(monitor, mode=mode, patience=patience, strict=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the count, but not the patience of the old run, as Lightning (2.6.6) would."""
+        """Restores the count. Lightning (2.6.6) would restore the patience of the old run too."""
         super().load_state_dict({**state_dict, "patience": self.patience})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -108,7 +118,7 @@ class EarlyStop(EarlyStopping):
         trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints why the training has ended."""
+        """Prints why the training has ended, if the patience is exhausted."""
         if self.wait_count >= self.patience and trainer.is_global_zero:
             waited = "1 validation" if self.wait_count == 1 else f"{self.wait_count} validations"
             best = f"{self.monitor} has not improved on {self.best_score.item():.4g} in {waited}"

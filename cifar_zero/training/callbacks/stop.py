@@ -1,4 +1,4 @@
-"""What ends a training early, on all ranks after the same step, and how a rank then leaves."""
+"""Ends a training early, on all ranks after the same step, and shuts the ranks down."""
 
 import os
 import signal
@@ -22,18 +22,19 @@ from cifar_zero.launch.collectives import gather
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
 AGREEMENT_SECONDS = 1.0
-"""Approximate time between two agreements; each reduces two numbers, in less than a thousandth of that."""
+"""Approximate time between two agreements. Each one reduces two numbers, in less than a thousandth of that time."""
 
 
 class Agreement:
-    """Asks all ranks about once a second, at the same optimizer step on every rank."""
+    """Exchanges requests to stop between all ranks about once a second, at the same optimizer step on every rank."""
 
     def __init__(self) -> None:
         self._step = self._next_step = -1
         self._asked = 0.0
 
     def reached(self, trainer: Trainer, asks: bool) -> bool:
-        """Returns whether any rank asks for it; False between two agreements. Every rank calls it after each step."""
+        """Returns whether any rank requests a stop, or False between two agreements. `asks` is this rank's request.
+        Every rank must call it after each step."""
         if trainer.world_size == 1:
             return asks
         step, now = trainer.global_step, time.monotonic()
@@ -50,13 +51,15 @@ class Agreement:
 
 
 class Interrupt(Callback):
-    """Stops the training after such a signal, without a validation in mid-epoch, so that a checkpoint can be written. A
-    second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second request of the cluster
-    changes nothing, since it arrives both directly and through the launcher. Before and after the training a signal
-    raises Stopped at once, see `exits.interrupt`."""
+    """Stops the training after a signal, without a validation in mid-epoch, so that a checkpoint can be written.
+
+    A second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second signal from the cluster
+    changes nothing, because the cluster's signal arrives both directly and through the launcher. Before and after the
+    training a signal raises Stopped at once; see `exits.interrupt`.
+    """
 
     def __init__(self) -> None:
-        self.signal: int | None = None  # what ended the training; None if nothing did
+        self.signal: int | None = None  # the signal that ended the training, or None
         self.has_started = self.has_ended = False
         self._agreement = Agreement()
         self._requested: int | None = None
@@ -68,23 +71,23 @@ class Interrupt(Callback):
         if "SLURM_JOB_ID" in os.environ:
             wanted.append(SLURM_REQUEUE)
         for number in wanted:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
                 self._previous[number] = signal.signal(number, self._request)
         self.has_started = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops after a step, as soon as any rank has got a signal."""
+        """Stops after a step as soon as any rank has received a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if self._agreement.reached(trainer, self._requested is not None):
             self.signal = self._requested or signal.SIGTERM
             trainer.should_stop = True
             if not trainer.is_last_batch:
-                # Else Lightning validates, and a run that resumes from a best checkpoint would skip the rest.
+                # Else Lightning validates, and a run resumed from a best checkpoint would skip the rest of the epoch.
                 trainer.limit_val_batches = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the signal handlers, and then asks for signals since the last step, which no step has answered."""
+        """Restores the signal handlers, and then checks whether any rank has received a signal since the last step."""
         self.has_ended = True
         if self.signal is None:
             for number, handler in self._previous.items():
@@ -100,17 +103,17 @@ class Interrupt(Callback):
 
 
 def keep_handlers(trainer: Trainer) -> None:
-    """Keeps Lightning (2.6.6) from replacing the signal handlers, for which it has no option. Its handler of SIGTERM
-    makes the exit code 0 (issue 19916), and broadcasts to ranks that may be in another collective. After `fit` it
-    restores the handlers that it found before, and a rank would ignore Ctrl-C again."""
+    """Keeps Lightning (2.6.6) from replacing the signal handlers, for which it has no option. Lightning's handler of
+    SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be in another collective.
+    After `fit` Lightning restores the handlers that it found before, so a rank would ignore Ctrl-C again."""
     connector: Any = trainer._signal_connector
     connector.register_signal_handlers = lambda: None
 
 
 @contextmanager
 def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]:
-    """Adds to a Stopped of the training or of what follows it whether the run was saved and how to resume it. Raises
-    RunError: the checkpoint could not be written."""
+    """Context manager for the training and the steps after it. Adds to a Stopped exception whether the run was saved
+    and how to resume it. Raises RunError if the checkpoint could not be written."""
     try:
         yield
     except Stopped as stop:
@@ -118,21 +121,23 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_group: bool) -> None:
-    """Ends a run whose training a signal has stopped; see `shutdown` for `destroy_group`. Raises Stopped."""
+    """Raises Stopped if a signal has stopped the training, after an orderly end of the run. For `destroy_group` see
+    `shutdown`."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:
         return
     trainer.strategy.barrier()
     check_saved(trainer)
     if run_dir is not None and not run.recipe.only_measures and interrupt.signal == SLURM_REQUEUE:
-        # While the others wait: srun --kill-on-bad-exit ends the step with the first rank that leaves.
+        # Requeued while the other ranks wait, because srun --kill-on-bad-exit ends the step when the first rank ends.
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
     shutdown(trainer, destroy_group)
     raise Stopped(interrupt.signal)
 
 
 def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
-    """Returns what became of a run that a signal has ended, for the user; empty before the training."""
+    """Returns a message for the user on whether a run that a signal ended was saved and how to resume it. The message
+    is empty before the first step."""
     interrupt = _interrupt(trainer)
     if run_dir is None or not interrupt.has_started or not trainer.global_step:
         return ""
@@ -154,14 +159,16 @@ def _interrupt(trainer: Trainer) -> Interrupt:
 
 
 def check_saved(trainer: Trainer) -> None:
-    """Raises RunError if the newest checkpoint could not be written; called on every rank, known to rank 0."""
+    """Raises RunError if the newest checkpoint could not be written. Every rank calls it; only rank 0 records such a
+    failure."""
     plugin = trainer.strategy.checkpoint_io
     if isinstance(plugin, AtomicCheckpointIO) and plugin.failure:
         raise RunError(plugin.failure)
 
 
 def shutdown(trainer: Trainer, destroy_group: bool) -> None:
-    """Waits for the other ranks; after the last run of a process destroys the process group, as torch requires."""
+    """Waits for the other ranks. After the last run of a process (`destroy_group`), destroys the process group, as
+    torch requires."""
     trainer.strategy.barrier()
     if destroy_group and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,10 +1,11 @@
-"""Speed and progress of a run: time per optimizer step, its share of waiting for data, images and FLOPs per second.
+"""Measures speed and progress of a run: time per optimizer step, the part of it spent waiting for data, images and
+FLOPs per second.
 
-FLOPs are counted on a copy of the model with shapes and no values (torch's meta device), so that it does not matter
-whether the strategy shards, casts or offloads the model. The dense peak of NVIDIA's GPUs is the denominator of the
-model FLOPs utilisation (MFU). Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) does not serve: for
-the H100 NVL and the H200 it has figures with sparsity, twice what a dense model can reach (issue 21677), and it knows
-neither the name "NVIDIA H200" nor the tensor cores of GeForce cards.
+FLOPs are counted on a copy of the model with shapes and no values (torch's meta device), so that the count does not
+depend on whether the strategy shards, casts or offloads the model. The dense peak of NVIDIA's GPUs is the denominator
+of the model FLOPs utilisation (MFU). Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) is not used.
+For the H100 NVL and the H200 it has figures with sparsity, twice what a dense model can reach (Lightning's issue
+21677), and it lacks the name "NVIDIA H200" and the tensor cores of GeForce cards.
 """
 
 import os
@@ -32,27 +33,27 @@ from cifar_zero.training.callbacks.curves import IntervalCallback, TrainingCurve
 class Throughput(IntervalCallback):
     """Writes the perf/* curves, and keeps the totals of the run.
 
-    The clock runs inside the epochs: waiting for a batch counts; validation, the writing of checkpoints, the start of
-    an epoch and the first --warmup_steps do not (at most half of the run, except in a benchmark).
+    The clock runs inside the epochs and includes waiting for a batch. It excludes validation, the writing of
+    checkpoints, the start of an epoch, and the first --warmup_steps (at most half of the run, except in a benchmark).
 
-    docs/runs.md says what perf/data_time_ms, perf/tflops and perf/mfu are (PaLM, Chowdhery et al. 2022, appendix B).
+    docs/runs.md defines perf/data_time_ms, perf/tflops and perf/mfu (PaLM, Chowdhery et al. 2022, appendix B).
     """
 
     def __init__(self, settings: Settings, flops_per_step: int):
         self._config = settings
         self._flops_per_step = flops_per_step
-        # perf/* of metrics.json, the rates over all timed steps. perf/fit_seconds is the wall-clock time of the whole
-        # fit; perf/seconds_to_first_step runs from the start of the command to the end of the first optimizer step.
+        # The perf/* values of metrics.json, rates over all timed steps. perf/fit_seconds is the wall-clock time of the
+        # whole fit. perf/seconds_to_first_step runs from the start of the command to the end of the first step.
         self.totals_of_run: dict[str, float] = {}
-        self.newest_rates: dict[str, float] = {}  # of the newest point; empty during the warm-up
+        self.newest_rates: dict[str, float] = {}  # rates at the newest point; empty during the warm-up
         self.peak_flops: float | None = None  # FLOP/s that all devices together can reach, if known
         self._device = torch.device("cpu")
         self._fit_started = 0.0
         self._first_step = self._first_timed_step = self._point_step = 0
-        self._clock_started: float | None = None  # None while the clock stands still
+        self._clock_started: float | None = None  # None while the clock is paused
         self._batch_ended = 0.0
-        self._seconds = self._data_seconds = 0.0  # of the steps since the newest point
-        self._all_seconds = self._all_data_seconds = 0.0  # of the timed steps before
+        self._seconds = self._data_seconds = 0.0  # time of the steps since the newest point
+        self._all_seconds = self._all_data_seconds = 0.0  # time of the timed steps before the newest point
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -71,14 +72,15 @@ class Throughput(IntervalCallback):
         self._first_timed_step = self._point_step = self._first_step + warmup_steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Adds the wait for this batch; after the warm-up and after each pause it starts the clock instead."""
+        """Adds the time spent waiting for this batch. After the warm-up and after each pause it starts the clock
+        instead."""
         if self._clock_started is not None:
             self._data_seconds += time.perf_counter() - self._batch_ended
         elif trainer.global_step >= self._first_timed_step:
             self._clock_started = self._now()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Notes the end of the first step; writes a point if one is due."""
+        """Records the time to the end of the first step, and writes a point if one is due."""
         key = "perf/seconds_to_first_step"
         if key not in self.totals_of_run and trainer.global_step > self._first_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
@@ -91,7 +93,7 @@ class Throughput(IntervalCallback):
             self._seconds += self._now() - self._clock_started
             self._clock_started = None
 
-    # A validation, a checkpoint, or the start of the next epoch's loader follows.
+    # After these hooks comes a validation, a checkpoint, or the start of the next epoch's loader.
     on_validation_start = on_save_checkpoint = on_train_epoch_end = _pause
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,13 +114,13 @@ class Throughput(IntervalCallback):
             self._clock_started = self._now()
 
     def _now(self) -> float:
-        """Returns the time at which all work queued on the device is done."""
-        torch.get_device_module(self._device).synchronize(self._device)  # nothing to wait for on the CPU
+        """Waits until all work queued on the device is done, and returns the time."""
+        torch.get_device_module(self._device).synchronize(self._device)  # returns at once on the CPU
         return time.perf_counter()
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        """Returns perf/* of `steps` optimizer steps that took `seconds`, of which `data_seconds` waiting for data;
-        tokens only of transformers, the MFU only where the peak is known."""
+        """Returns perf/* of `steps` optimizer steps that took `seconds`, of which `data_seconds` were spent waiting for
+        data. Tokens are included only for transformers, and the MFU only if the peak is known."""
         images_per_second = self._config.recipe.batch_size * steps / seconds
         flops_per_second = self._flops_per_step * steps / seconds
         rates = {
@@ -140,20 +142,20 @@ RATES = {
     "perf/images_per_second": "Images/s: {:.0f}",
     "perf/tokens_per_second": "Tokens/s: {:.0f}",
 }
-"""The parts of a line, by the tags of the curves."""
+"""Formats of the parts of a progress line, by the tags of the curves."""
 
 
 def is_terminal() -> bool:
-    """Returns whether a bar can be drawn where Lightning draws it."""
+    """Returns whether standard output, where Lightning draws its progress bar, is a terminal."""
     return sys.stdout.isatty()
 
 
 class ProgressBar(TQDMProgressBar):
-    """Adds to Lightning's bar of an epoch the loss of the newest point of the curves, the accuracy of the newest
-    validation, and how long the rest of the training takes."""
+    """Adds to Lightning's progress bar of an epoch the loss at the newest point of the curves, the accuracy of the
+    newest validation, and the time left for the training."""
 
     def __init__(self, curves: TrainingCurves, throughput: Throughput):
-        super().__init__(refresh_rate=20)  # drawing it takes as long as a step of a small model
+        super().__init__(refresh_rate=20)  # drawing the bar takes as long as a step of a small model
         self._curves, self._throughput = curves, throughput
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -168,8 +170,8 @@ class ProgressBar(TQDMProgressBar):
 
 
 class ProgressLines(IntervalCallback):
-    """Prints the newest point of the curves, on rank 0, in the form of DeepSpeedExamples
-    (training/DeepSpeed-SuperOffload/finetune_zero3.py). The callbacks of the curves must come before it."""
+    """Prints the newest point of the curves on rank 0, in the format of DeepSpeedExamples
+    (training/DeepSpeed-SuperOffload/finetune_zero3.py). The callbacks of the curves must come before this one."""
 
     def __init__(self, curves: TrainingCurves, throughput: Throughput):
         self._curves, self._throughput = curves, throughput
@@ -198,7 +200,8 @@ class ProgressLines(IntervalCallback):
 
 
 def time_left(trainer: Trainer, throughput: Throughput) -> str:
-    """Returns "0:12:34 left", from the newest time of a step; empty during the warm-up and if the length is unknown."""
+    """Returns the remaining time, such as "0:12:34 left", from the newest time of a step. Returns an empty string
+    during the warm-up or if the length of the run is unknown."""
     total = trainer.estimated_stepping_batches
     if not throughput.newest_rates or not 0 < total < float("inf"):
         return ""
@@ -207,23 +210,30 @@ def time_left(trainer: Trainer, throughput: Throughput) -> str:
 
 
 def training_flops(model: Choice, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1], **recipe: Any) -> int:
-    """Returns the FLOPs of a forward and backward pass of images of `side` pixels, two for each multiply-add. Counts
-    matrix products and convolutions, as torch's FlopCounterMode does. What activation checkpointing
-    recomputes is not included."""
+    """Returns the FLOPs of a forward and backward pass, two for each multiply-add. Counts matrix products and
+    convolutions, as torch's FlopCounterMode does. What activation checkpointing recomputes is not included.
+
+    Args:
+        model: Name and options of the model.
+        num_classes: Number of classes.
+        batch_size: Number of images.
+        side: Height and width of an image in pixels.
+        recipe: Further fields of the recipe.
+    """
 
     def count() -> int:
         net = build(Recipe(model=model, **recipe), num_classes)
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)
 
-    with torch.autograd.set_detect_anomaly(False):  # it would check values, which do not exist
+    with torch.autograd.set_detect_anomaly(False):  # anomaly detection would check values, which do not exist
         try:
             with torch.device("meta"):
                 return count()
         except (RuntimeError, NotImplementedError):
             if not issubclass(MODELS[model.name], UserModel):
                 raise
-            return count()  # what a user's model computes may depend on values
+            return count()  # the computation of a user's model may depend on values
 
 
 class Peak(NamedTuple):
@@ -235,8 +245,8 @@ class Peak(NamedTuple):
     float16: float | None  # with accumulation in float32, which torch uses
 
 
-# Half of the figure if a data sheet only gives it with sparsity. Patterns are searched in the name that
-# torch.cuda.get_device_name returns; \b keeps the A10 from the A100, the L4 from the L40S and the H200 from the GH200.
+# If a data sheet gives a figure only with sparsity, half of it is used. Patterns are searched in the name that
+# torch.cuda.get_device_name returns. \b separates the A10 from the A100, the L4 from the L40S, the H200 from the GH200.
 PEAKS = {
     # NVIDIA V100 data sheet (nvidia.com/content/dam/en-zz/Solutions/Data-Center/v100/pdf, January 2020)
     r"\bV100-SXM": Peak(15.7e12, None, None, 125e12),
@@ -267,20 +277,20 @@ PEAKS = {
     # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
     r"\bB200$": Peak(75e12, 1100e12, 2250e12, 2250e12),
 }
-"""Peaks by a pattern of the device's name. A slice of a GPU (MIG) and other GPUs have no known peak."""
+"""Peaks by a pattern of the device's name. Slices of a GPU (MIG) and GPUs that are not listed have no known peak."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the dense peak of a device, in FLOP/s; None for a CPU or if unknown. `precision`: of the run."""
+    """Returns the dense peak of a device at the run's precision in FLOP/s, or None for a CPU or an unknown GPU."""
     if device.type == "cuda":
         return peak_by_name(torch.cuda.get_device_name(device), precision)
     return None
 
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Returns the dense peak of one GPU, named as torch.cuda.get_device_name does, in FLOP/s; None if unknown. The
-    precision 32-true counts as TF32 where torch.get_float32_matmul_precision() allows that; cuDNN uses TF32 for
-    convolutions whatever it says, unless torch.backends.cudnn.allow_tf32 is off."""
+    """Returns the dense peak of one GPU, named as by torch.cuda.get_device_name, in FLOP/s; None if it is unknown. The
+    precision 32-true counts as TF32 where torch.get_float32_matmul_precision() allows TF32. For convolutions cuDNN uses
+    TF32 whatever that setting is, unless torch.backends.cudnn.allow_tf32 is off."""
     peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
     if peak is None or " MIG " in device_name:
         return None
