@@ -143,7 +143,7 @@ def from_newest(run: Run, run_dir: Path) -> str:
 
 
 def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
-    """Raises UsageError if a run would be continued with other options than those in `recipe`, its saved configuration.
+    """Raises UsageError if a run would be continued with options that differ from `recipe`, its saved configuration.
     The message names the first option that differs."""
     resume, weights = settings.output.resume, settings.recipe.weights
     if weights and not Path(recipe.get("weights", "")).is_relative_to(Path(weights).absolute()):

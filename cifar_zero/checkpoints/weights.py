@@ -102,7 +102,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Match:
-    """The weights in a file that fit a model, and the names of those that do not."""
+    """The weights in a file that fit a model, and the names of the tensors that do not fit."""
 
     loaded: dict[str, Tensor]  # by the model's own names
     initialised: list[str]  # names and shapes of tensors that the file lacks or has in another shape

@@ -92,7 +92,7 @@ def _inputs_of(metadata: Mapping[str, str]) -> Inputs:
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
-    from onnx import helper  # here and below: these packages are optional
+    from onnx import helper  # imported here and below, because these packages are optional
 
     side = int(metadata["image_size"])
     program = torch.onnx.export(

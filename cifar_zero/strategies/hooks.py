@@ -166,8 +166,8 @@ class Hooks:
         yield local, self.cut(whole, parameter).to(local.dtype)
 
     def updated(self, optimizer: Any, at_any_step: bool = False) -> Iterator[Updated]:
-        """Yields the tensors that this rank's optimizer updates in the coming step, or with `at_any_step` those that it
-        updates in any step. Yields nothing if the tensors are out of reach, as on NVMe."""
+        """Yields the tensors that this rank's optimizer updates in the coming step, or with `at_any_step` all tensors
+        that it ever updates. Yields nothing if the tensors are out of reach, as on NVMe."""
         own = getattr(optimizer, "optimizer", optimizer)  # removes Lightning's wrapper
         for group in own.param_groups:
             for parameter in group["params"]:

@@ -208,8 +208,7 @@ class EngineHooks(Hooks):
 
     @property
     def _scale(self) -> float:
-        """The loss scale, by which the gradients are multiplied until the step. It is 1 unless the run is in
-        float16."""
+        """The loss scale. Gradients are multiplied by it until the step. It is 1 unless the run is in float16."""
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
 
     def loss_scale(self) -> float | None:
