@@ -1,1 +1,2 @@
-"""Side-by-side measurements against reference loops: `python -m benchmarks.NAME`, described in docs/performance.md."""
+"""Side-by-side measurements against reference loops. `python -m benchmarks.NAME` starts one; docs/performance.md
+describes them."""

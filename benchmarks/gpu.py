@@ -1,6 +1,8 @@
-"""The first minutes on a GPU: does every strategy compute what plain PyTorch does, is the memory as planned, how fast
-is it, and what is the largest model? With 2 or 8 GPUs also: do their ranks agree, share the memory, end together and
-resume on one? Results are written as they come; a second call continues with what is missing.
+"""Runs the checks for the first minutes on a GPU: whether every strategy computes what plain PyTorch computes, whether
+the memory is as planned, how fast training is, and what the largest model is.
+
+With 2 or 8 GPUs it also measures whether the ranks agree, share the memory, end together and resume on one rank.
+Results are written as they come, and a second call continues with what is missing.
 """
 
 import json
@@ -28,21 +30,22 @@ from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.hardware import gpu_count
 
-Row = dict[str, Any]  # what a cell measured, by column; "failed" says why it counts as a failure
+Row = dict[str, Any]  # what a cell measured, by column; "failed" is the reason for a failure
 
 SMALL = ["--data.source", "synthetic", "--devices", "1", "--logger", "none", "--test_figures", "false"]
 STEPS = ["--max_steps", "20", "--optimizer", "adam", "--batch_size", "64", "--precision", "32-true"]
 CHECKED = ["--check_steps", "20"]  # all steps of STEPS
 
 RANKS = (2, 8)
-"""Numbers of ranks that are measured on top of one, as far as there are GPUs; a rehearsal has the first."""
+"""Numbers of ranks that are measured in addition to one, as far as there are GPUs. A rehearsal on the CPU uses the
+first number."""
 
-NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # TF32 rounds a thousand times more than float32
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # TF32 rounding errors are a thousand times larger than float32's
 
 LOSS_DIFFERENCE = 1e-3
-"""Largest difference of a resumed run's loss from that of the uninterrupted run, both in float32."""
+"""Largest difference allowed between the losses of a resumed and an uninterrupted run, both in float32."""
 
-STATES_SHARE, PEAK_SHARE = 0.05, 0.15  # largest differences of the planned from the measured model states and peak
+STATES_SHARE, PEAK_SHARE = 0.05, 0.15  # largest relative errors of planned states and peak
 
 PLANNED = ("baseline", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload")
 SEVERAL = ("ddp", "deepspeed_stage_3", "fsdp2")  # strategies on several ranks
@@ -52,22 +55,22 @@ DEPTHS = tuple(2**power for power in range(2, 11))  # blocks of a vit_1b, 50 mil
 
 @dataclass
 class Place:
-    """Where and how the cells measure."""
+    """The device, the folders and the time limit with which the cells measure."""
 
     bench: Bench
-    out: Path  # of results, comparisons and run folders
+    out: Path  # folder of results, comparisons and run folders
     images: Path | None  # a folder of real images
-    ranks: int  # the most that a run has, each on a GPU of its own, or in a rehearsal on the CPU
+    ranks: int  # largest number of ranks of a run, each on its own GPU, or on the CPU in a rehearsal
     over: float = 0.0  # when the current cell must end, by time.monotonic()
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is the real thing; on the CPU it is a rehearsal with less of everything."""
+        """Whether the measurement is on a GPU. On the CPU it is a rehearsal with smaller numbers of everything."""
         return self.bench.accelerator == "gpu"
 
     @property
     def several(self) -> list[int]:
-        """The numbers of ranks to measure, other than one."""
+        """The numbers of ranks to measure in addition to one."""
         return [ranks for ranks in RANKS if ranks <= self.ranks]
 
     @property
@@ -76,11 +79,11 @@ class Place:
         return max(1.0, self.over - time.monotonic())
 
     def run(self, *arguments: str, **options: Any) -> str:
-        """Runs `python <arguments>` in the time that is left, see `runs.run`."""
+        """Runs `python <arguments>` in the time that is left for the cell, see `runs.run`."""
         return run(*arguments, seconds=self.left, **options)
 
     def flags(self, name: str) -> list[str]:
-        """Returns the flags of a short run of a name."""
+        """Returns the flags of a short run with this name."""
         cache, out = str(self.bench.cache), str(self.out / "runs")
         return [*SMALL, "--data.cache", cache, "--out", out, "--name", name]
 
@@ -90,18 +93,18 @@ class Place:
         return json.loads((self.newest(name) / METRICS).read_text())
 
     def newest(self, name: str) -> Path:
-        """Returns the newest run folder of a name."""
+        """Returns the newest run folder of a run's name."""
         folders = (self.out / "runs" / name).glob("version_*")
         return max(folders, key=lambda version: int(version.name.removeprefix("version_")))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement; its result is kept under `part` and `name`."""
+    """One measurement. Its result is stored under `part` and `name`."""
 
     part: str
     name: str
-    seconds: float  # its time limit
+    seconds: float  # time limit
     measure: Callable[[Place], Row]  # raises RunFailed
 
 
@@ -148,7 +151,7 @@ def cells(place: Place) -> Iterator[Cell]:
 
 
 def main() -> int:
-    """Measures what is missing; returns the exit code, 1 if a cell failed."""
+    """Measures what is missing and returns the exit code, which is 1 if a cell failed."""
     parser = exits.Parser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="cpu: a small rehearsal")
     parser.add_argument("--minutes", type=float, default=60, help="stop in time (default: %(default)s)")
@@ -169,14 +172,14 @@ def main() -> int:
             rows = results.setdefault(cell.part, {})
             known = rows.get(cell.name, {"failed": "not measured yet"})
             left = over - time.monotonic()
-            if "failed" in known and left >= 20:  # what failed is measured again too
+            if "failed" in known and left >= 20:  # failed cells are measured again
                 print(f"{cell.part}: {cell.name} ({left / 60:.1f} minutes left)", file=sys.stderr, flush=True)
                 started = time.monotonic()
                 place.over = started + min(cell.seconds, left)
                 try:
                     rows[cell.name] = cell.measure(place)
                 except RunFailed as failure:
-                    if time.monotonic() < over - 1:  # else the time was up: measured by the next call
+                    if time.monotonic() < over - 1:  # otherwise the time was up, and the next call measures it
                         rows[cell.name] = {"failed": str(failure)}
                 if cell.name in rows:
                     rows[cell.name]["seconds"] = round(time.monotonic() - started, 1)
@@ -191,12 +194,12 @@ def main() -> int:
 
 
 def tables(results: dict[str, dict[str, Row]]) -> str:
-    """Returns a Markdown table of each part."""
+    """Returns a Markdown table for each part."""
     return "\n".join(harness.markdown(part, rows) for part, rows in results.items())
 
 
 def acceptance(ranks: int, place: Place) -> Row:
-    """Returns how many cases of cifar-zero compare --acceptance pass, and what the others say."""
+    """Returns how many cases of cifar-zero compare --acceptance pass, and the remarks of the cases that fail."""
     quick = [] if place.on_gpu else ["--quick", "--strategies", "deepspeed_stage_2"]
     variants = compared(place, f"acceptance-{ranks}", "--acceptance", "--devices", str(ranks), *quick)
     bad = [f"{each['name']}: {each['remark']}" for each in variants if not good(each)]
@@ -205,8 +208,8 @@ def acceptance(ranks: int, place: Place) -> Row:
 
 
 def across_devices(place: Place) -> Row:
-    """Returns what the step checks say of runs on the GPU, with TF32 and without, and how far each run drifts from the
-    same run on the CPU."""
+    """Returns the verdicts of the step checks of runs on the GPU, with and without TF32, and how far each run drifts
+    from the same run on the CPU."""
     place.train("across-cpu", *STEPS, *CHECKED, "--accelerator", "cpu")
     row, bad = dict[str, Any](), list[str]()
     for strategy in ("baseline", "deepspeed_stage_2", "deepspeed_stage_3"):
@@ -222,8 +225,9 @@ def across_devices(place: Place) -> Row:
 
 
 def resumed(relay: Sequence[tuple[str, str, int]], place: Place) -> Row:
-    """Returns the losses of a run that each place of `relay` (accelerator, strategy, ranks) continues for ten steps,
-    and how far the last one is from the loss of a run that the last place has trained alone."""
+    """Returns the losses of a run that is continued for ten steps at each place of `relay`, and the loss of an
+    uninterrupted run at the last place. A place is an accelerator, a strategy and a number of ranks. The row fails if
+    the last two losses differ by LOSS_DIFFERENCE or more."""
     row, name = dict[str, Any](), f"resumed-{len(relay)}-{relay[0][2]}"
 
     def loss(number: int, name: str, *more: str) -> float:
@@ -243,16 +247,17 @@ def resumed(relay: Sequence[tuple[str, str, int]], place: Place) -> Row:
 
 
 class KillLastRank(Callback):
-    """Ends the last rank as the kernel does when memory is full."""
+    """Kills the last rank, as the kernel does when memory is full."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *given: Any) -> None:
-        """Kills this process after twelve steps, if it is the last rank."""
+        """Kills this process after twelve steps if it is the last rank."""
         if trainer.global_step == 12 and trainer.global_rank == trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed(ranks: int, place: Place) -> Row:
-    """Returns how a run ends whose last rank is killed; it then resumes from its newest checkpoint."""
+    """Kills the last rank of a run, checks the error with which the run ends, and resumes the run from its newest
+    checkpoint. Returns the saved and the resumed step."""
     name = f"killed-{ranks}"
     flags = ["--accelerator", place.bench.accelerator, "--devices", str(ranks), "--strategy", "deepspeed_stage_3"]
     flags += ["--batch_size", str(32 * ranks), "--save_every_n_steps", "5"]
@@ -271,7 +276,7 @@ def killed(ranks: int, place: Place) -> Row:
 
 
 def tests(place: Place) -> Row:
-    """Returns pytest's last line about tests/gpu, and the tests that do not pass."""
+    """Returns the last line of pytest on tests/gpu, and the tests that do not pass."""
     answer = place.run("-m", "pytest", "-q", "tests/gpu", "--timeout", "100", exit_code=None)
     lines = [line for line in answer.splitlines() if line.strip()]
     bad = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -285,7 +290,7 @@ def memory(model: str, strategy: str, ranks: int, place: Place) -> Row:
     command = ["-m", "cifar_zero", "plan", *recipe, "--device_memory", "130GB", "--json"]
     plan = json.loads(place.run(*command, exit_code=None))
     (planned,) = [row for row in plan["strategies"] if row["strategy"] == strategy]
-    few_images = ["--data.synthetic_size", "640"]  # they are on the GPU too
+    few_images = ["--data.synthetic_size", "640"]  # images take memory on the GPU too
     name = f"memory-{model}-{strategy}-{ranks}"
     metrics = place.train(name, *recipe, "--strategy", strategy, *few_images, "--bench_steps", "6")
     states, peak = metrics["mem/model_state_rank_bytes"][0], metrics["mem/peak_rank_bytes"][0]
@@ -299,13 +304,14 @@ def memory(model: str, strategy: str, ranks: int, place: Place) -> Row:
 
 
 def rates(contender: Callable[[], Any], place: Place) -> Row:
-    """Returns the figures of one contender."""
+    """Returns the figures of one contender by table heading."""
     figures = contender()
     return {heading: round(figures[name], 2) for name, heading in harness.UNITS.items() if name in figures}
 
 
 def record(more: Sequence[str], place: Place) -> Row:
-    """Returns the accuracy and time of the speed record's recipe, of as many runs as there is time for."""
+    """Returns the accuracy and time of the speed record's recipe, over 20 runs on a GPU or one short run in a
+    rehearsal."""
     data = ["--data.source", "folder", "--data.root", str(place.images)] if place.images else SMALL[:2]
     runs = ["--runs", "20"]
     if not place.on_gpu:
@@ -317,7 +323,8 @@ def record(more: Sequence[str], place: Place) -> Row:
 
 
 def largest(strategy: str, place: Place) -> Row:
-    """Returns the deepest vision transformer that takes three steps; ends at the first that does not."""
+    """Returns the figures of the deepest vision transformer that trains for three steps. Deeper models are tried until
+    one fails."""
     row = dict[str, Any]()
     recipe = ["--model", "vit_1b" if place.on_gpu else "vit_tiny", "--optimizer", "adamw", "--precision", "bf16-mixed"]
     recipe += ["--activation_checkpointing", "--batch_size", "16", "--strategy", strategy, "--bench_steps", "3"]
@@ -333,8 +340,8 @@ def largest(strategy: str, place: Place) -> Row:
 
 
 def compared(place: Place, name: str, *flags: str) -> list[Row]:
-    """Runs `cifar-zero compare`, which Ctrl-C ends with a report of what is finished; returns the variants of
-    comparison.json."""
+    """Runs `cifar-zero compare` and returns the variants of comparison.json. When the time is up, Ctrl-C ends the
+    comparison, which then reports what is finished."""
     command = [sys.executable, "-m", "cifar_zero", "compare", *flags, "--out", str(place.out), "--name", name]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
@@ -349,12 +356,12 @@ def compared(place: Place, name: str, *flags: str) -> list[Row]:
 
 
 def good(variant: Row) -> bool:
-    """Whether a case or variant has passed."""
+    """Returns whether a case or variant has passed."""
     return variant["kind"] in GOOD
 
 
 def with_failures(row: Row, bad: Sequence[str]) -> Row:
-    """Returns a row that says what has not passed."""
+    """Returns a row, marked as failed with the messages in `bad` if there are any."""
     return {**row, "failed": "; ".join(bad)} if bad else row
 
 

@@ -1,4 +1,4 @@
-"""The rounds in which a comparison is measured, and the Markdown tables that show it."""
+"""Measures a comparison in rounds, and formats the results as Markdown tables."""
 
 import os
 import statistics
@@ -12,7 +12,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, cpu_name, git_commit, gpu_count, versions
 
-Figures = Mapping[str, float]  # what one run measured; keys are those of UNITS, and others that no table shows
+Figures = Mapping[str, float]  # what one run measured, by the keys of UNITS and others that no table shows
 
 UNITS = {
     "images_per_second": "images/s",
@@ -25,15 +25,15 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison."""
+    """One comparison of several contenders."""
 
     name: str  # what is compared
-    contenders: Mapping[str, Callable[[], Figures]]  # by name, a function that makes one run in a fresh process
-    ratios: Sequence[tuple[str, str]]  # pairs of contenders; images per second of the first / the second
+    contenders: Mapping[str, Callable[[], Figures]]  # functions by name; each makes one run in a fresh process
+    ratios: Sequence[tuple[str, str]]  # pairs of contenders, for images per second of the first / the second
 
 
 def parse(parser: exits.Parser) -> Namespace:
-    """Parses the command line and resolves --accelerator to cpu or gpu. Raises UsageError: a value makes no sense, or
+    """Parses the command line and resolves --accelerator to cpu or gpu. Raises UsageError if a value makes no sense or
     there is no GPU."""
     given = parser.parse_args()
     for name in ("repeats", "steps"):
@@ -49,8 +49,8 @@ def parse(parser: exits.Parser) -> Namespace:
 
 
 def compare(name: str, cases: Sequence[Case], given: Namespace) -> int:
-    """Measures every case and prints its table; progress goes to the standard error. Returns the exit code: 1 if a run
-    failed."""
+    """Measures every case and prints its table; progress is printed to the standard error. Returns the exit code, which
+    is 1 if a run failed."""
     print(heading(name, given.repeats, given.accelerator), flush=True)
     total, done, has_failed = given.repeats * sum(len(case.contenders) for case in cases), 0, False
     for case in cases:
@@ -78,7 +78,7 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
     cores = core_count()
     machine = f"{cpu_name()}, {cores} {'core' if cores == 1 else 'cores'}"
     if accelerator == "gpu":
-        import torch  # the command's other errors are answered without it
+        import torch  # imported here, because other errors are reported without torch
 
         machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     found = versions()
@@ -89,7 +89,8 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
 
 
 def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns the rows of a comparison's table: `runs` are the figures of each round, None where the run failed."""
+    """Returns the rows of a comparison's table. `runs` are each contender's figures of each round, with None where the
+    run failed."""
     found: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         known = [one for one in rounds if one is not None]
@@ -103,7 +104,7 @@ def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[st
 
 
 def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns a Markdown table of rows by name; `corner` is the heading of the names."""
+    """Returns a Markdown table of rows by name. `corner` is the heading of the names."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     lines: list[Sequence[object]] = [[corner, *columns], ["---"] * (len(columns) + 1)]
     for name, row in table.items():
@@ -113,8 +114,8 @@ def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None]) -> list[float]:
-    """Returns the ratio of images per second of each round in which both ran: within a round, the machine was in the
-    same state for both."""
+    """Returns the ratio of images per second in each round in which both contenders ran. Figures of one round are
+    compared, because the machine was in the same state for both."""
     key, pairs = "images_per_second", zip(over, under, strict=True)
     return [first[key] / second[key] for first, second in pairs if first is not None and second is not None]
 

@@ -1,11 +1,13 @@
-"""Which releases of DeepSpeed compute what plain PyTorch does: `cifar-zero compare --acceptance` with each, as one
-Markdown table.
+"""Tests which releases of DeepSpeed compute what plain PyTorch computes. Runs `cifar-zero compare --acceptance` with
+each release, and prints one Markdown table.
 
-Each release is installed in a folder of its own, which is put in front of the environment's packages; the environment
-does not change. What is finished is in results.json of the same folder, and is not run again:
+Each release is installed in a folder of its own, which comes before the environment's packages on the path; the
+environment does not change. Finished results are in results.json next to these folders, and are not measured again:
 
-- the flags of `--acceptance` -> the release -> `date` (ISO 8601), `machine` (processor, cores, memory, versions,
-  commit) and `strategies`: for each its verdict, one of KINDS, and the first case with this verdict and its reason.
+- The file maps the flags of `--acceptance`, and then the release, to `date` (ISO 8601), `machine` (processor, cores,
+  memory, versions, commit) and `strategies`.
+- `strategies` maps each strategy to its verdict, which is one of KINDS, and to the first case with this verdict and its
+  reason.
 """
 
 import json
@@ -31,13 +33,13 @@ from cifar_zero.diagnosis.software import FAULTS
 
 HEADING = "| DeepSpeed | strategies | verdict | first case that fails | upstream |\n|---|---|---|---|---|\n"
 
-KINDS = ("passes", "not judged", "cannot run", "different")  # Verdicts, the worst last
+KINDS = ("passes", "not judged", "cannot run", "different")  # verdicts, the worst last
 
-Rows = dict[str, Sequence[str]]  # by strategy: one of KINDS, and the first case that has this verdict, with the reason
+Rows = dict[str, Sequence[str]]  # by strategy: a verdict of KINDS, and the first case that has it, with the reason
 
 
 def main() -> int:
-    """Runs the acceptance with each release; returns the exit code, 1 if one of them does not pass."""
+    """Runs the acceptance with each release and returns the exit code, which is 1 if a release does not pass."""
     parser = exits.Parser(prog="python -m benchmarks.releases", description=__doc__)
     add = parser.add_argument
     add("releases", nargs="+", metavar="RELEASE", help="of DeepSpeed: 0.18.4")
@@ -73,7 +75,7 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
         return {"all": ("cannot run", failure)}
     command = [sys.executable, "-m", "cifar_zero", "compare", "--acceptance", *flags]
     command += ["--out", str(folder / "reports"), "--name", release]
-    # Operators that DeepSpeed compiles are the release's too.
+    # Operators that DeepSpeed compiles belong to the release too.
     environment = {"PYTHONPATH": str(place), "TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     reports = [Path(line.split(maxsplit=1)[1]) for line in done.stdout.splitlines() if line.startswith("report ")]
@@ -88,13 +90,14 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
 
 
 def kind(case: dict[str, Any]) -> str:
-    """Returns which of KINDS a case of comparison.json is."""
+    """Returns the verdict of KINDS for a case of comparison.json."""
     verdict = case["kind"]
     return "passes" if verdict in GOOD else "cannot run" if verdict == "not trained" else verdict
 
 
 def installed(release: str, place: Path) -> str:
-    """Installs a release in a folder that does not exist; returns why that failed, empty if it did not."""
+    """Installs a release in a folder that does not exist yet. Returns why the installation failed, or an empty
+    string."""
     staged = place.with_name(f"{release}.part")
     shutil.rmtree(staged, ignore_errors=True)
     # The source distribution imports torch when it is built, which an isolated build does not have.
@@ -107,7 +110,7 @@ def installed(release: str, place: Path) -> str:
 
 
 def lines(release: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the lines of the table: one for the strategies with the same verdict and case."""
+    """Returns the lines of the table. Strategies with the same verdict and case share a line."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for strategy, (verdict, why) in rows.items():
         known = [what for _, of, under, what in FAULTS if fnmatch(strategy, under) and release in SpecifierSet(of)]
@@ -119,7 +122,7 @@ def lines(release: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def last_line(text: str) -> str:
-    """Returns the last line of what a program wrote that is not empty."""
+    """Returns the last line of a program's output that is not empty."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
 
 

@@ -1,4 +1,4 @@
-"""The measured runs: train.py as a user starts it, and the reference loops, each in a fresh process."""
+"""Starts the measured runs, each in a fresh process. They are train.py as a user starts it, and the reference loops."""
 
 import json
 import os
@@ -21,12 +21,13 @@ from cifar_zero.core.errors import RunError
 ROOT = Path(__file__).resolve().parent.parent
 
 TIMEOUT_SECONDS = 1800.0
-"""Limit of one run. DeepSpeed compiles its operators when it first needs them: 4 minutes on two busy cores."""
+"""Time limit of one run. DeepSpeed compiles its operators when it first needs them, which takes 4 minutes on two busy
+cores."""
 
 FIGURES = ("images_per_second", "step_time_ms", "seconds_to_first_step")
-"""The metrics of metrics.json that a benchmark uses; they are named perf/* there."""
+"""The metrics of metrics.json that a benchmark uses. Their names in the file begin with perf/."""
 
-TAIL_LINES = 30  # lines of output shown of a failed run
+TAIL_LINES = 30  # number of lines that are shown of a failed run's output
 
 NOT_INHERITED = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -36,7 +37,7 @@ NOT_INHERITED = (
 
 
 class RunFailed(RunError):
-    """A measured run failed; the message says how and includes the end of its output."""
+    """Raised if a measured run fails. The message names the failure and includes the end of the run's output."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def run(
     extra_env: Mapping[str, str] | None = None,
     seconds: float = TIMEOUT_SECONDS,
 ) -> str:
-    """Runs `python <arguments>` from the repository's root and returns its standard output. Raises RunFailed: the exit
-    code is not `exit_code` (None: any), or the run took longer than `seconds`."""
+    """Runs `python <arguments>` from the repository's root and returns its standard output. Raises RunFailed if the
+    exit code is not `exit_code` (None accepts any), or the run takes longer than `seconds`."""
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -111,7 +112,8 @@ def run(
 
 
 def last_json(stdout: str) -> Any:
-    """Returns the last line that is a JSON object: libraries print too. Raises RunFailed: there is none."""
+    """Returns the last line that is a JSON object, because libraries print lines too. Raises RunFailed if there is
+    none."""
     for line in reversed(stdout.splitlines()):
         if line.startswith("{") and line.endswith("}"):
             return json.loads(line)

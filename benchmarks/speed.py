@@ -1,11 +1,14 @@
-"""Ours against reference loops, in rounds of fresh processes; docs/performance.md has a table of each measurement.
+"""Compares train.py with reference loops, in rounds of fresh processes.
 
-tutorial: the tutorial's recipe, against the tutorial's own loop and a bare one.
-limit: how close train.py comes to the limit of the hardware, a bare loop over images in memory: plain eager PyTorch, or
-tuned by the fused optimizer and by the threads, kernels and memory format that train.py chooses.
-deepspeed: DeepSpeedExamples' recipe in float32 at each ZeRO stage, against the loop of its program; on the CPU with a
-share of the cores for each of two ranks, as ours, or with all of them, as where OMP_NUM_THREADS is not set.
-data: the loaders alone, against torchvision's CIFAR10 with torch's DataLoader, on synthetic images in memory.
+docs/performance.md has a table for each comparison.
+
+tutorial: the tutorial's recipe in train.py, in the tutorial's own loop and in a bare loop.
+limit: train.py and the limit of the hardware, a bare loop over images in memory. The bare loop is plain eager PyTorch,
+or is tuned by the fused optimizer and by the threads, kernels and memory format that train.py chooses.
+deepspeed: DeepSpeedExamples' recipe in float32 at each ZeRO stage, in train.py and in the loop of DeepSpeedExamples'
+program. With two ranks on the CPU, each rank of the loop gets a share of the cores, as in train.py, or all cores, as
+where OMP_NUM_THREADS is not set.
+data: the loaders alone, and torchvision's CIFAR10 with torch's DataLoader, on synthetic images in memory.
 """
 
 import sys
@@ -25,7 +28,7 @@ STEPS = {4: 2000, 64: 500, 512: 100}  # timed steps of `limit` at each batch siz
 
 
 def main() -> int:
-    """Measures; returns the exit code."""
+    """Measures the chosen comparison and returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("name", choices=CASES, help="what is measured")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of runs (default: 5)")
@@ -43,7 +46,7 @@ def main() -> int:
 
 
 def tutorial(place: Bench, given: Namespace) -> list[Case]:
-    """Returns the comparison of the tutorial's recipe."""
+    """Returns the comparison of train.py with the tutorial's loop and a bare loop, with the tutorial's recipe."""
     steps = given.steps or STEPS[4]
     contenders = {
         "ours": partial(place.ours, steps, "--config", "configs/tutorial.yaml"),
@@ -55,12 +58,12 @@ def tutorial(place: Bench, given: Namespace) -> list[Case]:
 
 
 def limit(place: Bench, given: Namespace) -> list[Case]:
-    """Returns the comparisons with the bare loop."""
+    """Returns the comparisons of train.py with the bare loop, one for each batch size of STEPS."""
     return [limit_at(place, batch_size, given.steps or STEPS[batch_size]) for batch_size in STEPS]
 
 
 def limit_at(place: Bench, batch_size: int, steps: int) -> Case:
-    """Returns the comparison with the bare loop at a batch size."""
+    """Returns the comparison of train.py with the bare loop at a batch size."""
     batch = ("--batch_size", str(batch_size))
     contenders = {
         "ours": partial(place.ours, steps, "--config", "configs/tutorial.yaml", *batch),
@@ -72,7 +75,7 @@ def limit_at(place: Bench, batch_size: int, steps: int) -> Case:
 
 
 def deepspeed(place: Bench, given: Namespace) -> list[Case]:
-    """Returns the comparisons of DeepSpeedExamples' recipe."""
+    """Returns the comparisons with DeepSpeedExamples' loop, one for each ZeRO stage and number of ranks."""
     most = 2 if place.accelerator == "cpu" else min(2, gpu_count())
     if max(given.ranks or [1]) > most:
         raise UsageError("--ranks 2 needs two GPUs: use --ranks 1, or --accelerator cpu")
@@ -82,7 +85,7 @@ def deepspeed(place: Bench, given: Namespace) -> list[Case]:
 
 
 def at_stage(place: Bench, stage: int, ranks: int, steps: int) -> Case:
-    """Returns the comparison at a ZeRO stage on a number of ranks."""
+    """Returns the comparison with DeepSpeedExamples' loop at a ZeRO stage on a number of ranks."""
     recipe = ["--config", "configs/deepspeed.yaml", "--precision", "32-true"]
     recipe += ["--strategy", f"deepspeed_stage_{stage}", "--devices", str(ranks)]
     loop = partial(place.reference, "deepspeed_loop", steps, "--stage", str(stage), "--ranks", str(ranks))
@@ -95,7 +98,7 @@ def at_stage(place: Bench, stage: int, ranks: int, steps: int) -> Case:
 
 
 def data(place: Bench, given: Namespace) -> list[Case]:
-    """Returns the comparison of the loaders."""
+    """Returns the comparison of this project's loaders with torchvision's CIFAR10."""
     theirs = "torchvision CIFAR10"
     contenders = {f"ours, {loader}": partial(epoch, place, loader) for loader in ("memory", "torch")}
     ratios = [(ours, theirs) for ours in contenders]
@@ -106,7 +109,7 @@ def data(place: Bench, given: Namespace) -> list[Case]:
 def epoch(place: Bench, loader: str) -> Any:
     """Runs benchmarks.loops.loaders and returns the figures of its epoch."""
     program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(place.cache))
-    return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as torch sets it in its workers
+    return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as in torch's worker processes
 
 
 CASES: dict[str, tuple[Callable[[Bench, Namespace], list[Case]], tuple[str, ...]]] = {

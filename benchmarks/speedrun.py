@@ -1,7 +1,7 @@
-"""Measures configs/speedrun.yaml run after run in one process: accuracy, time and FLOPs. Other flags are train.py's.
+"""Measures accuracy, time and FLOPs of configs/speedrun.yaml, run after run in one process. Other flags are train.py's.
 
-The clock is that of the records (airbench94_muon.py): the whitening, the training, and the test with its views, on
-images that are on the device already. A short warm-up run comes first and is not timed.
+The time is measured as in the records (airbench94_muon.py). It includes the whitening, the training, and the test with
+its views, on images that are on the device already. A short warm-up run comes first and is not timed.
 """
 
 import sys
@@ -32,20 +32,21 @@ RECIPE = ["--config", "configs/speedrun.yaml", "--logger", "none"]
 
 UNUSED = ("ema", "swa_from", "early_stopping", "weights", "delta", "resume", "bench_steps", "plot_schedule")
 UNUSED += ("save_every_n_steps",)
-"""Options of train.py that do nothing here: runs have no validation, start from fresh weights and write no files."""
+"""Options of train.py that do nothing in this benchmark, because its runs have no validation, start from fresh weights
+and write no files."""
 
 
 @dataclass
 class Result:
     """The figures of one run."""
 
-    accuracy: float  # of the test, in percent
-    seconds: float  # by the records' clock
+    accuracy: float  # accuracy on the test set, in percent
+    seconds: float  # measured as in the records
     steps: int  # optimizer steps
 
 
 class Clock(Callback):
-    """Times the training and the test; on a GPU it first waits until all queued work is done."""
+    """Times the training and the test. On a GPU it first waits until all queued work is done."""
 
     seconds = 0.0
     _started = 0.0
@@ -63,7 +64,7 @@ class Clock(Callback):
 
 
 def main() -> int:
-    """Measures and prints; returns the exit code."""
+    """Measures the runs, prints their figures and returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.speedrun", description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="timed runs, with consecutive seeds (default: 5)")
     given, flags = parser.parse_known_args()
@@ -71,9 +72,10 @@ def main() -> int:
         raise UsageError(f"--runs must be at least 1, not {given.runs}")
     quieten()
     recipe = resolved([*RECIPE, *flags])
-    # One function is compiled for each run's training and test; torch (2.15) keeps eight compilations of a function.
+    # Each run's training and test compile the same function, and torch (2.15) keeps only eight compilations of a
+    # function.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
-    train(recipe.changed(max_steps=3, epochs=1))  # allocates memory; compiles, and on a GPU tries cuDNN's algorithms
+    train(recipe.changed(max_steps=3, epochs=1))  # warm-up: allocates, compiles, on a GPU tries cuDNN's algorithms
     results: list[Result] = []
     for number in range(given.runs):
         result = train(recipe.changed(seed=recipe.recipe.seed + number))
@@ -97,7 +99,7 @@ def resolved(flags: Sequence[str]) -> Run:
 
 
 def train(run: Run) -> Result:
-    """Trains and tests once with train.py's module, images, Trainer and loop, and writes no files."""
+    """Trains and tests once with train.py's module, images, Trainer and loop. Writes no files."""
     module, images, clock = CIFARModule(run, run.num_classes), CIFARDataModule(run), Clock()
     callbacks: list[Callback] = [BatchNormStatistics(), clock]
     if run.on_cpu:
@@ -106,7 +108,7 @@ def train(run: Run) -> Result:
     trainer = build.trainer(run, None, callbacks)
     trainer.fit(module, datamodule=images)
     started = now(module.device)
-    module.starting_weights()  # again, to time it: the run computed them before its first hook
+    module.starting_weights()  # computed again to be timed, because the run computes them before its first hook
     seconds = now(module.device) - started
     trainer.test(module, datamodule=images, verbose=False)
     accuracy = 100 * float(trainer.callback_metrics["test/acc"])

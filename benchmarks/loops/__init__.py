@@ -1,1 +1,1 @@
-"""The reference loops and programs, each started by `python -m benchmarks.loops.NAME`; the last line is JSON."""
+"""The reference loops and programs. `python -m benchmarks.loops.NAME` starts one, whose last line of output is JSON."""

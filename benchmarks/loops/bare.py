@@ -1,7 +1,7 @@
 """The upper limit of the hardware: plain eager PyTorch over uint8 images in the device's memory, and nothing else.
 
-The images come in train.py's order, so that both train the same model. `--tuned` adds what makes such a loop
-faster: the fused optimizer, and the threads, convolution kernels and memory format that train.py chooses.
+The images come in train.py's order, so that both train the same model. `--tuned` adds what speeds such a loop up: the
+fused optimizer, and the threads, convolution kernels and memory format that train.py chooses.
 """
 
 import json
@@ -24,21 +24,21 @@ from cifar_zero.models.net import Net
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.throughput import training_flops
 
-SEED = 0  # the seed of the weights and of the order: train.py's default
+SEED = 0  # seed of the weights and of the image order, train.py's default
 
 
 def train(
     data: DataConfig, batch_size: int, steps: int, device: torch.device, tuned: bool = False
 ) -> tuple[Net, dict[str, float]]:
-    """Trains for the warm-up and `steps` timed steps; returns the trained model and the clock's figures."""
+    """Trains for the warm-up and `steps` timed steps. Returns the trained model and the clock's figures."""
     dataset = sources.load(data, data.source)
     images = torch.from_numpy(np.ascontiguousarray(dataset.train_images)).to(device)
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)
     if tuned:
         if device.type == "cpu":  # the threads and convolution kernels that train.py chooses for the batch
             kernels: Any = CPUKernels(training_flops(Choice("net"), 10, batch_size), "32-true")
-            kernels.on_train_start(None, None)  # it uses neither the trainer nor the module
-        images = images.contiguous(memory_format=memory_format(device))  # batches cut from them keep it
+            kernels.on_train_start(None, None)  # the callback uses neither the trainer nor the module
+        images = images.contiguous(memory_format=memory_format(device))  # batches of these images keep it
 
     torch.manual_seed(SEED)
     net = Net().to(device)

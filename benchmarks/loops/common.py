@@ -1,4 +1,5 @@
-"""What the reference loops share: their options, torchvision's CIFAR10 over images in memory, and the clock."""
+"""Contains what the reference loops share: their options, torchvision's CIFAR10 over images in memory, and the
+clock."""
 
 import argparse
 import time
@@ -28,10 +29,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 class CIFAR10InMemory(torchvision.datasets.CIFAR10):
-    """torchvision's CIFAR10 on synthetic images, as their content does not affect the speed, decoded in `cache`. An
-    item is (image, label), the image float32 (3, 32, 32) from -1 to 1, as in the tutorial and DeepSpeedExamples."""
+    """torchvision's CIFAR10 on synthetic images, which are decoded in `cache`. The content of images does not affect
+    the speed. An item is (image, label). The image is float32 (3, 32, 32) from -1 to 1, as in the tutorial and
+    DeepSpeedExamples."""
 
-    def __init__(self, cache: str):  # does not call CIFAR10's own, which reads the files
+    def __init__(self, cache: str):  # does not call CIFAR10.__init__, which reads the files
         dataset = sources.load(DataConfig(source="synthetic", cache=cache), "synthetic")
         self.data = np.ascontiguousarray(dataset.train_images.transpose(0, 2, 3, 1))  # (N, 32, 32, 3), as in CIFAR10
         self.targets = dataset.train_labels.tolist()
@@ -40,8 +42,9 @@ class CIFAR10InMemory(torchvision.datasets.CIFAR10):
 
 
 class Clock:
-    """Iterates over a loop's batches and ends it after the warm-up and `steps` timed steps, so that the loop's body
-    stays as its source has it. Waiting for a batch counts; `batch_size` counts the images of a step over all ranks."""
+    """Iterates over a loop's batches, and ends the loop after the warm-up and `steps` timed steps, so that the loop's
+    body stays as in its source. Waiting for a batch counts as time. `batch_size` is the number of images of a step over
+    all ranks."""
 
     def __init__(self, steps: int, batch_size: int, device: torch.device):
         self.steps = WARMUP_STEPS + steps  # all optimizer steps
@@ -51,7 +54,7 @@ class Clock:
         self._seconds = 0.0
 
     def over(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the batches of as many epochs as it takes."""
+        """Yields the batches of as many epochs as the steps need."""
         done, started = 0, 0.0
         while True:
             for batch in loader:
@@ -72,7 +75,7 @@ class Clock:
 
 
 def now(device: torch.device) -> float:
-    """Returns the time in seconds, on a GPU when all queued work is done."""
+    """Returns the time in seconds. On a GPU it first waits until all queued work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

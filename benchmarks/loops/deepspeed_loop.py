@@ -1,6 +1,6 @@
 """The training loop of DeepSpeedExamples' CIFAR-10 program, with its configuration, engine and loader, in float32.
 
-https://github.com/deepspeedai/DeepSpeedExamples, training/cifar/cifar10_deepspeed.py (as of commit 45b4b71); left out:
+https://github.com/deepspeedai/DeepSpeedExamples, training/cifar/cifar10_deepspeed.py (as of commit 45b4b71), without
 the print every 2,000 mini-batches.
 """
 
@@ -17,12 +17,13 @@ from benchmarks.loops.common import CIFAR10InMemory, Clock
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.models.net import Net
 
-BATCH_SIZE = 16  # images per step over all ranks: train_batch_size of the program's configuration
+BATCH_SIZE = 16  # images per step over all ranks, the program's train_batch_size
 
 
 def train(cache: str, steps: int, stage: int) -> dict[str, float]:
     """Trains as one rank on the images in `cache` at a ZeRO stage from 0 to 3 and returns the clock's figures."""
-    import deepspeed  # here: it reads DS_ACCELERATOR when it is imported, and the launching process needs none of it
+    # Imported here, because it reads DS_ACCELERATOR on import, and the launching process does not need it.
+    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     from cifar_zero.config.ds_config import get_ds_config
@@ -62,7 +63,7 @@ def train(cache: str, steps: int, stage: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Trains as one rank, or starts the ranks that do; returns the exit code."""
+    """Trains as one rank, or starts the ranks that train. Returns the exit code."""
     parser = common.parser(__doc__)
     parser.add_argument("--stage", type=int, choices=range(4), default=0, help="ZeRO stage (default: 0)")
     parser.add_argument("--ranks", type=int, default=1, help="on this machine (default: 1)")

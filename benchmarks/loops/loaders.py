@@ -1,6 +1,7 @@
-"""Times epochs of a loader without training: one of ours, or torchvision's dataset with torch's DataLoader.
+"""Times epochs of a loader without training. The loader is one of this project's, or torch's DataLoader over
+torchvision's dataset.
 
-Times are taken inside the process, after the imports. All give batches of float32 from -1 to 1.
+Times are taken inside the process, after the imports. All loaders return batches of float32 from -1 to 1.
 """
 
 import argparse
@@ -18,13 +19,13 @@ from datamodule import CIFARDataModule
 
 BATCH_SIZE = 64
 
-SECONDS = 1.0  # whole epochs are timed until so many have passed
+SECONDS = 1.0  # whole epochs are timed until this many seconds have passed
 
 WORKERS = 2  # worker processes of torch's DataLoader, as in the tutorial
 
 
 def ours(config: DataConfig) -> Iterable[Any]:
-    """Returns our loader of the training images, which are decoded first if the cache is empty."""
+    """Returns this project's loader of the training images, which are decoded first if the cache is empty."""
     images = CIFARDataModule(make_settings(data=config, batch_size=BATCH_SIZE))
     images.prepare_data()
     images.setup()
@@ -32,7 +33,7 @@ def ours(config: DataConfig) -> Iterable[Any]:
 
 
 def of_torchvision(config: DataConfig) -> Iterable[Any]:
-    """Returns torch's DataLoader of torchvision's CIFAR10."""
+    """Returns torch's DataLoader over torchvision's CIFAR10."""
     dataset = CIFAR10InMemory(config.cache)
     return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, num_workers=WORKERS, drop_last=True)
 

@@ -1,6 +1,6 @@
 """The training loop of the PyTorch tutorial "Training a Classifier", with its dataset class, loader and optimizer.
 
-https://docs.pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html; left out: the print every 2,000 mini-batches.
+https://docs.pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html, without the print every 2,000 mini-batches.
 """
 
 import json

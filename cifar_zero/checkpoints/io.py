@@ -13,10 +13,11 @@ from cifar_zero.core.console import say
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes checkpoints atomically; an error of writing is reported and does not end the training. Lightning's own
-    (2.6.6) writes to /tmp first, and copies from there to another file system. For `trust` see `safe_load.load`."""
+    """Writes checkpoints atomically. A failure to write is reported and does not end the training. Lightning's own
+    plugin (2.6.6) writes to /tmp first, and copies from there to another file system. For `trust` see
+    `safe_load.load`."""
 
-    failure = ""  # why the newest checkpoint could not be written; empty if it was
+    failure = ""  # why the newest checkpoint could not be written; empty if it was written
 
     def __init__(self, trust: bool = False):
         self.trust = trust
@@ -32,14 +33,15 @@ class AtomicCheckpointIO(CheckpointIO):
         self.conclude(final, failure_of(write))
 
     def conclude(self, final: Path, failure: str) -> None:
-        """Notes on rank 0 how the writing of a checkpoint ended."""
+        """Records on rank 0 how the writing of a checkpoint ended, and reports a failure."""
         self.failure = f"{final} could not be written: {failure}" if failure else ""
         if failure:
             failure_of(lambda: atomic.discard(atomic.staged(final)))
             say(f"{self.failure}. The training continues; earlier checkpoints are complete.")
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of any strategy on every rank; its checksums were compared at the start."""
+        """Reads a checkpoint of any strategy on every rank. Checksums are not compared again, because they were
+        compared at the start."""
         return read(Path(path), self.trust, verify=False)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -49,9 +51,10 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def save(content: Any, file: Path) -> None:
-    """Writes a file with torch.save. Raises OSError, which torch.save hides behind an error of its own."""
+    """Writes a file with torch.save. Raises OSError if the file cannot be written, for which torch.save itself may
+    raise RuntimeError."""
     try:
         with file.open("wb") as stream:
             torch.save(content, stream)
-    except RuntimeError as error:  # torch finds its archive truncated when it closes it
+    except RuntimeError as error:  # raised when torch closes the archive and finds it truncated
         raise error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error)) from error

@@ -1,9 +1,10 @@
-"""The model of a run, of which all, a part or adapters are trained. A frozen parameter has no gradient.
+"""Builds the model of a run, of which all parameters, some parameters or adapters are trained.
 
-Adapters are LoRA's (Hu et al. 2022): a product of two small matrices is trained next to a frozen linear layer. Not by
-Hugging Face's peft, which renames every weight of a plain model (`base_model.model.<layer>.base_layer.weight`,
-`lora_A.default.weight`), so that no checkpoint would fit it for --weights, an evaluation or an export. Here a layer
-keeps its names, and its adapters are `<layer>.lora_a` and `<layer>.lora_b`.
+Adapters are LoRA's (Hu et al. 2022): the product of two small matrices is trained next to a frozen linear layer.
+Hugging Face's peft is not used, because it renames every weight of a plain model
+(`base_model.model.<layer>.base_layer.weight`, `lora_A.default.weight`). No checkpoint would then fit the model for
+--weights, an evaluation or an export. In this file a layer keeps its names, and its adapters are named `<layer>.lora_a`
+and `<layer>.lora_b`.
 """
 
 import math
@@ -26,8 +27,8 @@ from cifar_zero.models.moe import Gate
 
 
 def build(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model of a recipe with fresh weights (`initialization.initialize`), adapters (`adapt`) and `freeze`.
-    Raises UsageError: a target of LoRA is no linear layer."""
+    """Returns the model of a recipe with fresh weights (`initialization.initialize`), adapters (`adapt`) and frozen
+    parameters (`freeze`). Raises UsageError if a target of LoRA is not a linear layer."""
     with DrawnOnCPU():
         net = models.build(recipe.model.name, num_classes, **recipe.model.options)
         initialize(net, recipe.init, recipe.seed)
@@ -37,14 +38,14 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
 
 
 def on_meta(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model of `build` with shapes and without values."""
+    """Returns the model that `build` returns, on the meta device, where parameters have shapes but no values."""
     with torch.device("meta"):
         return build(replace(recipe, init="default"), num_classes)
 
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
-    """Freezes all parameters except adapters and those that a pattern of `fnmatch` names; none without patterns and
-    adapters."""
+    """Freezes all parameters except adapters and parameters that match a pattern of `fnmatch`. Without patterns and
+    adapters it freezes nothing."""
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
         return
@@ -54,9 +55,13 @@ def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
 
 
 def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> None:
-    """Refuses patterns that match nothing, or not all experts of a mixture that is spread over `ep_size` ranks: each
-    rank trains the same parameters of its experts. The model is the whole one after `freeze`, or its shapes. Raises
-    UsageError: names the first such pattern."""
+    """Checks that every pattern of --trainable matches a parameter, and with `ep_size` above 1 that all experts are
+    trained or none.
+
+    If a mixture is distributed over `ep_size` ranks, each rank must train the same parameters of its experts. `net` is
+    the whole model after `freeze`, and may be on the meta device. Raises UsageError for the first pattern without a
+    match, or the first parameter that only some experts train.
+    """
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -72,7 +77,8 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
 
 
 def trained_names(net: nn.Module) -> set[str]:
-    """Returns the names of what training changes: parameters that are not frozen, and the buffers of their layers."""
+    """Returns the names of what training changes, which are the parameters that are not frozen and the buffers of their
+    layers."""
     found: set[str] = set()
     for prefix, module in net.named_modules():
         trained = [name for name, own in module.named_parameters(prefix, recurse=False) if own.requires_grad]
@@ -83,7 +89,8 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def freeze_statistics(net: nn.Module) -> None:
-    """Makes the `frozen_batch_norms` batch norms keep their statistics, as torchvision's FrozenBatchNorm2d does."""
+    """Makes the batch norms that `frozen_batch_norms` returns keep their statistics, as torchvision's FrozenBatchNorm2d
+    does."""
     for norm in frozen_batch_norms(net):
         norm.eval()
 
@@ -95,7 +102,7 @@ def tracked_batch_norms(net: nn.Module) -> list[_BatchNorm]:
 
 
 def frozen_batch_norms(net: nn.Module) -> list[_BatchNorm]:
-    """Returns the batch norms without a trained parameter in a model with frozen ones."""
+    """Returns the batch norms without a trained parameter, or an empty list if the model has no frozen parameter."""
     if all(parameter.requires_grad for parameter in net.parameters()):
         return []
     norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
@@ -109,12 +116,12 @@ class LoRALinear(nn.Linear):
     """A linear layer with an adapter: x W^T + bias + alpha / rank * (x A^T) B^T.
 
     A, (rank, in), is drawn as torch draws a linear layer (Kaiming-uniform with a = sqrt(5)), as in Microsoft's loralib
-    and peft. B, (out, rank), is zero: before the first step the output is that of the linear layer, whose parameters,
-    sharded by ZeRO-3 or not, are taken over.
+    and peft. B, (out, rank), is zero, so that before the first step the output equals the linear layer's output. The
+    parameters of the linear layer are taken over, whether ZeRO 3 has sharded them or not.
     """
 
     def __init__(self, linear: nn.Linear, lora: LoRAConfig):
-        nn.Module.__init__(self)  # not Linear's, which would draw weights
+        nn.Module.__init__(self)  # not nn.Linear.__init__, which would draw weights
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
@@ -129,10 +136,11 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(net: nn.Module, lora: LoRAConfig) -> None:
-    """Adds an adapter to each target; none if the rank is 0. Raises UsageError: a target is no linear layer."""
+    """Adds an adapter to each target, or none if the rank is 0. Raises UsageError if a target is not a linear layer."""
     if not lora.rank:
         return
-    # Not those of a gate, or of torch's attention (a subclass): only their weight is read, an adapter has no effect.
+    # Linear layers of a gate or of torch's attention (a subclass) cannot have an adapter. It would have no effect,
+    # because only the weights of these layers are read.
     gated = {id(module.wg) for module in net.modules() if isinstance(module, Gate)}
     named = net.named_modules()
     layers = {name: layer for name, layer in named if type(layer) is nn.Linear and id(layer) not in gated}
@@ -147,7 +155,8 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
 
 
 def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Returns the weights of the plain model with the same scores, W + alpha / rank * B A in float32."""
+    """Returns the weights of the plain model that computes the same scores. A layer's weight is W + alpha / rank * B A
+    in float32."""
     plain = {name: value for name, value in weights.items() if not name.endswith((A, B))}
     for name, b in weights.items():
         if name.endswith(B):

@@ -1,4 +1,5 @@
-"""Reads a checkpoint of any strategy in the one form that Lightning's plain strategies write; without Lightning."""
+"""Reads a checkpoint of any strategy into the form that Lightning's plain strategies write. Does not import
+Lightning."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,14 @@ from cifar_zero.config.settings import settings_of, tree_of
 from cifar_zero.core.errors import UsageError, short
 
 RECORD = "cifar_zero"
-"""Key of what callbacks/checkpoint.py adds to each checkpoint: configuration, class names, random states of a run."""
+"""Key under which callbacks/checkpoint.py adds a run's configuration, class names and random states to each
+checkpoint."""
 
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """Returns state_dict, optimizer_states and the progress of the run from Lightning's file, or the folder that
-    DeepSpeed writes; see `safe_load.load` for the arguments. Raises UsageError: it is damaged or would need `trust`."""
+    """Returns state_dict, optimizer_states and the progress of the run from Lightning's file, or from the folder that
+    DeepSpeed writes. For the arguments see `safe_load.load`. Raises UsageError if the checkpoint is damaged or would
+    need `trust`."""
     if checkpoint.is_dir():
         return checked(read_folder(checkpoint, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
@@ -27,8 +30,8 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
 
 
 def checked(content: dict[str, Any], name: object) -> dict[str, Any]:
-    """Returns the content of a checkpoint after a check of what callbacks/checkpoint.py has added, if it has; options
-    that are missing there get their defaults. Raises UsageError: another version of the program wrote it."""
+    """Returns the content of a checkpoint after checking the part that callbacks/checkpoint.py adds, if there is one.
+    Options that are missing in it get their defaults. Raises UsageError if another version of the program wrote it."""
     if RECORD not in content:
         return content
     try:
@@ -51,7 +54,7 @@ def check_resumable(content: Mapping[str, Any], name: object) -> None:
     if lacking:
         raise of_another_version(name, KeyError(min(lacking)))
     states = content["optimizer_states"]
-    stateless = not optimizer.get("momentum", 1) or not content["global_step"]  # SGD, before the first step any other
+    stateless = not optimizer.get("momentum", 1) or not content["global_step"]  # plain SGD, or no step yet
     if not states or not (stateless or any(each["state"] for each in states)):
         raise UsageError(
             f"{name} has no state of the optimizer: start a run from its weights with --weights {name} without --resume"
@@ -59,7 +62,7 @@ def check_resumable(content: Mapping[str, Any], name: object) -> None:
 
 
 def of_another_version(name: object, error: Exception) -> UsageError:
-    """Returns the error for a file that lacks something or has something unknown."""
+    """Returns the error for a file with a missing or an unknown entry."""
     why = f"it has no {error}" if isinstance(error, KeyError) else short(error)
     return UsageError(
         f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that did"

@@ -1,6 +1,8 @@
-"""Finds the checkpoint that a run resumes, before anything is launched, and refuses one of another run; no torch.
+"""Finds the checkpoint that a run resumes before anything is launched, and refuses the checkpoint of another run. Does
+not import torch.
 
-`config/strategy_rules.py` refuses strategies that cannot resume, `training/starting.py` other weights and damage.
+`config/strategy_rules.py` refuses strategies that cannot resume. `training/starting.py` refuses checkpoints with other
+weights and damaged ones.
 """
 
 import os
@@ -20,12 +22,12 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MODELS, UserModel
 
-IF_ANY = "auto"  # value of --resume: as last, but starts a run if there is no checkpoint
+IF_ANY = "auto"  # value of --resume: like last, but starts a new run if there is no checkpoint
 
 
 def saved_config(settings: Settings) -> dict[str, Any] | None:
-    """Returns the options, by flag, of the run that --resume names, see `command_line.parse`; None for a new run.
-    Raises UsageError: there is no such checkpoint, or it cannot be read."""
+    """Returns the options, by flag, of the run that --resume names (see `command_line.parse`), or None for a new run.
+    Raises UsageError if there is no such checkpoint or it cannot be read."""
     if settings.output.resume == "last" and settings.placement.strategy == AUTO and not settings.output.name:
         raise UsageError("--resume last with --strategy auto needs --name: the default name contains the strategy")
     checkpoint = _checkpoint_of(settings)
@@ -33,15 +35,16 @@ def saved_config(settings: Settings) -> dict[str, Any] | None:
         return None
     tree = config_of_checkpoint(checkpoint, settings.consent.trust)
     if tree is not None and checkpoint.is_relative_to(Path(settings.output.out, settings.run_name)):
-        tree |= {"out": settings.output.out, "name": settings.output.name}  # found by them: the folder may have moved
+        # The saved values are out of date if the folder was moved.
+        tree |= {"out": settings.output.out, "name": settings.output.name}
     return tree
 
 
 def config_of_checkpoint(
     checkpoint: Path, trust: bool = False, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Returns the options, by flag, of a checkpoint's run, from its run folder or else from the checkpoint itself,
-    whose `content` may be read already; None: neither has one."""
+    """Returns the options, by flag, of a checkpoint's run. They come from its run folder, or else from the checkpoint
+    itself, whose `content` may be read already. Returns None if neither has them."""
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None and content is None:
         return command_line.read_recipe(recipe)
@@ -55,8 +58,9 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names; empty for a new run. Reads nothing: rank 0 compares it
-    with the run later, see `training.starting.check_checkpoint`. Raises UsageError: there is none."""
+    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Does not read the
+    checkpoint, because rank 0 compares it with the run later, see `training.starting.check_checkpoint`. Raises
+    UsageError if there is no such checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -66,10 +70,13 @@ def checkpoint_to_resume(settings: Settings) -> str:
 
 
 def _checkpoint_of(settings: Settings) -> Path | None:
-    """Returns the checkpoint that --resume names, after interrupted renames of checkpoints were completed. `auto` is
-    the newest one of the run's name, if there is one. A job that SLURM has requeued resumes its own checkpoint,
-    whatever --resume names, on the digits too if it fell back to them; before it has written one, it starts as it did
-    the first time. Raises UsageError: there is no such checkpoint."""
+    """Returns the checkpoint that --resume names, or None for a new run. First completes interrupted renames.
+
+    With `auto` it is the newest checkpoint of the run's name, if there is one. A job that SLURM has requeued resumes
+    its own checkpoint, whatever --resume names. This includes a checkpoint on the digits if the job fell back to them.
+    Before the job has written a checkpoint, it starts as it did the first time. Raises UsageError if there is no such
+    checkpoint.
+    """
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures
     given, out, name = settings.output.resume, Path(settings.output.out), settings.run_name
@@ -91,15 +98,18 @@ def _checkpoint_of(settings: Settings) -> Path | None:
 
 
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
-    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote; None before the first one.
-    torchrun's restart count does not show a restart: it stays the same when a node joins, and is 0 on the new node. For
-    the names of its processes see `rank_environment.torchrun_agent`."""
+    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote, or None before the first
+    one.
+
+    torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
+    node. `agents` are the names of torchrun's processes, see `rank_environment.torchrun_agent`.
+    """
     found: list[Path] = []
     folders = (Path(out, name + suffix) for suffix in ("", FALLBACK_SUFFIX))
     for file in (file for folder in folders for file in folder.glob(f"version_*/{run_folder.RANKS}")):
         try:
             earlier = {place["agent"] for place in plain_data.read_json(file, str(file))}
-        except (UsageError, TypeError, KeyError):  # damaged, by a full disk for example
+        except (UsageError, TypeError, KeyError):  # damaged, for example by a full disk
             continue
         if earlier.intersection(agents) - {""}:
             atomic.recover(file.parent)
@@ -110,7 +120,8 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
 
 
 def resuming(run: Run, checkpoint: Path | str) -> str:
-    """Returns the command that resumes a run; consent to run its code must be on the command line."""
+    """Returns the command that resumes a run. It repeats the flags with which the user consents to run code, because
+    consent must be on the command line."""
     model, transform, flags = run.recipe.model.name, run.recipe.augment.transform, [*run.consent.callbacks]
     if issubclass(MODELS[model], UserModel):
         flags += ["--model", model]
@@ -118,13 +129,13 @@ def resuming(run: Run, checkpoint: Path | str) -> str:
         flags += ["--augment.transform", transform]
     if run.consent.trust:
         flags.append("--trust")
-    launched = rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ  # and not by this program
+    launched = rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ  # by another program
     return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
 
 
 def from_newest(run: Run, run_dir: Path) -> str:
-    """Returns the command that resumes a run from its newest checkpoint, or from the one that it resumed itself; empty
-    if there is none."""
+    """Returns the command that resumes a run from its newest checkpoint, or else from the checkpoint that the run
+    itself resumed. Returns an empty string if there is neither."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
     if checkpoint:
         return resuming(run, checkpoint)
@@ -132,7 +143,8 @@ def from_newest(run: Run, run_dir: Path) -> str:
 
 
 def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
-    """Refuses to continue a run with another `recipe`. Raises UsageError: names the first option that differs."""
+    """Raises UsageError if a run would be continued with options that differ from `recipe`, its saved configuration.
+    The message names the first option that differs."""
     resume, weights = settings.output.resume, settings.recipe.weights
     if weights and not Path(recipe.get("weights", "")).is_relative_to(Path(weights).absolute()):
         raise UsageError(f"--resume {resume} continues with the weights of its checkpoint: remove --weights")
@@ -149,7 +161,7 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
 
 
 def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:
-    """Raises UsageError if the images have other classes than the run that left a checkpoint with this `record`."""
+    """Raises UsageError if the images have other classes than the run that wrote the checkpoint with this `record`."""
     names, known = [*data.class_names(images)], record["classes"]
     if names != known:
         differing = ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"

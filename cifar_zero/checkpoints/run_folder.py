@@ -1,4 +1,4 @@
-"""The folder of a run, <out>/<name>/version_N, claimed by one process, and the checkpoints in it."""
+"""Makes the folder of a run, <out>/<name>/version_N, which one process claims, and finds the checkpoints in it."""
 
 import shutil
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ STEP_CHECK = "step_check.json"
 
 
 def claim(out: str, name: str) -> Path:
-    """Makes and returns the first free version_N of a run's name. Raises UsageError: it cannot be made."""
+    """Makes and returns the first free version_N of a run's name. Raises UsageError if it cannot be made."""
     parent = Path(out) / name
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def claim(out: str, name: str) -> Path:
         version = max(taken, default=-1)
         while True:
             version += 1
-            with suppress(FileExistsError):  # another run was faster
+            with suppress(FileExistsError):  # another run has just made the same folder
                 folder = parent / f"version_{version}"
                 folder.mkdir()
                 return folder
@@ -54,23 +54,28 @@ def keep_code(folder: Path, name: str) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Returns the last written checkpoint under a folder. Raises UsageError: there is none."""
+    """Returns the newest checkpoint under a folder. Raises UsageError if there is none."""
     if found := checkpoints(folder):
         return newest(found)
     raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
 
 
 def newest(found: list[Path]) -> Path:
-    """Returns the newest of some checkpoints: of the name whose checkpoint was written last, and of its last run, it is
-    last.ckpt, or else the one that was written last. Times alone would be those of a copy."""
+    """Returns the newest of several checkpoints.
+
+    The run's name is the one whose checkpoint was written last, and the run is the last version of this name. The
+    newest checkpoint of this run is last.ckpt, or else the one that was written last. Times alone are not enough,
+    because copying a folder changes them.
+    """
     name, _ = _run_of(max(found, key=written))
     of_name = [path for path in found if _run_of(path)[0] == name]
     return max(of_name, key=lambda path: (_run_of(path)[1], path.name == LAST, written(path)))
 
 
 def _run_of(checkpoint: Path) -> tuple[Path, int]:
-    """Returns the folder of the name of a checkpoint's run, and its version; outside of a run folder -1."""
-    folder = checkpoint.absolute().parent.parent  # of <name>/version_N/checkpoints/last.ckpt
+    """Returns the folder of all runs with the name of a checkpoint's run, and the run's version, which is -1 outside of
+    a run folder."""
+    folder = checkpoint.absolute().parent.parent  # version_N, if the path is <name>/version_N/checkpoints/last.ckpt
     version = folder.name.removeprefix("version_")
     return folder.parent, int(version) if version.isdecimal() else -1
 
@@ -81,8 +86,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
-    """Returns the checkpoint that `--resume last` names: the newest of a run's name under `out`; with `fallback` also
-    of one that fell back from CIFAR-10 to the digits. Raises UsageError: there is none."""
+    """Returns the checkpoint that `--resume last` names, which is the newest of a run's name under `out`. With
+    `fallback`, runs that fell back from CIFAR-10 to the digits count too. Raises UsageError if there is none."""
     own, digits = Path(out, name), Path(out, name + FALLBACK_SUFFIX)
     folders = [own]
     if fallback:
@@ -99,12 +104,13 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
 
 
 def find_checkpoint(path: str) -> Path:
-    """Returns the checkpoint that `--resume` or the argument of a program names: itself (a file or DeepSpeed's folder),
-    something in it, or the newest one under a folder. Raises UsageError: there is none."""
+    """Returns the checkpoint that `--resume` or the argument of a program names. The path may be the checkpoint itself
+    (a file or DeepSpeed's folder), something inside it, or a folder whose newest checkpoint is returned. Raises
+    UsageError if there is none."""
     given = Path(path)
     if not given.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
-    for folder in (given, *given.absolute().parents[:2]):  # Lightning issues 20453 and 17763: which one is it?
+    for folder in (given, *given.absolute().parents[:2]):  # users confuse these paths: Lightning issues 20453 and 17763
         if is_checkpoint_folder(folder):
             return folder
     if given.is_file():
@@ -113,8 +119,9 @@ def find_checkpoint(path: str) -> Path:
 
 
 def deepspeed_files(path: str) -> Path | None:
-    """Returns the folder of DeepSpeed's files that a path names: itself, or the one that its file `latest` names. None:
-    it is no DeepSpeed checkpoint. Raises UsageError: it has folders of such files, but no `latest`."""
+    """Returns the folder of DeepSpeed's files that a path names, which is the path itself or the folder that its file
+    `latest` names. Returns None if it is not a DeepSpeed checkpoint. Raises UsageError if the path contains folders
+    with DeepSpeed's files, but no `latest`."""
     folder, pattern = Path(path).resolve(), "*_states.pt"
     latest = folder / "latest"
     if latest.is_file():
@@ -127,7 +134,7 @@ def deepspeed_files(path: str) -> Path | None:
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Returns whether it is a folder that DeepSpeed writes; a file `latest` alone may be another program's."""
+    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may be another program's."""
     return (path / "latest").is_file() and (path / "checkpoint").is_dir()
 
 
@@ -140,7 +147,7 @@ def written(checkpoint: Path) -> int:
 
 
 def recipe_of(checkpoint: Path) -> Path | None:
-    """Returns the config.yaml of the run folder that contains a checkpoint; None outside of a run folder."""
+    """Returns the config.yaml of the run folder that contains a checkpoint, or None outside of a run folder."""
     folder = checkpoint.resolve().parent
     recipe = folder.parent / CONFIG
     if folder.name == CHECKPOINTS and recipe.is_file():

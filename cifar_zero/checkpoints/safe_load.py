@@ -1,4 +1,4 @@
-"""Reads files of torch.save that may be damaged, or made to run code. Imports torch only to load."""
+"""Reads files of torch.save that may be damaged or crafted to run code. Imports torch only when a file is loaded."""
 
 import pkgutil
 import zipfile
@@ -14,16 +14,21 @@ HARMLESS = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""Classes that only hold data, which DeepSpeed (0.19.8) puts into its checkpoints."""
+"""Classes that DeepSpeed (0.19.8) puts into its checkpoints and that only hold data."""
 
 
 def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu", mapped: bool = False) -> Any:
     """Returns the content of a file written by torch.save.
 
-    With `trust` a file that holds more than tensors and plain Python, and so can run code, is loaded too; with `verify`
-    the checksum of each record is compared first, which torch does not do. On the device meta the tensors have shapes
-    but no values, and the values are not read; `mapped` ones are read when they are used. Raises UsageError: the file
-    is damaged, no checkpoint, or would need `trust`.
+    Args:
+        file: The file to read.
+        trust: Whether to load a file with more than tensors and plain Python objects, which can run code.
+        verify: Whether to compare the checksum of each record first, which torch does not do.
+        device: Device of the tensors. On `meta` they have shapes but no values, and the values are not read.
+        mapped: Whether to map the file into memory, so that values are read when they are used.
+
+    Raises:
+        UsageError: If the file is damaged, is not a checkpoint, or would need `trust`.
     """
     import torch
 
@@ -38,13 +43,14 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
             return torch.load(file, map_location=device, mmap=mapped or device == "meta", weights_only=not trust)
     except UsageError:
         raise
-    except Exception as error:  # torch, pickle and zipfile each have their own errors for a damaged file
+    except Exception as error:  # torch, pickle and zipfile each raise other errors for a damaged file
         raise UsageError(f"{file} cannot be read, it is damaged or no checkpoint: {short(error)}") from error
 
 
 def check_records(file: Path, checksums: bool = True) -> None:
-    """Compares every record of a file of torch.save with its checksum; without `checksums` only reads their list at the
-    file's end, which a truncated file lacks. Raises UsageError: they differ, or it is no such file."""
+    """Compares every record of a file of torch.save with its checksum. Without `checksums` it only reads the list of
+    records at the file's end, which a truncated file lacks. Raises UsageError if a checksum differs or torch.save did
+    not write the file."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip() if checksums else None

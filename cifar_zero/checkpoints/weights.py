@@ -1,5 +1,6 @@
-"""The weights of a model: reads them from any file, compares them with a model and loads them; and deltas, safetensors
-files with only what a run has trained, which need the weights that it started from."""
+"""Reads the weights of a model from any file, compares them with a model and loads them. Also writes and applies
+deltas, which are safetensors files with only the weights that a run has trained. A delta needs the weights that the run
+started from."""
 
 import hashlib
 import json
@@ -24,43 +25,46 @@ from cifar_zero.core.errors import UsageError, short
 PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 BASE, DTYPES, RECIPE = "base", "base_dtypes", "recipe"
-"""Further keys of a delta's metadata: the checksum of the frozen tensors, and two JSON objects, the dtype of each of
-them in the run (DeepSpeed's mixed precision rounds it) and the run's configuration."""
+"""Additional keys of a delta's metadata. BASE is the checksum of the frozen tensors. DTYPES and RECIPE are JSON objects
+with the dtype of each frozen tensor in the run, which DeepSpeed's mixed precision rounds, and the run's
+configuration."""
 
-FILE = "weights.txt"  # file in the run folder with all that was loaded, initialised and not used
+FILE = "weights.txt"  # file in the run folder with all names that were loaded, initialised or not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
 
 
 def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
-    """Returns the weights by the model's own names; the averaged ones if there are any and they are wanted."""
+    """Returns the weights by the model's own names. If the checkpoint has averaged weights and `averaged` is set,
+    returns these."""
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
     state = checkpoint["state_dict"]
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
 
 
 def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the same with adapters merged: the weights of a plain model of models/."""
+    """Returns the weights of `network` with adapters merged, which are the weights of a plain model of models/."""
     lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
     return merged(network(checkpoint), lora.get("alpha", 0.0))
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Loads weights into a model, or compares names and shapes if both are on torch's meta device. Raises UsageError:
-    weights are missing, unknown, or of another shape than the model's."""
+    """Loads weights into a model, or only compares names and shapes if both are on torch's meta device. Raises
+    UsageError if weights are missing, unknown or of another shape than in the model."""
     try:
         net.load_state_dict(dict(weights))
     except RuntimeError as error:
-        differing = short(str(error).partition(":")[2], 160)  # torch (2.15) names the class first, then what differs
+        differing = short(str(error).partition(":")[2], 160)  # torch (2.15) names the class before the colon
         raise UsageError(f"{checkpoint} is of another model: {differing}") from error
 
 
 def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
-    """Returns what a checkpoint says of its model as strings, the only values that safetensors allows.
+    """Returns a checkpoint's description of its model as strings, the only values that safetensors allows.
 
-    `model`, `options` (JSON object) and `classes` (JSON list) build the model; `image_size` is the side of its images
-    in pixels, `mean` and `std` normalise them, for pixels from 0 to 1, as numbers for red, green and blue; `dtype`;
-    `checkpoint` and `step` are the origin of the weights. `format` is what transformers and others require in a
-    safetensors file of torch. Raises UsageError: the checkpoint was not written by cifar-zero train.
+    `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is the side
+    of its images in pixels. `mean` and `std` normalise images with pixels from 0 to 1, as numbers for red, green and
+    blue. `dtype` is the dtype of the weights, and `checkpoint` and `step` are their origin. `format` is required by
+    transformers and other programs in a safetensors file of torch. Raises UsageError if cifar-zero train did not write
+    the checkpoint.
     """
     if RECORD not in checkpoint:
         raise UsageError(f"{name} does not say which model it is of: it was not written by cifar-zero train")
@@ -87,7 +91,8 @@ def encode(weights: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns weights, on the CPU, and metadata, which may be empty. Raises UsageError: the file is damaged."""
+    """Returns the weights, on the CPU, and the metadata, which may be empty. Raises UsageError if the file is
+    damaged."""
     try:
         with safe_open(file, "pt") as content:
             return {name: content.get_tensor(name) for name in content.keys()}, content.metadata() or {}  # noqa: SIM118
@@ -97,14 +102,14 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Match:
-    """The weights in a file that fit a model."""
+    """The weights in a file that fit a model, and the names of the tensors that do not fit."""
 
     loaded: dict[str, Tensor]  # by the model's own names
-    initialised: list[str]  # names and shapes of what the file lacks, or has in another shape
-    unused: list[str]  # names and shapes of what the model lacks, or has in another shape
+    initialised: list[str]  # names and shapes of tensors that the file lacks or has in another shape
+    unused: list[str]  # names and shapes of tensors that the model lacks, or has in another shape
 
     def summary(self, run_dir: Path) -> str:
-        """Returns a line for the console; if it leaves names out, writes all of them into the run folder."""
+        """Returns a line for the console. If the line leaves names out, writes all names into the run folder."""
         line = f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.initialised)} tensors"
         lines = ["loaded:", *self.loaded]
         for title, names in (("initialised", self.initialised), ("not used", self.unused)):
@@ -119,7 +124,7 @@ class Match:
 
 def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     """Returns the weights of a checkpoint of any strategy, a safetensors file or a state_dict, with adapters merged.
-    Raises UsageError: it is damaged, of another kind, or would need `trust`."""
+    Raises UsageError if the file is damaged, of another kind, or would need `trust`."""
     if file.suffix == ".safetensors":
         return read_whole(file)[0]
     if file.is_dir():
@@ -128,7 +133,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     if isinstance(content, dict):
         if RECORD in content:
             return plain_network(checked(content, file))
-        for wrapper in ("state_dict", "model"):  # of Lightning and timm; of torchvision's references and DeiT
+        for wrapper in ("state_dict", "model"):  # keys of Lightning and timm, and of torchvision's references and DeiT
             if isinstance(content.get(wrapper), dict):
                 content = content[wrapper]
         if content and all(isinstance(value, Tensor) for value in content.values()):
@@ -137,7 +142,8 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
 
 
 def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns weights and metadata of a safetensors file. Raises UsageError: it is damaged, or a delta."""
+    """Returns the weights and the metadata of a safetensors file. Raises UsageError if the file is damaged or a
+    delta."""
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
         how = f"give its base too, as in cifar-zero train --weights BASE --delta {file}"
@@ -146,7 +152,7 @@ def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
-    """Returns the weights that fit the plain model by name and shape. Raises UsageError: none fits."""
+    """Returns the weights that fit the plain model by name and shape. Raises UsageError if none fits."""
     wanted = net.state_dict()
     loaded = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
     if not loaded:
@@ -162,8 +168,9 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 def load_full_weights(
     net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any] = Tensor.copy_
 ) -> None:
-    """Loads weights into a model of which each rank may have only its share; the rest stays. All ranks call it. `write`
-    overwrites a parameter, which the strategy may have sharded, with a whole tensor."""
+    """Loads whole tensors into a model of which each rank may hold only its shards. Tensors of the model that are not
+    in `weights` stay as they are. All ranks call it. `write` overwrites a parameter, which the strategy may have
+    sharded, with a whole tensor."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             with torch.no_grad():
@@ -182,15 +189,20 @@ def _few(names: list[str]) -> str:
 
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
-    """Returns the content of a checkpoint, or of a `delta` and the checkpoint that its run started from."""
+    """Returns the content of a checkpoint. With `delta`, `checkpoint` is the one that the delta's run started from, and
+    the delta is applied to it."""
     if delta:
         return apply_delta(checkpoint, Path(delta), trust)
     return read(checkpoint, trust)
 
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
-    """Writes a delta of a checkpoint and returns the names of its weights. Raises UsageError: the run froze nothing, or
-    the checkpoint is not of cifar-zero train. Raises OSError: it cannot be written."""
+    """Writes a delta of a checkpoint and returns the names of its weights.
+
+    Raises:
+        UsageError: If the run froze nothing, or cifar-zero train did not write the checkpoint.
+        OSError: If the delta cannot be written.
+    """
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
@@ -210,8 +222,9 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
 
 
 def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
-    """Returns the checkpoint of a delta and of what its run started from, bit for bit, as `read.read` would, without
-    what is needed to resume. Raises UsageError: one of them is damaged, or they do not belong together."""
+    """Returns the checkpoint that a delta was written from, bit for bit, in the form that `read.read` returns but
+    without what is needed to resume. `base` is the file that the delta's run started from. Raises UsageError if one of
+    the files is damaged, or they do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by cifar-zero export --to delta")
@@ -234,7 +247,7 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of names, dtypes, shapes and values, in the order of the names."""
+    """Returns the SHA-256 of the names, dtypes, shapes and values, sorted by name."""
     found = hashlib.sha256()
     for name in sorted(weights):
         value = weights[name].detach().cpu().contiguous()

@@ -1,18 +1,21 @@
-"""Assembles a DeepSpeed checkpoint folder, the files of all ranks, into the form of Lightning's plain checkpoints.
+"""Assembles a DeepSpeed checkpoint folder, with the files of all ranks, into the form of Lightning's plain checkpoints.
 
-DeepSpeed's own tools do not serve: zero_to_fp32 loads files that could run code, and drops the optimizer's state;
-universal checkpoints support only Adam. DeepSpeed (0.19.8) writes, in the folder TAG:
-- stages 0 to 2: `mp_rank_00_model_states.pt`, the model in the dtype in which it computes, and what the run adds; at
-  stage 0 the optimizer too;
-- stage 3: `zero_pp_rank_<rank>_mp_rank_00_model_states.pt` of each rank, without the sharded parameters;
-- stages 1 to 3: `[bf16_]zero_pp_rank_<rank>_mp_rank_00_optim_states.pt`: the rank's shard of the float32 weights and of
-  the optimizer's state, as one flat tensor for each parameter group (at stage 3 each sub-group);
-- for mixtures of experts, `layer_<mixture>_expert_<number>_mp_rank_00_model_states.pt` for each expert, and at stage 0
-  `expp_rank_<rank>_mp_rank_00_optim_states.pt`: the optimizer of each rank that has other experts. At stages 1 and 2 a
-  group of experts is sharded over the ranks that have the same ones;
-- for an optimizer on NVMe, `offloaded_tensors/rank<rank>/`: the flat tensors that are empty in the other files, in
-  float32: `<group>.tensor.swp` of the weights and `<key>-<group>.tensor.swp` of the state.
-To each file, except the experts', the strategy adds GROUPS, TIED and PROGRESS, and ON_DISK for NVMe.
+DeepSpeed's own tools do not suffice. zero_to_fp32 loads files that could run code, and drops the optimizer's state.
+Universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files into the folder TAG:
+
+- `mp_rank_00_model_states.pt` at stages 0 to 2, with the model in the dtype in which it computes and whatever the run
+  adds. At stage 0 it also contains the optimizer.
+- `zero_pp_rank_<rank>_mp_rank_00_model_states.pt` of each rank at stage 3, without the sharded parameters.
+- `[bf16_]zero_pp_rank_<rank>_mp_rank_00_optim_states.pt` of each rank at stages 1 to 3, with the rank's shard of the
+  float32 weights and of the optimizer's state. Each parameter group (at stage 3 each sub-group) is one flat tensor. A
+  group of experts is sharded over the ranks that have the same experts.
+- `layer_<mixture>_expert_<number>_mp_rank_00_model_states.pt` for each expert of a mixture of experts.
+- `expp_rank_<rank>_mp_rank_00_optim_states.pt` at stage 0 with experts, with the optimizer of each rank that has other
+  experts.
+- `offloaded_tensors/rank<rank>/` for an optimizer on NVMe, with the flat tensors that are empty in the other files, in
+  float32. `<group>.tensor.swp` are the weights and `<key>-<group>.tensor.swp` is the state.
+
+To each file, except the experts' files, the strategy adds GROUPS, TIED and PROGRESS, and for NVMe also ON_DISK.
 """
 
 import math
@@ -32,45 +35,51 @@ TAG = "checkpoint"  # folder inside a DeepSpeed checkpoint, as Lightning names i
 SHAPE = "zero_shape"  # key under which the strategy records its ranks and shards
 
 GROUPS = "zero_groups"
-"""Key of a rank's flat tensors: for each of them the plain names and the shapes of its parameters, in their order."""
+"""Key of the plain names and the shapes of the parameters in each of a rank's flat tensors, in the order of the
+tensor."""
 
-ON_DISK = "zero_on_disk"  # key of the names that DeepSpeed's files on NVMe have for this rank's groups
+ON_DISK = "zero_on_disk"  # key of the names of this rank's groups in DeepSpeed's files on NVMe
 
 AVERAGE = "average"
-"""Key of what callbacks/averaging.py adds to the checkpoints of every strategy: `kind` and `count`, and `weights`, the
-averages by the names of state_dict; `sharded` if these are this rank's parts, cut as stage 3 cuts the parameters."""
+"""Key under which callbacks/averaging.py adds `kind`, `count`, `weights` and `sharded` to the checkpoints of every
+strategy. `weights` are the averages by the names of state_dict. If `sharded` is set, they are only this rank's parts,
+cut as stage 3 cuts the parameters."""
 
 TIED = "zero_tied"
-"""Key of the names of tied weights: for each further plain name of a parameter the first one, which a shard has."""
+"""Key of a dict that maps each additional plain name of a tied weight to its first plain name, which a shard
+contains."""
 
 PROGRESS = "zero_progress"
-"""Key of the names of what Lightning and the run's callbacks have added to the files of the model."""
+"""Key of the names of all entries that Lightning and the run's callbacks have added to the files of the model."""
 
 DEEPSPEED_GROUP_KEYS = {"params", "param_names", "name", "moe"}
-"""Keys of a parameter group that belong to an engine, or are written again."""
+"""Keys of a parameter group that belong to an engine, or that are written anew."""
 
 EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
-"""DeepSpeed's name of an expert's weight: the mixture, the expert's number, its own name."""
+"""DeepSpeed's name of an expert's weight, with groups for the mixture, the expert's number and the weight's own
+name."""
 
 Shapes = Mapping[str, torch.Size]
 
-State = dict[str, Any]  # an optimizer's state of one parameter
+State = dict[str, Any]  # an optimizer's state for one parameter
 
 
 class _Shard(NamedTuple):
-    """A rank's part of what the optimizer keeps."""
+    """A rank's part of the weights and state that the optimizer keeps."""
 
     groups: Sequence[Shapes]  # names and shapes of the parameters in each flat tensor
-    weights: Sequence[Tensor]  # the flat tensors, float32; none if the optimizer updates the model's own weights
-    state: Mapping[int, State]  # the optimizer's state of each flat tensor, flat too
+    weights: Sequence[Tensor]  # the flat tensors in float32; empty if the optimizer updates the model's own weights
+    state: Mapping[int, State]  # the optimizer's flat state for each flat tensor
     param_groups: list[dict[str, Any]]  # the optimizer's groups of flat tensors
-    paddings: Sequence[Sequence[int] | None]  # elements behind each parameter, with DeepSpeed's parameter_alignment
+    paddings: Sequence[Sequence[int] | None]  # padding elements after each parameter, with parameter_alignment
 
 
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """Returns the checkpoint as Lightning's plain strategies write it: state_dict, optimizer_states and progress.
-    Weights are the float32 ones that the optimizer updates, if DeepSpeed keeps such in addition to the model's; see
-    `safe_load.load` for the arguments. Raises UsageError: a file is missing, damaged or of another kind."""
+    """Returns the checkpoint as Lightning's plain strategies write it, with state_dict, optimizer_states and progress.
+
+    If DeepSpeed keeps float32 master weights in addition to the model's own weights, the state_dict has the master
+    weights. For the arguments see `safe_load.load`. Raises UsageError if a file is missing, damaged or of another kind.
+    """
     models, experts, shards, of_expert_ranks = (
         [load(file, trust, verify, device) for file in files] for files in files_of(folder / TAG)
     )
@@ -87,13 +96,18 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
 
 
 def shape_of(folder: Path, trust: bool = False) -> Any:
-    """Returns what the strategy recorded of its ranks and shards; None if it recorded nothing. Raises UsageError."""
+    """Returns the layout of ranks and shards that the strategy recorded, or None if it recorded none. Raises UsageError
+    if the file cannot be read."""
     return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(SHAPE)
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
-    """Returns the plain name for each of DeepSpeed's, which numbers each rank's experts from 0: those of a rank, `rank`
-    among those that share the experts of a mixture, or those of all weights with the experts of all ranks."""
+    """Maps DeepSpeed's names of weights to the names in the plain model. DeepSpeed numbers the experts of each rank
+    from 0.
+
+    `names` are the names of one rank, whose index among the ranks that share the experts of a mixture is `rank`. They
+    may also be the names of all weights, with the experts of all ranks.
+    """
     found = {name: EXPERT.fullmatch(name) for name in names}
     numbers: dict[str, set[str]] = {}
     for expert in filter(None, found.values()):
@@ -109,7 +123,7 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
 
 def files_of(folder: Path) -> tuple[list[Path], ...]:
     """Returns the files of the model, of its experts, of the shards, and of the ranks with other experts at stage 0.
-    Raises UsageError: there is none of the model."""
+    Raises UsageError if no file of the model exists."""
 
     def found(*patterns: str) -> list[Path]:
         files = [file for pattern in patterns for file in folder.glob(pattern)]
@@ -146,7 +160,7 @@ def _check_complete(
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:
-    """Puts into a rank's shard what DeepSpeed kept on NVMe and copied from there into the checkpoint."""
+    """Fills a rank's shard with the tensors that DeepSpeed kept on NVMe and copied from there into the checkpoint."""
     folders = (folder / TAG / "offloaded_tensors").glob("rank*")
     (files,) = (found for found in folders if int(found.name.removeprefix("rank")) == rank)
 
@@ -167,7 +181,7 @@ def _shard(states: Mapping[str, Any], stage: int) -> _Shard:
         own = states["optimizer_state_dict"]
         base = own["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         weights = own["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
-    else:  # in float32 torch's own optimizer; else one with float32 weights, flat or for each parameter
+    else:  # float32: torch's own optimizer; else one with float32 weights, flat or per parameter
         own = states["optimizer"]
         base = own.get("optimizer_state_dict", own)
         weights = own.get("fp32_groups_flat") or [*chain(*own.get("fp32_groups", ()))]
@@ -187,7 +201,8 @@ def _assembled(
     state: dict[str, State] = {}
     names: dict[int, list[str]] = {}
     for number in range(len(shards[0].groups)):
-        # Ranks that have the same parameters have copies of them (stage 0) or their shards; other ranks other experts.
+        # Ranks with the same parameters have copies of them (stage 0) or shards of them. Other ranks have other
+        # experts.
         holders: dict[tuple[str, ...], list[_Shard]] = {}
         for shard in shards:
             holders.setdefault((*shard.groups[number],), []).append(shard)
@@ -208,7 +223,7 @@ def _assembled(
     frozen: Shapes = main.get("frozen_param_shapes") or {} if stage == 3 else {}
     for name, shape in frozen.items():
         weights[name] = uncut([model["frozen_param_fragments"][name].flatten() for model in models], shape)
-    for name, first_name in main.get(TIED, {}).items():  # which an earlier version did not write
+    for name, first_name in main.get(TIED, {}).items():  # an earlier version did not write this key
         weights[name] = weights[first_name]
     progress = {key: main[key] for key in main[PROGRESS]}
     if AVERAGE in main:
@@ -221,9 +236,12 @@ def _assembled(
 def whole_tensors(
     shards: Sequence[Tensor], shapes: Shapes, stage: int, paddings: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Returns a group's tensors from the flat shard of each rank: stages 1 and 2 concatenate all parameters and cut the
-    result into one piece for each rank, stage 3 cuts each parameter; both pad the last shard. `paddings` are the
-    elements behind each parameter, with DeepSpeed's `parameter_alignment`. Raises RuntimeError: a shard is short."""
+    """Returns a group's tensors by name, given the flat shard of each rank.
+
+    Stages 1 and 2 concatenate all parameters and cut the result into one piece for each rank. Stage 3 cuts each
+    parameter. In both cases the last shard is padded. `paddings` are the numbers of padding elements after each
+    parameter, with DeepSpeed's `parameter_alignment`. Raises RuntimeError if a shard is too short.
+    """
     found: dict[str, Tensor] = {}
     offset = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
@@ -239,7 +257,7 @@ def whole_tensors(
 
 
 def uncut(parts: Sequence[Tensor], shape: torch.Size, start: int = 0) -> Tensor:
-    """Returns a copy of what stands in the concatenation of tensors, from the element `start` on."""
+    """Returns a copy of a tensor of this shape, cut out of the concatenation of `parts` from the element `start` on."""
     numel = math.prod(shape)
     own: list[Tensor] = []
     for part in parts:
@@ -250,7 +268,7 @@ def uncut(parts: Sequence[Tensor], shape: torch.Size, start: int = 0) -> Tensor:
 
 
 def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[str, Any]:
-    """Returns the averaged weights, assembled if each rank has stored its own part."""
+    """Returns the averaged weights, assembled if each rank has stored only its own part."""
     average = averages[0]
     if not average["sharded"]:
         return average
@@ -263,8 +281,8 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
 def _as_torch(
     states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the optimizer's state in torch's form, in DeepSpeed's groups; its Adam counts the steps as a number.
-    `names` are those of the parameters in each flat tensor."""
+    """Returns the optimizer's state in torch's form, in DeepSpeed's groups. DeepSpeed's Adam stores the step count as a
+    number, which becomes a tensor. `names` are the names of the parameters in each flat tensor."""
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
     first = 0

@@ -1,4 +1,5 @@
-"""cifar-zero doctor: checks of a machine, and of the nodes of a cluster. What a check is asked, and what it answers."""
+"""Defines the options and the results of the checks of cifar-zero doctor, which checks a machine or the nodes of a
+cluster."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,11 +13,11 @@ INSTALL = "pip install -r requirements.txt"  # fixes a missing or broken package
 
 
 class Options(Namespace):
-    """What the user asks about."""
+    """The options of cifar-zero doctor."""
 
-    checks: list[str]  # names of the checks to run; empty: all
-    nodes: bool  # compare the nodes of a run instead
-    json: bool  # print one JSON object
+    checks: list[str]  # names of the checks to run; all if empty
+    nodes: bool  # whether to compare the nodes of a run instead
+    json: bool  # whether to print one JSON object
     ranks: int  # processes of a run on this machine
     out: str  # directory for run folders
     data_root: str  # directory of the dataset
@@ -25,7 +26,8 @@ class Options(Namespace):
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of a check; warning: some runs are not possible, or will be slow; failed: no run will work."""
+    """The result of a check. `warning` means that some runs are not possible or will be slow, and `failed` that no run
+    will work."""
 
     status: Literal["ok", "warning", "failed"]
     found: str  # half a sentence
@@ -38,7 +40,7 @@ failed = partial(Finding, "failed")
 
 
 def answer(check: Callable[[Options], Finding], options: Options) -> Finding:
-    """Returns the finding of a check; an exception is a finding too."""
+    """Returns the finding of a check. An exception in the check becomes a finding that failed."""
     try:
         return check(options)
     except ModuleNotFoundError as error:

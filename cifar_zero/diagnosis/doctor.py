@@ -33,9 +33,9 @@ CHECKS: dict[str, Callable[[Options], Finding]] = {
     "out": machine.out,
     "data": machine.data,
 }
-"""The checks in their order. A check imports torch itself if it needs it: the doctor must start quickly."""
+"""The checks in their order. A check imports torch itself if it needs torch, because the doctor must start quickly."""
 
-SCHEMA = 1  # version of the output of `--json`; goes up when a key changes its meaning or its name
+SCHEMA = 1  # version of the output of `--json`, raised when a key changes its name or meaning
 
 EPILOG = """\
 exit code: 0 if no check failed (a warning says what some runs cannot do), 1 if one failed, 2 for wrong usage
@@ -50,7 +50,7 @@ examples:
 
 
 def main() -> int:
-    """Prints a line for each check; returns the exit code, 1 if one failed."""
+    """Prints a line for each check and returns the exit code, which is 1 if a check failed."""
     options = _parse()
     closing = ""
     if options.nodes:

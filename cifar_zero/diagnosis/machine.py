@@ -1,5 +1,5 @@
-"""Checks the machine: its GPUs, their driver and CUDA toolkit, CPU cores, memory, disks, and the images on them; and
-that the ranks of a run on it find each other."""
+"""Checks the machine: its GPUs, their driver and CUDA toolkit, CPU cores, memory, disks and the dataset on them, and
+whether the ranks of a run on this machine can communicate."""
 
 import json
 import os
@@ -23,17 +23,18 @@ from cifar_zero.launch import local_launcher
 NO_GPU = "no GPU, ranks run on the CPU"
 
 FREE_BYTES = 1_000_000_000
-"""Free space that a disk needs: CIFAR's archive and its decoded images take 0.36 GB, and a run writes checkpoints."""
+"""Free bytes that a disk needs. CIFAR's archive and its decoded images take 0.36 GB, and a run also writes
+checkpoints."""
 
 SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
 
 SHARED_BYTES = 64_000_000
-"""Shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker container has 64
-MB for all ranks by default (`docker run --shm-size`)."""
+"""Bytes of shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker
+container has 64 MB for all ranks by default (`docker run --shm-size`)."""
 
 NEEDED = "the pinned torch needs driver R580 or newer and a GPU of compute capability 7.5 to 12.0 (no V100)"
-"""What torch 2.15's wheel for CUDA 13.2 runs on: its `torch.cuda.get_arch_list()`, and the oldest driver of CUDA 13
-(docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility)."""
+"""The requirements of torch 2.15's wheel for CUDA 13.2, from its `torch.cuda.get_arch_list()` and from the oldest
+driver of CUDA 13 (docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility)."""
 
 GRACE_SECONDS = 2.0  # how long rank 0 may take to report after another rank has failed
 
@@ -55,7 +56,7 @@ def gpu(options: Options) -> Finding:
         torch.cuda.init()
         for index in range(torch.cuda.device_count()):
             torch.ones(2, device=f"cuda:{index}").sum().item()
-    except (RuntimeError, AssertionError) as error:  # an old driver; a GPU that this torch has no kernels for
+    except (RuntimeError, AssertionError) as error:  # an old driver, or a GPU for which this torch has no kernels
         return failed(
             f"torch, built for CUDA {torch.version.cuda}, cannot compute on the GPU ({short(error)})",
             f"{NEEDED}, or install a torch that supports this machine: https://pytorch.org/get-started/locally",
@@ -86,7 +87,7 @@ def memory(options: Options) -> Finding:
 
 
 def ranks_in_memory() -> int:
-    """Returns how many CPU ranks fit into the free memory, possibly 0."""
+    """Returns how many CPU ranks fit into the free memory, which may be 0."""
     return free_memory_bytes() // CPU_RANK_BYTES
 
 
@@ -105,7 +106,8 @@ def out(options: Options) -> Finding:
 
 
 def data(options: Options) -> Finding:
-    """Whether there are images; if they still have to be downloaded or decoded, whether they can be written."""
+    """Checks whether there are images and, if they still have to be downloaded or decoded, whether they can be
+    written."""
     root = Path(options.data_root)
     disk = _disk(root, "choose another directory with --data.root DIR")
     if disk.status == "failed":
@@ -120,7 +122,7 @@ def data(options: Options) -> Finding:
 
 
 def _disk(folder: Path, elsewhere: str) -> Finding:
-    """Whether a folder, which need not exist yet, can be written and has room."""
+    """Checks whether a folder, which need not exist yet, can be written and has enough free space."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < FREE_BYTES:
@@ -135,7 +137,8 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
 
 
 def all_reduce(options: Options) -> Finding:
-    """Whether real ranks on this machine meet and sum a tensor: starts `cifar-zero doctor --nodes` as each of them."""
+    """Checks whether ranks on this machine can meet and sum a tensor. Starts `cifar-zero doctor --nodes` as each
+    rank."""
     if options.ranks == 1:
         return ok("not needed: a single rank has no others to meet")
     if (fit := ranks_in_memory()) < options.ranks:
@@ -153,7 +156,7 @@ def all_reduce(options: Options) -> Finding:
     errors: list[str] = []
     for number, rank in enumerate(ranks):
         report, text = rank.communicate()
-        for check in json.loads(report or '{"checks": []}')["checks"]:  # of rank 0
+        for check in json.loads(report or '{"checks": []}')["checks"]:  # only rank 0 prints a report
             if check.pop("name") == "all-reduce":
                 return Finding(**check)
         if text.strip():

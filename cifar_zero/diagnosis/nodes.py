@@ -1,6 +1,7 @@
-"""cifar-zero doctor --nodes: checks that the ranks of all nodes meet, compute the right sum, and run the same software.
+"""Checks that the ranks of all nodes meet, compute the right sum, and run the same software (cifar-zero doctor
+--nodes).
 
-A launcher starts it on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
+A launcher starts the doctor on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
 """
 
 import json
@@ -24,15 +25,16 @@ from cifar_zero.launch.collectives import gather, ranks_on_another_disk
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
 
 ELEMENTS = 2**18
-"""Size of the all-reduce in float32, 1 MiB: with a wrong MTU small packets arrive and large ones get lost."""
+"""Number of float32 elements of the all-reduce, 1 MiB in all. With a wrong MTU small packets arrive and large packets
+get lost."""
 
 
 def examine(options: Options) -> dict[str, Finding]:
-    """Meets the other ranks and compares the nodes; returns the findings. Raises RunError: names a rank that did not
-    come in time."""
+    """Meets the other ranks, compares the nodes and returns the findings. Raises RunError, with the name of the rank,
+    if a rank does not come in time."""
     rank, ranks, limit = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"]), timedelta(0, options.timeout)
-    # The store of torchrun's agents, or one that rank 0 opens. Not torch's "env://": with it rank 0 waits here for the
-    # others, and cannot name who is missing.
+    # Uses the store of torchrun's agents, or one that rank 0 opens. torch's "env://" is not used, because rank 0 would
+    # wait in it for all ranks, and could not name the missing ones.
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     tcp = TCPStore(address, port, is_master=opens, timeout=limit, wait_for_workers=False)
@@ -67,17 +69,18 @@ def examine(options: Options) -> dict[str, Finding]:
 
 
 def _no_gpu() -> str:
-    """Sets this rank's GPU as the current device; returns why it cannot be used, or an empty string."""
+    """Sets this rank's GPU as the current device. Returns why the GPU cannot be used, or an empty string."""
     try:
         torch.cuda.set_device(rank_environment.local_rank())
         torch.ones(1, device="cuda").sum().item()
-    except (RuntimeError, AssertionError) as error:  # no GPU, an old driver, a GPU that this torch has no kernels for
+    except (RuntimeError, AssertionError) as error:  # no GPU, an old driver, or a GPU without kernels in this torch
         return short(error)
     return ""
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be the same on all nodes: Python, packages, NCCL, NVIDIA's driver, the commit."""
+    """Returns the versions that must be the same on all nodes, of Python, packages, NCCL, NVIDIA's driver and the
+    commit."""
     found = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
         found |= hardware.gpu_versions()
@@ -85,7 +88,8 @@ def versions() -> dict[str, str]:
 
 
 def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
-    """Whether all ranks have a GPU, or none has; `lacks` holds why each cannot use its GPU, empty if it can."""
+    """Checks whether all ranks have a GPU, or none has. `lacks` holds for each rank why it cannot use its GPU, or an
+    empty string if it can."""
     if not any(lacks):
         return ok("each rank has one")
     if all(lacks):

@@ -1,4 +1,4 @@
-"""Checks Python, the packages that a run needs, and what DeepSpeed needs to compile its operators."""
+"""Checks Python, the packages that a run needs, and the tools with which DeepSpeed compiles its operators."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ from packaging.version import Version
 from cifar_zero.diagnosis import INSTALL, Finding, Options, failed, ok, warning
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-"""Has the tested ranges, where the program is not installed or is installed as editable."""
+"""The file with the tested ranges. It exists where the program is not installed, or is installed as editable."""
 
 DEEPSPEED, LIGHTNING = "https://github.com/deepspeedai/DeepSpeed", "https://github.com/Lightning-AI/pytorch-lightning"
 
@@ -35,9 +35,12 @@ FAULTS = (
     ("deepspeed", ">=0.17.2,<0.19.4", "WarmupLR", f"warms all groups up to the first's rate: {DEEPSPEED}/pull/8171"),
     ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at 0: {DEEPSPEED}/pull/7969"),
 )
-"""Releases that install and run, but do harm or train wrongly: package, releases (PEP 440), what shows it, and what is
-wrong (docs/evidence.md). What shows it are strategies of `compare --acceptance`, or an
-option, optimizer or schedule of DeepSpeed, which no case has."""
+"""Releases that install and run, but do harm or train wrongly (docs/evidence.md). Each row has the package, the
+releases (PEP 440), what shows the fault, and the fault itself.
+
+The fault is shown by strategies of `compare --acceptance`, or by an option, optimizer or schedule of DeepSpeed, for
+which there is no acceptance case. An empty string stands for the package itself.
+"""
 
 NEEDED_BY = "the *_offload strategies need it, to compile an operator"
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
@@ -48,7 +51,8 @@ def python(options: Options) -> Finding:
 
 
 def torchvision_import(options: Options) -> Finding:
-    """Whether torchvision can be imported: one built for another torch lacks operators or symbols."""
+    """Checks whether torchvision can be imported. A torchvision that was built for another torch lacks operators or
+    symbols."""
     try:
         import torchvision
     except (RuntimeError, OSError, ImportError) as error:
@@ -58,7 +62,7 @@ def torchvision_import(options: Options) -> Finding:
 
 
 def package(name: str, options: Options) -> Finding:
-    """Whether a package is installed, in a tested version."""
+    """Checks whether a package is installed in a tested version."""
     wanted = tested(name)
     try:
         version = Version(metadata.version(name))
@@ -74,7 +78,8 @@ def package(name: str, options: Options) -> Finding:
 
 
 def tested(name: str) -> SpecifierSet:
-    """Returns the tested versions of a package: pyproject.toml's range, which an installed program's metadata has."""
+    """Returns the tested versions of a package, which are the range in pyproject.toml, or in the metadata of an
+    installed program."""
     if PROJECT.exists():
         listed = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
     else:
@@ -84,8 +89,8 @@ def tested(name: str) -> SpecifierSet:
 
 
 def compiler(options: Options) -> Finding:
-    """Whether all is installed that torch compiles DeepSpeed's operators with: the compiler that it calls ($CXX or
-    c++), Python's header files, ninja on PATH, and libaio (DeepSpeed issues 6972 and 7346)."""
+    """Checks whether everything is installed with which torch compiles DeepSpeed's operators: the compiler that torch
+    calls ($CXX or c++), Python's header files, ninja on PATH, and libaio (DeepSpeed issues 6972 and 7346)."""
     program = shlex.split(os.environ.get("CXX", "c++"))[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
     folder = Path(sys.executable).parent

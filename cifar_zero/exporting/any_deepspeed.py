@@ -1,8 +1,10 @@
-"""Exports the weights of any DeepSpeed checkpoint: of Lightning, Accelerate, transformers or `engine.save_checkpoint`.
-checkpoints/zero_folder.py describes the files. They are mapped into memory, which holds the export once.
+"""Exports the weights of any DeepSpeed checkpoint, whether written by Lightning, Accelerate, transformers or
+`engine.save_checkpoint`.
 
-`zero_to_fp32` of DeepSpeed (0.19.8) loads files that could run code. It leaves out frozen parameters at stage 1 and the
-second name of a module that the model has twice, and reads neither stage 0 nor bfloat16 with `grad_accum_dtype` fp32.
+checkpoints/zero_folder.py describes the files. They are mapped into memory, so that only the export itself is held in
+memory. `zero_to_fp32` of DeepSpeed (0.19.8) does not suffice. It loads files that could run code, leaves out frozen
+parameters at stage 1 and the second name of a module that the model has twice, and reads neither stage 0 nor bfloat16
+with `grad_accum_dtype` fp32.
 """
 
 import math
@@ -21,16 +23,22 @@ from cifar_zero.core.errors import UsageError
 
 
 def is_of_another_program(folder: Path, trust: bool = False) -> bool:
-    """Returns whether a folder of DeepSpeed's files was not written by cifar-zero train. Raises UsageError: a file is
-    missing, damaged, or would need `trust`."""
+    """Returns whether a program other than cifar-zero train wrote a folder of DeepSpeed's files. Raises UsageError if a
+    file is missing, damaged, or would need `trust`."""
     return RECORD not in load(files_of(folder)[0][0], trust, verify=False, device="meta")
 
 
 def export(folder: Path, output: Path, trust: bool = False) -> None:
-    """Writes the weights in a folder of DeepSpeed's files as safetensors, in float32: those that the optimizer updates
-    if DeepSpeed stores their names (not at stage 0), else those of the model. Raises UsageError: a file is missing,
-    damaged, would need `trust`, or has only a part of the model. Raises OSError or SafetensorError: the export cannot
-    be written."""
+    """Writes the weights in a folder of DeepSpeed's files as safetensors, in float32.
+
+    They are the weights that the optimizer updates if DeepSpeed stores their names (not at stage 0), else the model's
+    weights.
+
+    Raises:
+        UsageError: If a file is missing, damaged, would need `trust`, or has only a part of the model.
+        OSError: If the export cannot be written.
+        SafetensorError: If the export cannot be written.
+    """
     try:
         tensors, missing = _read(folder, trust)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -38,7 +46,7 @@ def export(folder: Path, output: Path, trust: bool = False) -> None:
     staged = atomic.staged(output)
     try:
         safetensors.torch.save_file(tensors, staged, {"format": "pt"})
-        staged.chmod(folder.stat().st_mode & 0o666)  # safetensors (0.8.0) lets only the owner read it
+        staged.chmod(folder.stat().st_mode & 0o666)  # safetensors (0.8.0) makes a file that only its owner can read
         atomic.put_in_place(output)
     finally:
         atomic.discard(staged)
@@ -65,7 +73,7 @@ def _read(folder: Path, trust: bool) -> tuple[dict[str, Tensor], list[str]]:
     if main["param_shapes"] is not None:
         shards = [_of_rank(folder, "optim", rank, trust)["optimizer_state_dict"] for rank in ranks]
         found |= _optimized(main["param_shapes"], shards, cut)
-    # The two names of a parameter share memory at stages 0 to 2, and stand in shared_params.
+    # Two names of one parameter share memory at stages 0 to 2, and are listed in shared_params.
     trained = {stored[name].data_ptr(): found[name] for name in found if name in stored}
     for name, value in stored.items():
         if name not in found:
@@ -82,7 +90,8 @@ def _read(folder: Path, trust: bool) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def _optimized(groups: Sequence[Shapes], shards: Sequence[Mapping[str, Any]], cut: bool) -> dict[str, Tensor]:
-    """Returns the float32 weights that the optimizer updates; `cut` as at stage 3."""
+    """Returns the float32 weights that the optimizer updates. `cut` is whether each rank has a part of each parameter,
+    as at stage 3."""
     found: dict[str, Tensor] = {}
     key = "fp32_flat_groups" if cut else "single_partition_of_fp32_groups"
     paddings = shards[0].get("param_alignment_paddings")

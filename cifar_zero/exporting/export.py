@@ -14,7 +14,7 @@ SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "delta": ".delta.saf
 
 
 def main() -> int:
-    """Writes one export and prints what it is; returns the exit code."""
+    """Writes one export, prints its description and returns the exit code."""
     arguments = _parse()
     quieten()
     weights_only = _weights_only(arguments)
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _weights_only(arguments: Namespace) -> Path | None:
-    """Returns the folder of DeepSpeed's files if the checkpoint is one that another program wrote."""
+    """Returns the folder of DeepSpeed's files if another program wrote the checkpoint, else None."""
     folder = run_folder.deepspeed_files(arguments.checkpoint)
     if folder:
         from cifar_zero.exporting import any_deepspeed  # which imports torch

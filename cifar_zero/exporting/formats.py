@@ -1,5 +1,5 @@
-"""The export formats, safetensors and ONNX: writes each, reads it back, and checks that it computes the same as its
-checkpoint."""
+"""Writes the export formats safetensors and ONNX, reads each file back, and checks that it computes the same scores as
+its checkpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,11 +27,12 @@ from cifar_zero.data.augment import memory_format
 from cifar_zero.models import IMAGE_SHAPE
 
 INPUT, OUTPUT = "images", "scores"
-"""Names in an ONNX file: float32 (N, 3, H, W), normalised -> float32 (N, classes), for any N."""
+"""Names of the input and the output in an ONNX file. The input is float32 (N, 3, H, W), normalised, and the output is
+float32 (N, classes), for any N."""
 
 ONNX_TOLERANCE = 1e-4
-"""Largest relative and absolute difference of an ONNX file's scores, float32, from the checkpoint's, as onnxruntime
-sums in another order. Up to 1e-7 was measured with the tutorial's model."""
+"""Largest relative and absolute difference allowed between the float32 scores of an ONNX file and its checkpoint,
+because onnxruntime sums in another order. Differences of up to 1e-7 were measured with the tutorial's model."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Classifier:
 
 
 def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
-    """Returns a classifier from any export, or what `run_folder.find_checkpoint` accepts; `delta`: a file of `export
-    --to delta`. Raises UsageError: it is missing, damaged, or needs `trust`."""
+    """Returns a classifier from any export, or from a path that `run_folder.find_checkpoint` accepts. `delta` is a file
+    of `export --to delta` to apply. Raises UsageError if the file is missing, damaged, or needs `trust`."""
     file = run_folder.find_checkpoint(path)
     if not delta and file.suffix in (".safetensors", ".onnx"):
         return load_export(file, file.suffix)
@@ -55,16 +56,16 @@ def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
 
 
 def load_export(file: Path, suffix: str) -> Classifier:
-    """Returns a classifier from an export, whose format is that of a `suffix`. Raises UsageError: it is damaged, or of
-    another kind or model."""
+    """Returns a classifier from an export, in the format that has this `suffix`. Raises UsageError if the file is
+    damaged, or of another kind or model."""
     if suffix == ".onnx":
         return _load_onnx(file)
     return build(*read_whole(file), file)[1]
 
 
 def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> tuple[nn.Module, Classifier]:
-    """Returns the model with these weights in float32, in evaluation mode, and the classifier that runs it on the CPU.
-    `metadata` are those of `weights.metadata_of`. Raises UsageError: they do not fit."""
+    """Returns the model with these weights in float32 in evaluation mode, and the classifier that runs it on the CPU.
+    `metadata` is what `weights.metadata_of` returns. Raises UsageError if weights and metadata do not fit."""
     if "model" not in metadata:
         raise UsageError(
             f"{file} does not say which model it is of: give a checkpoint of cifar-zero train, or an export of it"
@@ -91,7 +92,7 @@ def _inputs_of(metadata: Mapping[str, str]) -> Inputs:
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
-    from onnx import helper  # here and below: these packages are optional
+    from onnx import helper  # imported here and below, because these packages are optional
 
     side = int(metadata["image_size"])
     program = torch.onnx.export(
@@ -103,7 +104,7 @@ def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
         output_names=[OUTPUT],
         dynamic_shapes=({0: torch.export.Dim("N")},),
     )
-    assert program is not None  # with dynamo
+    assert program is not None  # torch returns a program if dynamo is True
     model = program.model_proto
     for node in model.graph.node:
         del node.metadata_props[:]  # source lines of this machine, with their paths
@@ -131,12 +132,15 @@ def _load_onnx(file: Path) -> Classifier:
 
 
 def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: str = "") -> None:
-    """Writes the file, reads it back, compares its scores of random images with the checkpoint's, and only then gives
-    it its name.
+    """Writes an export, reads it back, and compares its scores of random images with the checkpoint's. Only then the
+    file gets its name.
 
-    The checkpoint is of any strategy; with `delta` it may be any file of weights. Raises UsageError: the checkpoint is
-    damaged, or not of the model that it names. Raises RunError: the file does not compute what the checkpoint does.
-    Raises OSError: the file cannot be written.
+    The checkpoint may be of any strategy. With `delta` it may be any file of weights.
+
+    Raises:
+        UsageError: If the checkpoint is damaged, or not of the model that it names.
+        RunError: If the file does not compute what the checkpoint computes.
+        OSError: If the file cannot be written.
     """
     content = read_with_delta(checkpoint, delta, trust)
     metadata = metadata_of(content, checkpoint.name)
@@ -166,7 +170,7 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
 
 
 def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
-    """Writes only the trained parameters of a run; see `weights.write_delta`."""
+    """Writes only the trained parameters of a run, see `weights.write_delta`."""
     names = write_delta(read(checkpoint, trust), output, checkpoint.name)
     print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
     print(f"apply it to the weights that the run started from: BASE --delta {output}")

@@ -22,7 +22,7 @@ Named = list[tuple[str, float]]  # class names with their probabilities, from 0 
 
 
 def main() -> int:
-    """Prints a line for each image; returns the exit code, 2 if an image could not be read."""
+    """Prints a line for each image and returns the exit code, which is 2 if an image could not be read."""
     arguments = _parse()
     quieten()
     files = find_images(arguments.images)
@@ -66,7 +66,8 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
 
 def find_images(paths: Sequence[str]) -> list[Path]:
-    """Returns the files, and of a folder all images in it, sorted. Raises UsageError: a folder has no images."""
+    """Returns the given files and all images in the given folders. The images of a folder are sorted. Raises UsageError
+    if a folder has no images."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():

@@ -1,1 +1,2 @@
-"""Predicts a rank's memory and the bytes that it sends under each strategy, and recommends one (cifar-zero plan)."""
+"""Predicts how much memory a rank needs and how many bytes it sends under each strategy, and recommends a strategy
+(cifar-zero plan)."""

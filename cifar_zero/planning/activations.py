@@ -1,10 +1,10 @@
-"""Counts the activations of a training step to the byte, without computing them.
+"""Counts the bytes of a training step's activations exactly, without computing their values.
 
-It runs the step on tensors that have shapes but no values (torch's FakeTensorMode), so the model may be larger than any
-memory. The kernels are those of the CPU; those of a GPU may save more or less.
+The step runs on tensors that have shapes but no values (torch's FakeTensorMode), so the model may be larger than any
+memory. The kernels are torch's CPU kernels. GPU kernels may save more or less memory.
 
 torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but visits all modules after each
-operation: it takes 24 seconds for one size of vit_large, this file 2.
+operation. It takes 24 seconds for one size of vit_large, and this file takes 2.
 """
 
 import weakref
@@ -30,16 +30,17 @@ from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import gates
 
 Computes = Literal["float32", "autocast", "cast"]
-"""How a model computes: in float32, in bfloat16 under autocast, or cast to bfloat16; float16 takes as much."""
+"""How a model computes: in float32, in bfloat16 under autocast, or cast to bfloat16. float16 takes as much memory as
+bfloat16."""
 
 
 FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
-"""The mode in which tensors have no values; it takes a model on the meta device."""
+"""The mode in which tensors have no values. It accepts a model on the meta device."""
 
 
 @dataclass(frozen=True)
 class LinearFit:
-    """Bytes at the peak as a linear function of the number of images, measured at two sizes of the micro-batch."""
+    """Bytes at the peak as a linear function of the number of images. It is fitted to two sizes of the micro-batch."""
 
     base: float
     per_image: float
@@ -49,13 +50,14 @@ class LinearFit:
 
 
 class ActivationTracker(TorchDispatchMode):
-    """Counts the memory that operations allocate and tensors still use, without that of the model and its gradients."""
+    """Counts the memory that operations allocate and that tensors still use. The memory of the model and its gradients
+    is left out."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
         tensors = [*net.parameters(), *net.buffers()]
         for parameter in net.parameters():
-            if parameter.requires_grad:  # the backward pass then adds to it, and what it adds is temporary
+            if parameter.requires_grad:  # so that the backward pass only adds to it, and the summand is temporary
                 parameter.grad = torch.zeros_like(parameter)
                 tensors.append(parameter.grad)
         self._known: MutableMapping[UntypedStorage, None] = WeakIdKeyDictionary()
@@ -78,9 +80,11 @@ class ActivationTracker(TorchDispatchMode):
 
 
 def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
-    """Returns the bytes at the peak of one forward and backward pass of a micro-batch of images of side x side pixels,
-    with temporary tensors of operations, without parameters and gradients. The model is built in the FakeTensorMode in
-    which this is called, and already cast for "cast"."""
+    """Returns the peak bytes of one forward and backward pass of a micro-batch of images of side x side pixels.
+
+    Temporary tensors of operations count, but parameters and gradients do not. `net` must be built in the
+    FakeTensorMode in which this function is called, and already cast if `computes` is "cast".
+    """
     tracker = ActivationTracker(net)
     batch, labels = torch.empty(images, IMAGE_SHAPE[0], side, side), torch.zeros(images, dtype=torch.int64)
     if computes == "cast":
@@ -98,8 +102,8 @@ def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_S
 
 
 def measure(run: Run, computes: Computes) -> LinearFit:
-    """Returns the activations of a run, counted with its micro-batch and with one of twice this size. Raises UsageError
-    if activation checkpointing finds no blocks."""
+    """Returns the activations of a run, counted with its micro-batch and with a micro-batch of twice the size. Raises
+    UsageError if activation checkpointing finds no blocks."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
     net = on_meta(run.recipe, run.num_classes)
@@ -114,15 +118,15 @@ def measure(run: Run, computes: Computes) -> LinearFit:
 
 
 def fake(net: nn.Module) -> nn.Module:
-    """Returns a copy of a model of the meta device on the CPU, in FAKE. Unlike with `to_empty`, tied weights stay
-    tied."""
+    """Returns a copy on the CPU of a model on the meta device. Must be called in the mode FAKE. Tied weights stay tied,
+    which `to_empty` would not ensure."""
     tensors = (*net.parameters(), *net.buffers())
     return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Counts like `counted`, but only two and three of identical blocks: each further block adds the same (to the byte
-    for vit_13b, whose 41 blocks would take 15 times as long)."""
+    """Returns what `counted` returns. Of identical blocks it runs only two and then three, because each further block
+    adds the same bytes. This is exact to the byte for vit_13b, whose 41 blocks would take 15 times as long."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
         return counted(net, images, computes, side)
@@ -137,7 +141,7 @@ def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Returns what two blocks must have in common to hold the same activations."""
+    """Returns a key that is equal for two blocks if they hold the same activations."""
     modules = tuple((type(module), module.extra_repr()) for module in block.modules())
     return modules, tuple((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
 

@@ -1,17 +1,20 @@
-"""The formulas of a rank's memory under each strategy, in bytes: its model states (parameters, gradients, optimizer
-state), and what it holds in addition to these and to activations.
+"""Formulas for a rank's memory under each strategy, in bytes. They cover its model states (parameters, gradients,
+optimizer state) and everything that it holds in addition to model states and activations.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3.1 and 5: with
-Adam in mixed precision a parameter takes 2 bytes, its gradient 2, its float32 master weight and two moments 12; on each
-of N ranks 16 bytes a parameter at stage 0, 4 + 12/N at stage 1, 2 + 14/N at stage 2, 16/N at stage 3. The formulas here
-follow DeepSpeed 0.19.8 and torch 2.15 where these differ from the paper:
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 3.1 and 5:
+with Adam in mixed precision a parameter takes 2 bytes, its gradient 2 bytes, and its float32 master weight and two
+moments 12 bytes. On each of N ranks a parameter takes 16 bytes at stage 0, 4 + 12/N at stage 1, 2 + 14/N at stage 2 and
+16/N at stage 3. Where DeepSpeed 0.19.8 and torch 2.15 differ from the paper, the formulas follow the software:
 
-- DeepSpeed has master weights, a second copy, in float32 too; torch never has them. A float32 model under autocast
-  takes 4 bytes for each number that takes 2 in a cast model.
-- Stage 1 holds whole gradients only in the backward pass; then, until the update, only its own part, like stage 2.
-- Stage 3 keeps parameters of up to --zero.param_persistence_threshold whole, in addition to its own part of them.
-- An optimizer offloaded to the CPU has its gradients there in float32, at stage 3 also in the model's format.
-- Frozen parameters have neither gradient nor state. Stages 0 to 2 keep them whole on each rank.
+- DeepSpeed keeps float32 master weights as a second copy even if the model is float32, and torch never keeps them. A
+  float32 model under autocast takes 4 bytes for each number that takes 2 bytes in a cast model.
+- Stage 1 holds whole gradients only in the backward pass. From then until the update it holds only the rank's own part,
+  like stage 2.
+- Stage 3 keeps parameters of up to --zero.param_persistence_threshold elements whole, in addition to the rank's own
+  part of them.
+- An optimizer that is offloaded to the CPU has its gradients there in float32, and at stage 3 also in the model's
+  format.
+- Frozen parameters have neither gradients nor optimizer state. Stages 0 to 2 keep them whole on each rank.
 """
 
 import math
@@ -30,7 +33,7 @@ STATE_TENSORS = {
     "sgd": 0,
     "adam": 2,
     "adamw": 2,
-    "adam8bit": 0.5,  # two numbers of one byte (Dettmers et al. 2022); their scales are left out
+    "adam8bit": 0.5,  # two numbers of one byte (Dettmers et al. 2022), without their scales
     "rmsprop": 1,
     "adagrad": 1,
     "adadelta": 2,
@@ -38,14 +41,16 @@ STATE_TENSORS = {
     "muon": 0,
     "muon_sgd": 0,
 }
-"""Numbers that an optimizer keeps per parameter, in addition to one for each of `momentum`, `centered` and `amsgrad`
-that is on. DeepSpeed's C++ versions keep the same. Of the parameters that are not Muon's, `muon` keeps two, not one."""
+"""Numbers that an optimizer keeps per parameter. Each of the options `momentum`, `centered` and `amsgrad` adds one
+number if it is on. DeepSpeed's C++ versions keep the same numbers. `muon` keeps two numbers, not one, of each parameter
+that it does not update with Muon."""
 
 
 REUSE_ELEMENTS = 10**9
-"""ZeRO-3 keeps a gathered parameter if its next use is within so many elements: stage3_max_reuse_distance (DeepSpeed
-0.19.8, zero/config.py and partitioned_param_coordinator.py). At the end of the forward pass this holds for the last
-half of them, because the backward pass goes through the model in the opposite direction."""
+"""ZeRO 3 keeps a gathered parameter if it is used again within this number of elements, which is
+stage3_max_reuse_distance (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). At the end of the
+forward pass this holds for the last REUSE_ELEMENTS / 2 elements, because the backward pass goes through the model in
+the opposite direction."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +59,18 @@ class Weight:
 
     elements: int
     trained: bool = True
-    ranks_that_share: int = 1  # ranks over which an expert's weights are spread (--model.ep_size); 1 for all others
+    ranks_that_share: int = 1  # ranks over which experts are distributed (--model.ep_size); 1 for other weights
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the formulas need to know about a model."""
+    """The properties of a model that the formulas need."""
 
     weights: tuple[Weight, ...]
     largest_block: int
-    """Elements of the largest block that fsdp2 shards; all elements if there are no blocks."""
+    """Elements of the largest block that fsdp2 shards, or all elements if there are no blocks."""
     built_whole: bool = False
-    """Whether ZeRO 3 shards it only after it is built whole on the host."""
+    """Whether the model is built whole on the host before ZeRO 3 shards it."""
 
     @property
     def elements(self) -> int:
@@ -78,8 +83,8 @@ class Network:
 
 
 def network_of(run: Run) -> Network:
-    """Returns the model of a run, with its adapters and frozen weights; built without values (torch's meta device).
-    Raises UsageError if --lora.target or --trainable matches nothing in the model."""
+    """Returns the properties of a run's model, with its adapters and frozen weights. The model is built without values,
+    on torch's meta device. Raises UsageError if --lora.target or --trainable matches nothing in the model."""
     from cifar_zero.checkpoints.network import check_patterns, on_meta
     from cifar_zero.models.moe import MixtureOfExperts
 
@@ -102,7 +107,7 @@ def network_of(run: Run) -> Network:
 
 @dataclass(frozen=True)
 class States:
-    """A rank's model states in one place, in bytes."""
+    """A rank's model states in one place (device or host), in bytes."""
 
     parameters: int = 0
     gradients: int = 0
@@ -115,14 +120,14 @@ class States:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Model states of the fullest rank, between the backward pass and the update."""
+    """Model states of the rank with the most bytes, between the backward pass and the update."""
 
     device: States
     host: States = States()
 
     @property
     def in_memory(self) -> States:
-        """Bytes on the device and on the host together, as measured by `mem/*_rank_bytes` of a run."""
+        """Bytes on the device and on the host together, which `mem/*_rank_bytes` of a run measures."""
         return States(
             self.device.parameters + self.host.parameters,
             self.device.gradients + self.host.gradients,
@@ -138,19 +143,19 @@ def predicted(
     optimizer: Choice,
     zero: ZeROConfig = ZeROConfig(),  # noqa: B008 - it is frozen
 ) -> Prediction | None:
-    """Returns the model states of the fullest of all `ranks`; None for a strategy that splits layers, which has no
-    formula. What is on a disk is not counted. `precision` is settled: not "auto"."""
+    """Returns the model states of the rank with the most bytes among all `ranks`, without bytes on a disk. Returns None
+    for a strategy that splits layers, because it has no formula. `precision` must be resolved and not "auto"."""
     spec = STRATEGIES[strategy]
     if spec.one_replica:
         return None
     size = parameter_size(spec, precision)
-    # DeepSpeed updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) has them
-    # only if the model itself is not float32.
+    # DeepSpeed updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) keeps
+    # them only if the model itself is not float32.
     masters = spec.family == "deepspeed" and (spec.stage > 0 or size < FLOAT32)
-    resting = whole = trained = 0  # elements: of a rank's shards, kept whole, and trained
+    resting = whole = trained = 0  # elements of a rank's shards, of parameters kept whole, and of trained shards
     for weight in weights:
         kept = weight.elements // weight.ranks_that_share
-        # Experts are sharded among the ranks that have the same ones, which takes as much.
+        # Experts are sharded among the ranks that have the same experts, which takes as many bytes.
         shard = kept if spec.stage == 0 and spec.family != "fsdp2" else math.ceil(weight.elements / ranks)
         if spec.stage == 3 and weight.elements <= zero.param_persistence_threshold:
             whole += kept
@@ -173,7 +178,7 @@ def predicted(
 
 
 def parameter_size(spec: Spec, precision: str) -> int:
-    """Returns the bytes of an element of the parameters that the model computes with."""
+    """Returns the bytes of one element of the parameters in the forward pass."""
     if precision == "bf16-true" or (spec.family == "deepspeed" and precision != "32-true"):
         return 2
     return FLOAT32
@@ -188,14 +193,17 @@ def _state_size(optimizer: Choice, size: int) -> float:
 
 
 def buckets(run: Run, network: Network) -> int:
-    """Returns what the backward pass holds in addition to activations: buckets and temporarily gathered parameters.
+    """Returns the bytes that the backward pass holds in addition to activations: buckets and temporarily gathered
+    parameters.
+
     Stage 1 also holds whole gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
-    without overlap_comm). They are counted in addition to all activations, which is more than it ever holds."""
+    without overlap_comm). They are counted in addition to all activations, which is more than stage 1 ever holds.
+    """
     size = parameter_size(run.spec, run.placement.precision)
     if run.spec.family == "fsdp2":
-        # A block, the block gathered ahead, and the gradients of one block. In mixed precision these have a float32
-        # copy, in which they are reduced (reduce_dtype in strategies/fsdp2.py; foreach_reduce in torch 2.15's
-        # _fsdp_collectives.py). A model without blocks is one block.
+        # The block that computes, the block that is gathered ahead, and the gradients of one block. In mixed precision
+        # the gradients have a float32 copy, in which they are reduced (reduce_dtype in strategies/fsdp2.py;
+        # foreach_reduce in torch 2.15's _fsdp_collectives.py). A model without blocks counts as one block.
         each = 3 * 2
         if run.placement.precision == "32-true":
             each = 3 * FLOAT32
@@ -207,7 +215,7 @@ def buckets(run: Run, network: Network) -> int:
     zero = run.placement.zero
     bucket = min(zero.reduce_bucket_size, network.elements) * size
     if run.spec.stage < 3 and zero.overlap_comm:
-        bucket *= 2  # one is filled while the other is sent (zero/stage_1_and_2.py)
+        bucket *= 2  # one bucket is filled while the other is sent (zero/stage_1_and_2.py)
     if run.spec.stage == 1:
         return bucket + network.trained * size
     if run.spec.stage == 2:
@@ -216,7 +224,7 @@ def buckets(run: Run, network: Network) -> int:
 
 
 def update(run: Run, network: Network) -> int:
-    """Returns the copies of the gradients that the update makes on the device, after the activations are freed."""
+    """Returns the bytes of the gradient copies that the update makes on the device, after the activations are freed."""
     if run.spec.family != "deepspeed" or run.spec.offload_optimizer:
         return 0
     size = parameter_size(run.spec, run.placement.precision)
@@ -227,14 +235,15 @@ def update(run: Run, network: Network) -> int:
         part = network.trained
     if size == FLOAT32:  # the flat copy that is sent
         return part * size
-    if run.spec.stage > 0:  # flat, then in float32 (zero/stage_1_and_2.py, step)
+    if run.spec.stage > 0:  # a flat copy, then a float32 copy (zero/stage_1_and_2.py, step)
         return part * (size + FLOAT32)
-    # At most float32 gradients, and those again, flat, for the norm (DeepSpeed 0.19.8, fp16/unfused_optimizer.py).
+    # At most the float32 gradients, and a flat copy of them for the norm (DeepSpeed 0.19.8, fp16/unfused_optimizer.py).
     return network.trained * 2 * FLOAT32
 
 
 def average(run: Run, network: Network) -> int:
-    """Returns the average of the weights (callbacks/averaging.py): float32, with a float32 copy of cast weights."""
+    """Returns the bytes of the weights' average (callbacks/averaging.py), which is float32. If the weights are cast, it
+    includes a float32 copy of them."""
     if not (run.recipe.ema or run.recipe.swa_from):
         return 0
     elements = network.trained
@@ -246,13 +255,13 @@ def average(run: Run, network: Network) -> int:
 
 
 def host_buffers(run: Run, network: Network) -> int:
-    """Returns what offloading needs on the host in addition to the offloaded tensors."""
+    """Returns the bytes that offloading needs on the host in addition to the offloaded tensors."""
     part = math.ceil(network.trained / run.placement.world_size)
-    if run.spec.offload_optimizer == "nvme":  # the sub-group that is updated
+    if run.spec.offload_optimizer == "nvme":  # for the sub-group that is updated
         return min(part, run.placement.zero.sub_group_size) * 4 * FLOAT32
     if run.spec.offload_optimizer and run.spec.stage < 3:
-        # Updated weights on their way back (param_buffer_of_bit16_for_cpu_offload_groups), and the gradients of several
-        # micro-batches (accumulated_grads_in_cpu, zero/stage_1_and_2.py).
+        # Room for updated weights on their way back (param_buffer_of_bit16_for_cpu_offload_groups) and for the
+        # gradients of several micro-batches (accumulated_grads_in_cpu, zero/stage_1_and_2.py).
         if run.placement.accumulate > 1:
             part *= 2
         return part * parameter_size(run.spec, run.placement.precision)
@@ -260,9 +269,11 @@ def host_buffers(run: Run, network: Network) -> int:
 
 
 def built_on_host(run: Run, network: Network) -> int:
-    """Returns what the model takes on the host while it is built, before it is cast and sharded. It is built in float32
-    (in bfloat16 with bf16-true), by fsdp2 on the host. Stage 3 shards each layer right after it is built
-    (deepspeed/strategy.py), but builds models of other packages whole on the host."""
+    """Returns the bytes that the model takes on the host while it is built, before it is cast and sharded.
+
+    It is built in float32, or in bfloat16 with bf16-true. fsdp2 builds it on the host. Stage 3 shards each layer right
+    after it is built (deepspeed/strategy.py), but builds models of other packages whole on the host.
+    """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
     size = network.elements * (2 if run.placement.precision == "bf16-true" else FLOAT32)

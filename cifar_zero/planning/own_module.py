@@ -1,5 +1,6 @@
-"""What a plan needs of a user's own LightningModule: its parameters, its optimizer, and the activations of one
-micro-batch of its loader. Lightning's Trainer starts a training as usual, which ends after the first backward pass."""
+"""Measures what a plan needs of a user's own LightningModule: its parameters, its optimizer, and the activations of one
+micro-batch of its loader. Lightning's Trainer starts a training as usual, and the training ends after the first
+backward pass."""
 
 import sys
 import warnings
@@ -23,11 +24,11 @@ from cifar_zero.planning.formulas import STATE_TENSORS, Network, Weight
 from cifar_zero.planning.survey import PLANNED
 
 Own = tuple[Settings, Network, dict[str, LinearFit]]
-"""The settings, with the module's name, its optimizer and its batch size; the module; activations by compute format,
-counted at one size of the micro-batch and taken as proportional to it."""
+"""The settings with the module's name, optimizer and batch size, the properties of the module, and its activations by
+compute format. The activations are counted at one size of the micro-batch and taken as proportional to it."""
 
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "autocast": "bf16-mixed", "cast": "bf16-true"}
-"""The precision with which Lightning's Trainer computes in a format."""
+"""The precision with which Lightning's Trainer computes in each format."""
 
 
 class Counted(Exception):
@@ -35,11 +36,11 @@ class Counted(Exception):
 
 
 class FirstMicroBatch(Callback):
-    """Counts the activations of the first micro-batch of a training, and raises Counted after it. A module on the meta
-    device computes it without values."""
+    """Counts the activations of the first micro-batch of a training, and then raises Counted. A module on the meta
+    device computes the micro-batch without values."""
 
     def __init__(self) -> None:
-        self.modes = ExitStack()  # those in which operations are counted; to be closed after the training
+        self.modes = ExitStack()  # the modes that count operations, which must be closed after the training
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.micro_batch, self.optimizer = extract_batch_size(batch), trainer.optimizers[0]
@@ -48,7 +49,8 @@ class FirstMicroBatch(Callback):
             pl_module = fake(pl_module)
             pl_module.trainer = trainer
             trainer.strategy.connect(pl_module)
-        # Gradients are model states, and stay. torchmetrics (1.9), with which Lightning logs, copies values.
+        # Gradients are model states, so they are kept. Logging is turned off, because torchmetrics (1.9), with which
+        # Lightning logs, copies values.
         pl_module.optimizer_zero_grad = pl_module.log = pl_module.log_dict = lambda *_, **__: None
         self.tracker = self.modes.enter_context(ActivationTracker(pl_module))
 
@@ -57,8 +59,8 @@ class FirstMicroBatch(Callback):
 
 
 def measure(given: Given, settings: Settings) -> Own:
-    """Returns what a plan needs of the module that a command line gives, built without values if its code allows that.
-    Raises UsageError: its code fails, or it cannot be trained under DeepSpeed."""
+    """Returns what a plan needs of the module that a command line names. The module is built without values if its code
+    allows that. Raises UsageError if the code fails, or the module cannot be trained under DeepSpeed."""
     check_given(given)
     quieten()
     failed = ""
@@ -78,7 +80,7 @@ def measure(given: Given, settings: Settings) -> Own:
 
 
 def _measured(given: Given, settings: Settings, device: str) -> Own:
-    """Returns what `measure` does of a module that is built on a device: meta, or cpu."""
+    """Returns the result of `measure` for a module that is built on a device, meta or cpu."""
     placement, lines = settings.placement, dict[str, LinearFit]()
     for computes in {format_of(STRATEGIES[name], placement.precision) for name in PLANNED}:
         with torch.device(device):

@@ -36,20 +36,20 @@ IMAGES = 32  # micro-batch per rank if no batch size is given
 
 
 def main() -> int:
-    """Prints the plan; returns the exit code, 1 if nothing fits."""
+    """Prints the plan and returns the exit code, which is 1 if no strategy fits."""
     arguments, flags = _parse()
     given = read_given(flags) if "module" in read_arguments(flags).options else None
     config = command_line.settings_of_arguments(given.ours) if given else command_line.parse(flags)
     if config.placement.ds_config:
         raise UsageError("--ds_config cannot be planned: leave it out, all named strategies are planned")
-    config = config.changed(strategy=Placement.strategy)  # all strategies are planned
+    config = config.changed(strategy=Placement.strategy)  # every strategy is planned, whatever the settings name
     any_batch_size, here = "batch_size" not in config.named, arguments.device_memory is None
     if config.placement.devices == "auto" and (any_batch_size or not here):
         config = config.changed(devices=max(1, gpu_count()) if here and config.placement.accelerator != "cpu" else 1)
     config = resolve_devices(config) if here else with_accelerator(config, config.placement.accelerator != "cpu")
     room = available(config, arguments.device_memory, arguments.host_memory)
     if given:
-        from cifar_zero.planning.own_module import measure  # here: it imports torch
+        from cifar_zero.planning.own_module import measure  # imported here, because it imports torch
 
         config, net, lines = measure(given, config)
         run = make_run(config)
@@ -121,7 +121,7 @@ def _parse() -> tuple[Namespace, list[str]]:
 
 
 def print_plan(needs: Sequence[MemoryEstimate]) -> None:
-    """Prints a row for each strategy, in GB on the fullest rank, and why strategies are refused."""
+    """Prints a row for each strategy, in GB on the rank with the most bytes, and why strategies are refused."""
     row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}"
     print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch"))
     for need in needs:

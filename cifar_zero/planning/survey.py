@@ -1,5 +1,5 @@
-"""The memory that a rank needs under each strategy, part by part, and the memory that it has. Recommends a strategy,
-also for `--strategy auto`."""
+"""Compares the memory that a rank needs under each strategy, part by part, with the memory that it has. Recommends a
+strategy, also for `--strategy auto`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PLANNED = sorted(
     (name for name, spec in STRATEGIES.items() if not spec.one_replica and name != "fsdp"),  # fsdp is fsdp2
     key=lambda name: ("", "cpu", "nvme").index(STRATEGIES[name].offload_optimizer),
 )
-"""The strategies with a formula, in the order of recommendation: without offload, offload to the host, offload to disk;
-within each group from the least sharding to the most."""
+"""The strategies with a formula, in the order of recommendation: without offload, with offload to the host, with
+offload to disk. Within each group the strategy that shards least comes first."""
 
 RULE = "the first row that fits; rows that keep states in the host's memory or on a disk come last, as they are slower"
 
@@ -39,8 +39,7 @@ UNITS = {"": 10**9, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib":
 
 USABLE = 0.9
 """Share of a device's memory that a plan uses. The rest is for the CUDA context, the workspaces of cuBLAS and NCCL, and
-fragmentation of the allocator: vLLM's gpu_memory_utilization leaves as much by default (vLLM 0.11,
-vllm/config/cache.py)."""
+fragmentation of the allocator. vLLM's gpu_memory_utilization has the same default (vLLM 0.11, vllm/config/cache.py)."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,20 @@ class MemoryBudget:
     """Bytes available to a rank."""
 
     device: int
-    host: int | None  # None: unknown, and not checked
+    host: int | None  # None if it is unknown and not checked
     shared: bool = False  # whether the device is the CPU, so that offloaded tensors stay in the same memory
     elsewhere: bool = False
-    """Whether this is another machine, which may have what this one lacks (a compiler, bitsandbytes, --nvme_path)."""
+    """Whether the plan is for another machine, which may have what this machine lacks (a compiler, bitsandbytes,
+    --nvme_path)."""
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
-    """Returns what is available to a rank on the machine with this --device_memory, None: on this machine. Without
-    `host_memory`, of a node, it is what is free here. Raises UsageError: a memory is no size."""
+    """Returns the memory that is available to a rank.
+
+    With `device_memory` it is a rank of the machine with this --device_memory, else a rank of this machine.
+    `host_memory` is the memory of a node, by default the memory that is free on this machine. Raises UsageError if a
+    memory is not a size.
+    """
     assert settings.placement.devices != "auto"
     on_cpu = settings.placement.accelerator == "cpu"
     host = None
@@ -77,7 +81,8 @@ def available(settings: Settings, device_memory: str | None = None, host_memory:
 
 
 def size_in_bytes(text: str, flag: str) -> int:
-    """Returns the bytes of `80GB`, `24GiB`, `512MiB` or `80`, which is gigabytes. Raises UsageError: it is no size."""
+    """Returns the bytes of a size such as `80GB`, `24GiB`, `512MiB` or `80`, which is in gigabytes. Raises UsageError
+    if the text is not a size."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.lower())
     if not match or match[2] not in UNITS:
         raise UsageError(f"{flag} {text}: give a size such as 80GB (10^9 bytes), 24GiB (2^30) or 80, which is 80GB")
@@ -93,7 +98,7 @@ def gpu_bytes() -> int:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of the fullest rank under one strategy, in bytes."""
+    """Memory of the rank with the most bytes under one strategy, in bytes."""
 
     strategy: str
     states: Prediction
@@ -103,15 +108,17 @@ class MemoryEstimate:
     average: int  # the average of the weights (--ema, --swa_from) on the device
     host_buffers: int  # buffers of offloading on the host, and the average of weights that are stored there
     activation_offload: bool
-    """Whether the host holds the activations too. The device is planned for all of them too: temporary ones stay."""
+    """Whether the host holds the activations too. The device is still planned for all activations, because temporary
+    ones stay on it."""
     built_on_host: int  # the model on the host while it is built
-    refused: str = ""  # why `train` would refuse it; empty if it would not
+    refused: str = ""  # why `train` would refuse the strategy; empty if it would accept it
     fits: bool = False
     most_images: int = 0  # the largest micro-batch that fits
 
     @property
     def device(self) -> int:
-        """The peak on the device, in the backward pass (activations and buckets) or in the update (neither)."""
+        """The peak on the device, which is reached in the backward pass with its activations and buckets, or in the
+        update without them."""
         return self.states.device.total + self.average + max(self.buckets + self.activations, self.update)
 
     @property
@@ -120,17 +127,18 @@ class MemoryEstimate:
 
     @property
     def host(self) -> int:
-        """The peak in the host's memory, without the process itself."""
+        """The peak in the host's memory, without the memory of the process itself."""
         return max(self.built_on_host, self._host_in_training)
 
     def compared(self, room: MemoryBudget) -> int:
-        """Returns what must fit on the device, including the host's part if both are one memory."""
+        """Returns the bytes that must fit on the device. They include the host's part if device and host share one
+        memory."""
         if room.shared:
             return max(self.built_on_host, self.device + self._host_in_training)
         return self.device
 
     def lacking(self, room: MemoryBudget) -> dict[str, tuple[int, int]]:
-        """Returns the needed and the available bytes of device and host, for those that are too small."""
+        """Returns the needed and the available bytes of the device and of the host, if they are too small."""
         found: dict[str, tuple[int, int]] = {}
         if self.compared(room) > room.device:
             found["device"] = (self.compared(room), room.device)
@@ -140,9 +148,9 @@ class MemoryEstimate:
 
 
 def survey(run: Run, network: Network, room: MemoryBudget, lines: dict[str, LinearFit]) -> list[MemoryEstimate]:
-    """Returns the needs of a run under each strategy of PLANNED, whatever its own is. `lines` caches the activations by
-    compute format, and is filled here. Raises UsageError if the batch does not divide, ranks share a model, or
-    activation checkpointing finds no blocks."""
+    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names. `lines`
+    caches the activations by compute format, and is filled here. Raises UsageError if the batch does not divide, ranks
+    share a model, or activation checkpointing finds no blocks."""
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
     return [_need(run.under(name), network, room, lines) for name in PLANNED]
@@ -160,7 +168,7 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
     )
     assert states is not None
     average, average_on_host = formulas.average(run, network), 0
-    if run.spec.offload_parameters:  # it is stored where the parameters are
+    if run.spec.offload_parameters:  # the average is stored where the parameters are
         average, average_on_host = 0, average
     need = MemoryEstimate(
         placement.strategy,
@@ -185,7 +193,7 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
 
 
 def _activations(run: Run, lines: dict[str, LinearFit]) -> LinearFit:
-    """Returns the activations of a run by images, counted once for each compute format."""
+    """Returns the activations of a run as a function of images, counted once for each compute format."""
     from cifar_zero.planning.activations import format_of, measure
 
     computes = format_of(run.spec, run.placement.precision)
@@ -201,13 +209,13 @@ def _most_images(need: MemoryEstimate, line: LinearFit, room: MemoryBudget) -> i
 
 
 def recommended(needs: Sequence[MemoryEstimate], room: MemoryBudget) -> tuple[MemoryEstimate | None, str]:
-    """Returns what RULE recommends of needs in the order of PLANNED, and its figures; or None, and what is missing.
-    Raises UsageError if `train` would refuse every strategy; the message is the one for the simplest strategy."""
+    """Returns the strategy that RULE recommends and its figures, or None and what is missing. `needs` are in the order
+    of PLANNED. Raises UsageError if `train` would refuse every strategy, with the message for the simplest strategy."""
     accepted = [need for need in needs if not need.refused]
     if not accepted:
         raise UsageError(needs[0].refused)
     for need in accepted:
-        # SuperOffload is for the fast links of a GH200, which cannot be detected: only the user can choose it.
+        # SuperOffload is for the fast links of a GH200, which cannot be detected, so only the user can choose it.
         if need.fits and not STRATEGIES[need.strategy].super_offload:
             sizes = f"{gigabytes(need.compared(room))} of the {gigabytes(room.device)} GB available to a rank"
             return need, f"{need.strategy} needs {sizes}"
@@ -227,9 +235,11 @@ def gigabytes(size: int) -> str:
 
 
 def without_auto(settings: Settings) -> Settings:
-    """Returns the settings with the strategy that replaces auto, and prints which one and why. Raises UsageError if no
-    strategy fits, or a launcher started the ranks, so that each would choose; to those of our own launcher `train`
-    names the choice."""
+    """Returns the settings with a strategy in place of auto, and prints which strategy and why.
+
+    Raises UsageError if no strategy fits, or if another launcher started the ranks, because each rank would then
+    choose. Ranks of this project's own launcher get the chosen strategy from `train`.
+    """
     if settings.placement.strategy != AUTO:
         return settings
     if rank_environment.is_rank():

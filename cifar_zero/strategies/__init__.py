@@ -1,5 +1,6 @@
-"""Builds Lightning's strategy: plain PyTorch here, one file or folder for each other family, of which only the one that
-a run needs is imported. What else a strategy decides or knows, and other packages read, is in hooks.py."""
+"""Builds Lightning's strategy for a run. Plain PyTorch is built here. Each other family of strategies is a file or
+folder of this package, and only the family that a run needs is imported. hooks.py defines what other packages read from
+a strategy."""
 
 from __future__ import annotations
 
@@ -17,18 +18,20 @@ if TYPE_CHECKING:
 
 
 def build(placement: Placement, num_parameters: int, largest_parameter: int = 0) -> Strategy | str:
-    """Returns the strategy for Lightning's Trainer and any LightningModule with so many parameters.
+    """Returns the strategy for Lightning's Trainer, for any LightningModule with `num_parameters` parameters.
 
-    Nothing of the placement may be open: devices is a number, accelerator cpu or gpu, precision a format. Clipping and
-    accumulation are the Trainer's.
+    The placement must be resolved: devices is a number, accelerator is cpu or gpu, and precision is a format. Clipping
+    and accumulation are left to the Trainer.
 
     Args:
         placement: Where and how to train.
-        num_parameters: Elements of all parameters; DeepSpeed's communication buckets are no larger.
-        largest_parameter: Elements of the largest parameter, for NVMe offload's buffers; 0: unknown.
+        num_parameters: Number of elements of all parameters. DeepSpeed's communication buckets are no larger.
+        largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers. 0 if
+            unknown.
 
     Raises:
-        UsageError: The ranks cannot be divided as the placement says, or its DeepSpeed configuration cannot be used.
+        UsageError: If the ranks cannot be divided as the placement requires, or its DeepSpeed configuration cannot be
+            used.
     """
     spec = ds_config.spec_of(placement)
     if spec.family == "baseline":
@@ -40,23 +43,26 @@ def build(placement: Placement, num_parameters: int, largest_parameter: int = 0)
 
 
 def _plain(placement: Placement) -> Strategy | str:
-    """Returns Lightning's DDP for several ranks or if it is named, else its strategy for a single device."""
+    """Returns Lightning's DDP for several ranks or if the placement names it, else "auto", for which Lightning takes
+    its single-device strategy."""
     if placement.strategy == "baseline" and placement.world_size == 1:
         return "auto"
     from lightning.pytorch.strategies import DDPStrategy
     from torch.nn.parallel import DistributedDataParallel
 
-    # callbacks/averaging.py averages the only buffers that change, batch normalisation's, under every strategy.
-    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 has renamed it
+    # DDP does not broadcast buffers, because only the buffers of batch norms change, and callbacks/averaging.py
+    # averages them under every strategy.
+    known = inspect.signature(DistributedDataParallel).parameters  # torch 2.15 renamed broadcast_buffers
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {sync_buffers: False}
     return DDPStrategy(gradient_as_bucket_view=True, **options)
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
-    """Returns the hooks of a strategy's family: DeepSpeed's engine under Lightning's own strategy too, `hooks` of a
-    strategy that names them, and the defaults for any other."""
-    # Imported here, because the doctor imports this package without torch, and a training without DeepSpeed has none.
+    """Returns the hooks of a strategy. Lightning's own DeepSpeedStrategy gets the hooks of DeepSpeed's engine too. Any
+    other strategy gets the class in its attribute `hooks`, or the default hooks if it has none."""
+    # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
+    # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     from cifar_zero.strategies.hooks import Hooks

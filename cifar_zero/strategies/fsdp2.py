@@ -1,4 +1,5 @@
-"""torch's fully_shard (FSDP2): ZeRO-3 in torch itself, each parameter a DTensor cut along its first dimension.
+"""Sharding with torch's fully_shard (FSDP2), which is ZeRO 3 in torch itself. Each parameter is a DTensor that is
+sharded along its first dimension, or along the one that `tensor_parallel.data_dimension` returns.
 
 Zhao et al. 2023, "PyTorch FSDP"; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -27,8 +28,8 @@ def build(placement: Placement) -> MeshStrategy:
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Shards each block of a model that has `blocks`, and then the rest of the model. A block is gathered just before
-    it computes and freed just after; a model without blocks is gathered whole. Mixed precision gathers and computes in
-    the low precision, and sums gradients and updates weights in float32."""
+    it computes and freed right after. A model without blocks is gathered whole. Under mixed precision, parameters are
+    gathered and used in the low precision, while gradients are reduced and weights are updated in float32."""
     if policy.param_dtype is not None:
         cast_buffers(net, policy.param_dtype)
         keep_batch_norm_float32(net)

@@ -1,6 +1,7 @@
-"""What other packages read from a strategy: whole tensors, this rank's shards, norms, bytes; see `strategies.hooks_of`.
+"""Defines what other packages read from a strategy: unsharded tensors, this rank's shards, norms and sizes in bytes.
+`strategies.hooks_of` returns the hooks of a strategy.
 
-Only the strategies know how a parameter is sharded, and where its gradient and its optimizer's copy of it are.
+How a parameter is sharded, and where its gradient and the optimizer's copy of it are stored, depends on the strategy.
 """
 
 import copy
@@ -29,21 +30,21 @@ class Updated:
     """A tensor that an optimizer updates on this rank: a weight, a shard, or a flat part of several master weights."""
 
     target: Any
-    parameters: Sequence[Any]  # of the module, in order
-    cut: Callable[
-        [Sequence[Tensor]], Tensor
-    ]  # from unsharded tensors of the parameters this rank's part, no collective
+    parameters: Sequence[Any]  # the module's parameters that the tensor covers, in order
+    # Returns this rank's part, given the unsharded tensors of the parameters. Nothing is communicated.
+    cut: Callable[[Sequence[Tensor]], Tensor]
     optimizer: Any
-    group: dict[str, Any]  # the options of its step
+    group: dict[str, Any]  # the options with which the step updates the tensor
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The optimizer's state of the tensor; empty before the first step."""
+        """The optimizer's state of the tensor, which is empty before the first step."""
         return self.optimizer.state.get(self.target, {})
 
     def optimizer_of(self, twin: Parameter) -> Any:
-        """Returns an optimizer that does with a copy of the tensor, and copies of its state, what this one does."""
-        other = object.__new__(type(self.optimizer))  # copy.copy would drop attributes of its own (torch 2.15)
+        """Returns an optimizer that updates `twin`, a copy of the tensor, exactly as the original optimizer updates the
+        tensor. It has copies of the tensor's state."""
+        other = object.__new__(type(self.optimizer))  # copy.copy would drop attributes of subclasses (torch 2.15)
         vars(other).update(vars(self.optimizer))
         other.param_groups = [{**self.group, "params": [twin]}]
         other.state = defaultdict(dict)
@@ -53,93 +54,101 @@ class Updated:
 
 
 class Hooks:
-    """The defaults, for a strategy whose parameters are plain tensors or DTensors and whose optimizer is torch's.
+    """The default hooks, for a strategy whose parameters are plain tensors or DTensors and whose optimizer is torch's.
 
-    A family of strategies has a subclass that overrides what differs. A parameter is one of the module that the
-    strategy trains; a buffer may be given instead. "Collective" means that every rank must make the same call.
+    Each family of strategies has a subclass that overrides what differs. Every parameter that is passed in belongs to
+    the module that the strategy trains; a buffer of this module may be passed instead. "Collective" means that every
+    rank must make the same call.
     """
 
     def __init__(self, strategy: Any = None):
         self.strategy = strategy
 
     def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
-        """Returns which implementation of an optimizer runs on devices of a type, cuda or cpu.
+        """Returns which implementation of an optimizer to use on a device type, cuda or cpu.
 
-        torch's fused optimizer updates all parameters in one call. It is used on CUDA: on the CPU it rounds an element
-        at the end of a tensor differently from one in its middle (torch 2.15), so that sharding would change the
-        weights. Under autocast it is used only without a gradient scaler and without clipping (`clips`): Lightning
-        (2.6.6) does not clip the gradients of a fused optimizer there, in bfloat16 either.
+        torch's fused optimizer updates all parameters in one call and is used on CUDA. It is not used on the CPU, where
+        it rounds an element at the end of a tensor differently from one in the middle (torch 2.15), so that sharding
+        would change the weights. Under autocast it is used only without a gradient scaler and without clipping
+        (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under autocast, not even
+        in bfloat16.
         """
         precision = self.strategy.precision_plugin
         refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
         return "torch_fused" if device_type == "cuda" and not refused else "torch"
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an optimizer's parameter groups, split further where the strategy must tell parameters apart."""
+        """Returns an optimizer's parameter groups, split further if the strategy needs some parameters in separate
+        groups."""
         return groups
 
     def replica(self) -> tuple[int, int]:
-        """Returns the number of replicas that train on different images, and the number of this rank's replica. To be
-        called after the rendezvous of the ranks."""
+        """Returns the number of replicas that train on different images, and the index of this rank's replica. Call it
+        after the rendezvous of the ranks."""
         if not isinstance(self.strategy, ParallelStrategy):
             return 1, 0
         sampler = self.strategy.distributed_sampler_kwargs
         return sampler["num_replicas"], sampler["rank"]
 
     def data_group(self) -> dist.ProcessGroup | None:
-        """Returns the ranks, one of each replica, that with this one see each image once; None for all ranks."""
+        """Returns the process group that contains this rank and one rank of each other replica. Together these ranks
+        see each image once. None stands for all ranks."""
         mesh = self.strategy.device_mesh if isinstance(self.strategy, ModelParallelStrategy) else None
         return None if mesh is None else mesh["data_parallel"].get_group()
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Returns the plain model's name for each name of a weight of this rank; `names` are all of them."""
+        """Maps the name of each weight on this rank to its name in the plain model. `names` must contain all weights of
+        the rank."""
         return {name: name for name in names}
 
     def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns tensors of this rank's weights by the plain model's names, and those of the weights that only other
+        """Returns this rank's tensors by the plain model's names, together with the tensors of weights that only other
         ranks have. Collective."""
         return dict(tensors)
 
     def weights(self, module: Module) -> dict[str, Tensor]:
-        """Returns `full` of all parameters of a module, on the CPU, by the plain model's names. Collective."""
+        """Returns `full` for every parameter of a module, on the CPU, by the plain model's names. Collective."""
         return self.by_plain_name({name: self.full(each).cpu() for name, each in module.named_parameters()})
 
     def gradients(self, module: Module) -> dict[str, Tensor]:
-        """Returns `full_gradient` of all trained parameters, on the CPU, by the plain model's names. Collective."""
+        """Returns `full_gradient` for every trained parameter, on the CPU, by the plain model's names. Collective."""
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         return self.by_plain_name({name: self.full_gradient(each).cpu() for name, each in trained})
 
     def shape(self, parameter: Any) -> torch.Size:
-        """Returns the unsharded shape, without communication."""
+        """Returns the unsharded shape of a parameter, without communication."""
         return parameter.shape
 
     def full(self, parameter: Any) -> Tensor:
-        """Returns a float32 copy of the unsharded parameter: what a plain module holds at this step.
+        """Returns a float32 copy of the unsharded parameter, with the values that a plain module would hold at this
+        step.
 
-        It has the values that the optimizer updates: under mixed precision of every strategy the float32 master weight,
-        which autocast keeps in the module and an engine next to it. A frozen parameter has no master weight: the
-        module's own is converted. An expert is this rank's. Collective; to be called during a fit.
+        These are the values that the optimizer updates. Under mixed precision they are the float32 master weight, which
+        is the module's own parameter under autocast and a separate tensor under an engine. A frozen parameter has no
+        master weight, so the module's parameter is converted. If the parameter belongs to an expert, the copy is of
+        this rank's expert. Collective; call it only during a fit.
         """
         return _unsharded(parameter).to(torch.float32, copy=True)
 
     def full_gradient(self, parameter: Any) -> Tensor:
-        """Returns a float32 copy of the unsharded gradient; zeros if the step computed none.
+        """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none.
 
         The gradient is summed over micro-batches, averaged over ranks, divided by the loss scale and not yet clipped.
-        An expert is this rank's. Collective; to be called in `on_before_optimizer_step` when `ends_step`.
+        If the parameter belongs to an expert, the gradient is of this rank's expert. Collective; call it only in
+        `on_before_optimizer_step` when `ends_step` returns true.
         """
         if parameter.grad is None:
             return torch.zeros(self.shape(parameter), device=parameter.device)
         return _unsharded(parameter.grad).to(torch.float32, copy=True)
 
     def write(self, parameter: Any, value: Tensor) -> None:
-        """Overwrites a parameter with an unsharded value, the same on every rank. Collective; to be called before the
-        optimizer is made, which may keep a copy."""
+        """Overwrites a parameter with an unsharded value, which must be the same on every rank. Collective. Call it
+        before the optimizer is made, because the optimizer may keep a copy."""
         with torch.no_grad():
             parameter.copy_(cut(value, parameter))
 
     def local(self, parameter: Any) -> Tensor:
-        """Returns the tensor that this rank holds, not a copy: the parameter itself, or its shard."""
+        """Returns the tensor that this rank holds, which is the parameter itself or its shard. It is not copied."""
         return local_of(parameter)
 
     def cut(self, whole: Tensor, parameter: Any) -> Tensor:
@@ -147,18 +156,19 @@ class Hooks:
         return local_of(cut(whole, parameter))
 
     def compute_dtype(self, parameter: Any) -> torch.dtype:
-        """Returns the type in which the forward pass uses a parameter, but for autocast."""
+        """Returns the dtype in which the forward pass uses a parameter, regardless of autocast."""
         return parameter.dtype
 
     def held(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each tensor with which this rank computes, and what it must be if the parameter is `whole`."""
+        """Yields each tensor of a parameter with which this rank computes, together with the value that it must have if
+        the unsharded parameter is `whole`."""
         local = self.local(parameter).detach()
         yield local, self.cut(whole, parameter).to(local.dtype)
 
     def updated(self, optimizer: Any, at_any_step: bool = False) -> Iterator[Updated]:
-        """Yields what this rank's optimizer updates in the step that comes next, or all that it updates
-        `at_any_step`; nothing if that is out of reach."""
-        own = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+        """Yields the tensors that this rank's optimizer updates in the coming step, or with `at_any_step` all tensors
+        that it ever updates. Yields nothing if the tensors are out of reach, as on NVMe."""
+        own = getattr(optimizer, "optimizer", optimizer)  # removes Lightning's wrapper
         for group in own.param_groups:
             for parameter in group["params"]:
                 if at_any_step or parameter.grad is not None:
@@ -168,23 +178,26 @@ class Hooks:
         return cut(wholes[0], parameter)
 
     def rewriting(self) -> AbstractContextManager[None]:
-        """Returns a context in which `local` may be overwritten in place during a fit; all ranks enter it."""
+        """Returns a context in which the tensors of `local` may be overwritten in place during a fit. All ranks must
+        enter it."""
         return nullcontext()
 
     def starts_step(self, batch_idx: int, accumulate: int) -> bool:
-        """Returns whether the micro-batch is the first of a step; asked before its forward pass."""
+        """Returns whether the micro-batch is the first of a step. Must be called before the forward pass."""
         return batch_idx % accumulate == 0
 
     def clip_limit(self, trainer: Any) -> float:
-        """Returns the norm to which the gradient is clipped; 0: it is not."""
+        """Returns the norm to which the gradient is clipped, or 0 if it is not clipped."""
         return trainer.gradient_clip_val or 0.0
 
     def ends_step(self) -> bool:
-        """Returns whether the micro-batch is at an accumulation boundary; asked in `on_before_optimizer_step`."""
+        """Returns whether the micro-batch is at an accumulation boundary. Must be called in
+        `on_before_optimizer_step`."""
         return True
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns how many ranks divide a gradient, or the layers that it belongs to; 1 if all ranks have the same."""
+        """Returns the number of ranks over which a gradient, or the layers that the parameter belongs to, are divided.
+        It is 1 if all ranks have the same gradient."""
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             return 1
@@ -192,26 +205,29 @@ class Hooks:
         return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
     def gradient_norm(self, parameters: Iterable[Any]) -> Tensor | None:
-        """Returns the global L2 norm of the gradients before clipping, a float32 scalar on the rank's device, equal on
-        all ranks; None where only the step computes it. Collective; to be called in `on_before_optimizer_step`."""
+        """Returns the global L2 norm of the gradients before clipping, as a float32 scalar on the rank's device that is
+        equal on all ranks. Returns None if only the step computes the norm. Collective; call it only in
+        `on_before_optimizer_step`."""
         return self.norm(parameters)
 
     def norm(self, parameters: Iterable[Any]) -> Tensor:
-        """Returns the L2 norm of all gradients as they are, float32, each shard and each expert once. Collective."""
+        """Returns the L2 norm of all gradients as they are stored, in float32. Each shard and each expert counts once.
+        Collective."""
         total, divided = torch.zeros((), device=self.strategy.root_device), False
         for parameter in parameters:
             ranks = self.ranks_of(parameter)
             divided = divided or ranks > 1
             if parameter.grad is not None:
-                # torch's get_total_norm would round the norm of each gradient to the gradient's type.
+                # torch's get_total_norm would round the norm of each gradient to the gradient's dtype.
                 total += ranks * torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32).square()
-        if divided:  # the world / ranks copies of each part are all added up
+        if divided:  # world_size / ranks ranks have added each part, multiplied by ranks
             dist.all_reduce(total)
             total /= dist.get_world_size()
         return total.sqrt()
 
     def clip(self, parameters: Iterable[Any], limit: float) -> None:
-        """Clips gradients by `norm`; collective. torch's clip_grad_norm_ (2.15) takes no DTensors of several meshes."""
+        """Clips gradients so that `norm` is at most `limit`. Collective. torch's clip_grad_norm_ (2.15) does not accept
+        DTensors of several meshes."""
         given = [*parameters]
         gradients = [local_of(parameter.grad) for parameter in given if parameter.grad is not None]
         scale = (limit / (self.norm(given) + 1e-6)).clamp(max=1)
@@ -219,7 +235,8 @@ class Hooks:
             _foreach_mul_(gradients, scale)
 
     def step_gradient_norm(self) -> float | None:
-        """Returns the norm that the last step computed itself; None if `gradient_norm` returns it before the step."""
+        """Returns the norm that the last step computed itself, or None if `gradient_norm` returns it before the
+        step."""
         return None
 
     def loss_scale(self) -> float | None:
@@ -234,24 +251,25 @@ class Hooks:
     def state_bytes(self, module: Module, optimizer: Any) -> tuple[int, int, int]:
         """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device or in host memory.
 
-        Memory that several tensors share counts once, and padding counts; communication buffers, activations and what
-        is on disk do not. Float32 master weights are optimizer state. To be called while gradients exist.
+        Memory that several tensors share is counted once. Padding is counted, but communication buffers, activations
+        and tensors on disk are not. Float32 master weights count as optimizer state. Call it while gradients exist.
         """
         parameters = [*module.parameters()]
         return count_bytes(parameters, [parameter.grad for parameter in parameters], optimizer.state)
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the complete configuration of DeepSpeed's engine, by DeepSpeed's names; empty without an engine."""
+        """Returns the complete configuration of DeepSpeed's engine, by DeepSpeed's names. It is empty without an
+        engine."""
         return {}
 
     def free(self) -> None:
-        """Frees what would outlive the fit, before another one in the same process."""
+        """Frees memory that would outlive the fit. Must be called before another fit in the same process."""
 
 
 def cut(whole: Any, like: Any) -> Any:
-    """Returns this rank's shard of a whole tensor, cut as `like` is; a value of another shape (an optimizer's number of
-    steps) as it is. Nothing is communicated."""
-    if not like.numel():  # a block of another rank of the pipeline
+    """Returns this rank's shard of a whole tensor, sharded like `like`. A value of another shape, such as an
+    optimizer's step count, is returned unchanged. Nothing is communicated."""
+    if not like.numel():  # in a block that another rank of the pipeline holds
         return like
     if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or whole.shape != like.shape:
         return whole
@@ -260,7 +278,8 @@ def cut(whole: Any, like: Any) -> Any:
 
 
 def count_bytes(parameters: Any, gradients: Any, state: Any) -> tuple[int, int, int]:
-    """Returns the bytes of the tensors in three nested containers; memory that they share counts in the first only."""
+    """Returns the bytes of the tensors in each of three nested containers. Shared memory counts only in the first
+    container that uses it."""
     counted: set[tuple[torch.device, int]] = set()
 
     def count(container: Any) -> int:
@@ -285,5 +304,5 @@ def _unsharded(tensor: Tensor) -> Tensor:
 
 
 def local_of(tensor: Any) -> Any:
-    """Returns this rank's shard of a DTensor, and any other tensor as it is."""
+    """Returns this rank's shard of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

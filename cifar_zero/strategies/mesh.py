@@ -1,4 +1,4 @@
-"""Base of the strategies that cut the model themselves: fsdp2, tensor_parallel and pipeline."""
+"""Base class of the strategies that split the model themselves: fsdp2, tensor_parallel and pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,11 +18,11 @@ from cifar_zero.optimizers.groups import keep_own_options
 from cifar_zero.strategies.hooks import Hooks, cut
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
-"""Cuts the parameters of a whole model, the same on every rank, into this rank's shards."""
+"""Function that replaces the parameters of a whole model, which are the same on every rank, with this rank's shards."""
 
 
 class MeshHooks(Hooks):
-    """The hooks of the strategies that cut the model themselves."""
+    """The hooks of the strategies that split the model themselves."""
 
     def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
         if device_type == "cuda" and self.strategy.fuses:
@@ -36,14 +36,19 @@ class MeshHooks(Hooks):
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy, except that `shard` cuts the model and checkpoints are plain files.
+    """Lightning's ModelParallelStrategy, except that `shard` splits the model and checkpoints are plain files.
 
-    `shard` cuts it just before the optimizer is made. For a checkpoint rank 0 gets each tensor whole, one at a time, so
-    that no GPU ever holds the model. Lightning's own strategy (2.6.6) reads only what it wrote itself.
+    `shard` runs just before the optimizer is made. For a checkpoint, rank 0 gets whole tensors one at a time, so that
+    no GPU ever holds the whole model. Lightning's own strategy (2.6.6) reads only checkpoints that it wrote itself.
 
-    The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
-    Lightning's only name for the ranks of one model. With `casts`, `shard` sets the precision. With
-    `fuses`, all parameters are DTensors of one mesh, which torch's fused optimizers need.
+    The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`, the
+    only name that Lightning has for the ranks of one model.
+
+    Args:
+        placement: Where and how to train.
+        shard: Function that replaces the parameters of a model with this rank's shards.
+        casts: Whether `shard` sets the precision.
+        fuses: Whether all parameters are DTensors of one mesh, which torch's fused optimizers need.
     """
 
     hooks = MeshHooks
@@ -57,7 +62,7 @@ class MeshStrategy(ModelParallelStrategy):
         self.casts = casts
         self.fuses = fuses
         self.parts: Callable[[Any], Sequence[nn.Module]] = lambda module: [module.net]
-        """Returns what `shard` cuts of a LightningModule."""
+        """Returns the modules of a LightningModule that `shard` splits."""
         self._shard = shard
         self._sharded = False
 
@@ -83,10 +88,11 @@ class MeshStrategy(ModelParallelStrategy):
         return {**state, "state": self.gathered(state["state"])}
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Returns weights, or states by the number of their parameter, whole on rank 0; every rank takes part."""
+        """Returns weights or optimizer states with whole tensors on rank 0, and an empty dict on the other ranks.
+        Optimizer states have the number of their parameter as key. Collective."""
         return on_host(states, self.is_global_zero)
 
-    load_checkpoint = Strategy.load_checkpoint  # returns a checkpoint of any strategy, on every rank
+    load_checkpoint = Strategy.load_checkpoint  # reads a checkpoint of any strategy on every rank
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -109,14 +115,16 @@ class MeshStrategy(ModelParallelStrategy):
 
 
 def by_block(net: nn.Module, spread: Callable[[nn.Module], Any]) -> None:
-    """Applies fully_shard or replicate to each block of a model that has `blocks`, and then to the rest of it."""
+    """Applies `spread`, which is fully_shard or replicate, to each block of a model that has `blocks`, and then to the
+    rest of the model."""
     for block in getattr(net, "blocks", nn.Sequential()).children():
         spread(block)
     spread(net)
 
 
 def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
-    """Returns the same with whole tensors on the CPU, or nothing unless `keep`; all ranks with shards call it."""
+    """Returns `states` with whole tensors on the CPU, or an empty dict unless `keep`. All ranks that have shards must
+    call it."""
 
     def whole(tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, DTensor):

@@ -1,10 +1,10 @@
-"""Pipeline parallelism (GPipe, Huang et al. 2019): each rank holds a share of a transformer's blocks, neighbours.
+"""Pipeline parallelism (GPipe, Huang et al. 2019): each rank holds a contiguous share of a transformer's blocks.
 
-A batch goes through the ranks in chunks, so that they work at the same time on different chunks; in the backward pass
-autograd takes the chunks in the opposite order. Every rank has and computes what comes before and after the blocks,
-less than a hundredth of the model, so the module sees one model that takes images and returns scores.
-torch.distributed.pipelining (2.15) does not fit: it runs forward and backward in one call, between which Lightning
-(2.6.6) has its loss, its hooks and the zeroing of gradients.
+A batch goes through the ranks in chunks, so that the ranks work on different chunks at the same time. In the backward
+pass autograd takes the chunks in the opposite order. Every rank holds and computes the layers before and after the
+blocks, which are less than a hundredth of the model, so the module sees one model that takes images and returns scores.
+torch.distributed.pipelining (2.15) does not fit, because it runs forward and backward in one call. Between the two,
+Lightning (2.6.6) computes its loss, calls its hooks and zeroes the gradients.
 """
 
 from collections import OrderedDict
@@ -23,26 +23,30 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies.mesh import MeshHooks, MeshStrategy, on_host
 
 CHUNKS_PER_RANK = 4
-"""Chunks of a micro-batch, if it has as many images: ranks wait for (ranks - 1) / (chunks + ranks - 1) of a step, which
-is little from four chunks per rank on (GPipe, section 2.3)."""
+"""Chunks of a micro-batch per rank, if the micro-batch has as many images. Ranks wait for (ranks - 1) / (chunks + ranks
+- 1) of a step, which is little from four chunks per rank on (GPipe, section 2.3)."""
 
 
 def build(placement: Placement) -> "PipelineStrategy":
-    """Returns the strategy in which several ranks hold one model, each at least one block, and the others replicas."""
+    """Returns the strategy in which several ranks hold one model, each at least one block of it, and the other ranks
+    hold replicas."""
     return PipelineStrategy(placement, shard)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves this rank its share of the blocks; the ranks with other images average the gradients, as under DDP."""
+    """Keeps only this rank's share of the blocks. Ranks that compute different images average their gradients, as under
+    DDP."""
     net.blocks = Stage(net.blocks, mesh["tensor_parallel"].get_group())  # pyright: ignore[reportArgumentType]
     if (others := mesh["data_parallel"]).size() > 1:
-        replicate(net, mesh=others)  # not by block: a block computes several chunks
+        replicate(net, mesh=others)  # not per block, because a block computes several chunks
 
 
 class Stage(nn.Sequential):
-    """A model's blocks, of which this rank computes its share; the others are emptied and keep their names. Takes the
-    input of the first and returns the output of the last block: tokens (N, tokens, width), of one dtype, the same on
-    every rank, as are their gradients."""
+    """A model's blocks, of which this rank computes its share. The other blocks are emptied and keep their names.
+
+    It takes the input of the first block and returns the output of the last block on every rank. Both are tokens (N,
+    tokens, width) of one dtype. The tokens and their gradients are the same on every rank.
+    """
 
     def __init__(self, blocks: nn.Sequential, group: dist.ProcessGroup):
         super().__init__(OrderedDict(blocks.named_children()))
@@ -62,7 +66,8 @@ class Stage(nn.Sequential):
         return self._broadcast(tokens, self.ranks - 1)  # only the last rank's gradient is used
 
     def _chunk(self, tokens: Tensor) -> Tensor:
-        """Takes tokens from the previous rank and passes them to the next one; their gradients go back."""
+        """Computes this rank's blocks for one chunk. Tokens come from the previous rank and go to the next one, and
+        their gradients go the opposite way."""
         if self.rank > 0:
             tokens = self._receive(tokens, -1)
             _on_gradient(tokens, lambda gradient: self._send(gradient, -1))
@@ -73,18 +78,20 @@ class Stage(nn.Sequential):
         return tokens
 
     def _send(self, tensor: Tensor, step: int) -> None:
-        """Sends to the next rank (step 1) or the previous one (-1) without waiting."""
+        """Sends a tensor to the next rank (step 1) or the previous one (-1) without waiting."""
         tensor = tensor.detach().contiguous()
         self._sent.append((dist.isend(tensor, group=self.group, group_dst=self.rank + step), tensor))
 
     def _receive(self, tensor: Tensor, step: int) -> Tensor:
-        """Returns a copy of a tensor, overwritten by what the next rank (step 1) or the previous one (-1) has sent."""
+        """Returns a copy of `tensor`, overwritten with the values that the next rank (step 1) or the previous one (-1)
+        has sent."""
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.recv(tensor.detach(), group=self.group, group_src=self.rank + step)
         return tensor
 
     def _broadcast(self, tensor: Tensor, rank: int) -> Tensor:
-        """Returns a copy of a tensor, overwritten by that of one rank, after all that was sent has arrived."""
+        """Returns a copy of `tensor`, overwritten with the values of one rank. Waits first until all sent tensors have
+        arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent = []
@@ -94,14 +101,15 @@ class Stage(nn.Sequential):
 
 
 def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Calls a function with the gradient of tokens in the backward pass, and replaces it by what that returns."""
+    """Calls `hook` with the gradient of `tokens` in the backward pass. A tensor that it returns replaces the
+    gradient."""
     if tokens.requires_grad:
         tokens.register_hook(hook)
 
 
 class PipelineHooks(MeshHooks):
-    """Finds the tensors of a block on the rank that computes it. The strategy marks the parameters of all blocks with
-    `stage`, the ranks that divide them."""
+    """Reads the tensors of a block from the rank that computes it. The strategy marks the parameters of all blocks with
+    `stage`, the process group of the ranks that divide the blocks."""
 
     def full(self, parameter: Any) -> Tensor:
         return self._from_its_rank(parameter, super().full(parameter))
@@ -116,19 +124,20 @@ class PipelineHooks(MeshHooks):
 
     @staticmethod
     def _from_its_rank(parameter: Any, tensor: Tensor) -> Tensor:
-        """Returns a tensor of a parameter's size; ranks without its block have an empty one."""
+        """Returns the tensor of the rank that has the parameter's block. The other ranks have an empty tensor."""
         if not hasattr(parameter, "stage"):
             return tensor
         return max(gather(tensor.cpu(), parameter.stage), key=Tensor.numel).to(tensor.device)
 
 
 class PipelineStrategy(MeshStrategy):
-    """Each rank trains its own blocks; a checkpoint is one plain file with all of them."""
+    """The strategy in which each rank trains its own blocks. A checkpoint is one plain file with all blocks."""
 
     hooks = PipelineHooks
 
     def setup(self, trainer: Trainer) -> None:
-        """Cuts the model, and marks what only some ranks hold; moving it would lose the mark."""
+        """Splits the model, and then marks the parameters that only some ranks hold. Moving the model to the device
+        would drop the marks."""
         super().setup(trainer)
         self._hosts: Any = dist.new_group(backend="gloo")
         for stage in trainer.lightning_module.modules():

@@ -1,7 +1,8 @@
-"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019): each layer of a transformer is cut, by torch's DTensor.
+"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019): torch's DTensor splits the layers of a transformer over ranks.
 
-Every rank sees the same images and computes its share of the attention heads and of each MLP's hidden units. A block
-sums the ranks' results twice forward and twice backward; every rank computes what lies between the blocks.
+Every rank gets the same images and computes its share of the attention heads and of each MLP's hidden units. A block
+sums the ranks' results twice in the forward pass and twice in the backward pass. Every rank computes the remaining
+operations in full.
 """
 
 from functools import partial
@@ -20,23 +21,26 @@ from cifar_zero.strategies.mesh import MeshStrategy, by_block
 
 
 def build(placement: Placement) -> MeshStrategy:
-    """Returns the strategy in which several ranks hold one model, whose heads they divide, and the others replicas."""
+    """Returns the strategy in which several ranks hold one model and divide its attention heads, and the other ranks
+    hold replicas."""
     return MeshStrategy(placement, shard)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts the blocks; the ranks with other images average the gradients, as under DDP. With one replica `replicate`
-    still cuts each gradient as its parameter is: that of `ColwiseQKV`'s bias is not."""
+    """Splits the blocks. Ranks that compute different images average their gradients, as under DDP. `replicate` is
+    applied even with one replica, because it gives each gradient the placement of its parameter. Otherwise the gradient
+    of `ColwiseQKV`'s bias has another placement than the bias."""
     split_layers(net, mesh)
     by_block(net, partial(replicate, mesh=mesh["data_parallel"]))
 
 
 class ColwiseQKV(ColwiseParallel):
-    """Cuts a linear layer whose output is queries, keys and values, so that each rank has its heads of all three.
+    """Splits a linear layer that outputs queries, keys and values, so that each rank has its heads of all three.
 
-    The layer stays one DTensor in its plain order, so that a checkpoint is written as any other. torch (2.15) has this
-    cut, every n-th piece of each of three parts, under a private name, for FSDP combined with tensor parallelism. FSDP
-    cannot cut its rows again: see `data_dimension`; the bias, which has nothing else to cut, is whole on every rank.
+    The weight stays one DTensor in its plain order, so that it is written to a checkpoint like any other. torch (2.15)
+    has this split, every n-th piece of each of three parts, under a private name, for FSDP combined with tensor
+    parallelism. FSDP cannot split the rows of the weight again, see `data_dimension`. The bias has no other dimension
+    that FSDP could split, so it is whole on every rank.
     """
 
     def __init__(self) -> None:
@@ -57,11 +61,11 @@ PLAN: dict[str, Any] = {
     "mlp.0": ColwiseParallel(),
     "mlp.2": RowwiseParallel(),
 }
-"""Layers of a block of models/vit.py: the first of each pair is cut by columns, the second by rows."""
+"""How the layers of a block of models/vit.py are split: the first of each pair by columns, the second by rows."""
 
 
 def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts the blocks of a vision transformer; patches, positions, norms and head stay whole on every rank."""
+    """Splits the blocks of a vision transformer. Patches, positions, norms and head stay whole on every rank."""
     ranks = mesh["tensor_parallel"]
     for block in net.modules():
         if isinstance(block, Block):
@@ -70,6 +74,7 @@ def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def data_dimension(parameter: nn.Parameter) -> Shard | None:
-    """Returns the dimension along which FSDP cuts a parameter that may already be cut; None for the first one."""
+    """Returns the dimension along which FSDP shards a parameter that tensor parallelism may already have split. None
+    stands for the first dimension."""
     if isinstance(parameter, DTensor) and isinstance(parameter.placements[0], _StridedShard):
         return Shard(1)

@@ -1,1 +1,1 @@
-"""Searches the best settings of a recipe with Optuna."""
+"""Searches for the best settings of a recipe with Optuna."""

@@ -1,4 +1,4 @@
-"""The settings of a sweep: Optuna chooses and records them, and cifar-zero train trains each with each seed."""
+"""Runs a sweep. Optuna chooses and records settings, and cifar-zero train trains each setting with each seed."""
 
 import json
 import re
@@ -30,16 +30,17 @@ from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve
 
-METRIC = "val/acc"  # of a run's last validation; the test set must not choose, or its accuracy would be too optimistic
+# The accuracy of a run's last validation. If the test set chose the settings, its accuracy would be too optimistic.
+METRIC = "val/acc"
 NUMBER = r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")  # LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP
-TRIALS = 20  # settings that Optuna chooses, unless --trials says how many
+TRIALS = 20  # number of settings that Optuna chooses without --trials
 
-Space = dict[str, BaseDistribution]  # by option; listed values stay text, as on the command line
+Space = dict[str, BaseDistribution]  # values by option; listed values stay text, as on the command line
 
 
 def run(arguments: Namespace, rest: list[str]) -> int:
-    """Trains the settings with train's flags `rest`; returns the exit code, 1 if one failed."""
+    """Trains the settings with the flags `rest` of train and returns the exit code, which is 1 if a setting failed."""
     check_plain_name(arguments.name)
     if arguments.trials is not None and arguments.trials < 1:
         raise UsageError(f"--trials must be at least 1, not {arguments.trials}")
@@ -55,18 +56,19 @@ def run(arguments: Namespace, rest: list[str]) -> int:
         trials = 0  # a grid
     lock = FileLock(folder / "sweep.lock")
     try:
-        with suppress(Timeout):  # another sweep has enqueued them, and this one helps it
+        with suppress(Timeout):  # another sweep has enqueued the settings, and this process helps it
             lock.acquire(timeout=0)
             enqueue(study, [] if trials else settings)
         search(study, space, seeds, trials, folder, flags)
-    finally:  # after Ctrl-C too
+    finally:  # also after Ctrl-C
         lock.release()
         code = report(study, [*space], rest)
     return code
 
 
 def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
-    """Returns the space of --search NAME=VALUES ..., and the seeds as options; one without options if none is given."""
+    """Returns the search space of --search NAME=VALUES ..., and the options of each seed. Without seeds these are one
+    empty dict."""
     space: Space = {}
     for definition in definitions:
         name, _, text = definition.partition("=")
@@ -84,7 +86,7 @@ def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
 def _distribution(text: str) -> BaseDistribution:
     found = RANGE.fullmatch(text)
     if not found:
-        listed = re.split(r",(?![^\[]*\])", text)  # not at the commas within [64,64]
+        listed = re.split(r",(?![^\[]*\])", text)  # does not split at commas in brackets, as in [64,64]
         if "" in listed:
             raise ValueError("a value is missing")
         return CategoricalDistribution(listed)
@@ -102,7 +104,7 @@ def combinations(space: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def resolved(flags: list[str]) -> Run:
-    """Returns a resolved run; raises UsageError if it cannot be trained, or not by a sweep."""
+    """Returns a resolved run. Raises UsageError if the run cannot be trained, or not by a sweep."""
     config = command_line.parse(flags)
     for name in ("bench_steps", "plot_schedule", "check_gradients", "resume"):
         if config.option(name):
@@ -117,7 +119,8 @@ def resolved(flags: list[str]) -> Run:
 
 
 def open_study(folder: Path, record: str) -> optuna.Study:
-    """Opens or creates the study in a folder; raises UsageError if it has another record of what must not change."""
+    """Opens or creates the study in a folder. `record` is what must not change in a sweep. Raises UsageError if the
+    study was created with another record."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     where = f"sqlite:///{folder / 'sweep.db'}"
     study = optuna.create_study(storage=where, study_name="sweep", direction="maximize", load_if_exists=True)
@@ -128,7 +131,7 @@ def open_study(folder: Path, record: str) -> optuna.Study:
 
 
 def enqueue(study: optuna.Study, settings: list[dict[str, Any]]) -> None:
-    """Enqueues the settings and, again, what was interrupted or failed."""
+    """Enqueues the settings, and again the trials that were interrupted or failed."""
     for setting, trial in latest(study):
         if trial.state in (TrialState.RUNNING, TrialState.FAIL):
             study.enqueue_trial(setting)
@@ -137,7 +140,7 @@ def enqueue(study: optuna.Study, settings: list[dict[str, Any]]) -> None:
 
 
 def latest(study: optuna.Study) -> list[tuple[dict[str, Any], FrozenTrial]]:
-    """Returns each setting and its last trial. Optuna keeps the options of an enqueued one in `fixed_params`."""
+    """Returns each setting with its last trial. Optuna keeps the options of an enqueued trial in `fixed_params`."""
     found = [(trial.system_attrs.get("fixed_params", trial.params), trial) for trial in study.trials]
     return [*{str(setting): (setting, trial) for setting, trial in found}.values()]
 
@@ -145,8 +148,8 @@ def latest(study: optuna.Study) -> list[tuple[dict[str, Any], FrozenTrial]]:
 def search(
     study: optuna.Study, space: Space, seeds: list[dict[str, Any]], trials: int, folder: Path, flags: list[str]
 ) -> None:
-    """Trains what is enqueued, each setting with each seed, then what Optuna chooses until it has chosen so many
-    `trials`; failed ones count."""
+    """Trains all enqueued settings, each with each seed, and then settings that Optuna chooses, until it has chosen
+    `trials`. Failed trials count too."""
     while True:
         chosen = sum("fixed_params" not in trial.system_attrs for trial in study.trials)
         if chosen >= trials and not study.get_trials(states=(TrialState.WAITING,)):
@@ -163,7 +166,7 @@ def search(
 
 
 def train(folder: Path, flags: list[str], options: dict[str, Any]) -> float:
-    """Returns val/acc of a run, which is trained unless it has been; raises RunError if it failed."""
+    """Returns val/acc of a run, and trains the run first unless it is trained already. Raises RunError if it failed."""
     name = re.sub(r"[^\w.+-]+", "_", "-".join(f"{key}_{shown(value)}" for key, value in options.items()))
     log = folder / f"{name}.log"
     with FileLock(folder / f"{name}.lock"):  # another sweep may train the same setting
@@ -187,7 +190,7 @@ def _metrics(folder: Path, name: str) -> list[Path]:
 
 
 def report(study: optuna.Study, names: list[str], rest: list[str]) -> int:
-    """Prints what became of each setting, the best first; returns the exit code: 1 if one failed."""
+    """Prints the result of each setting, the best first, and returns the exit code, which is 1 if a setting failed."""
     found = sorted(latest(study), key=lambda each: each[1].value or -1.0, reverse=True)
     table = Table(*names, f"mean {METRIC}", "of each seed", "state")
     for setting, trial in found:
@@ -201,7 +204,7 @@ def report(study: optuna.Study, names: list[str], rest: list[str]) -> int:
 
 
 def shown(value: object) -> str:
-    """Returns a value as text, a number with six digits."""
+    """Returns a value as text, with six digits if it is a float."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return str(value)

@@ -7,9 +7,9 @@ from cifar_zero.core.console import command
 
 
 def main() -> int:
-    """Trains the settings; returns the exit code, 1 if one failed."""
+    """Trains the settings and returns the exit code, which is 1 if a setting failed."""
     arguments, rest = _parser().parse_known_args()
-    from cifar_zero.sweeping import study  # Optuna imports numpy, which --help does without
+    from cifar_zero.sweeping import study  # imported here, because Optuna imports numpy, which --help does not need
 
     return study.run(arguments, rest)
 

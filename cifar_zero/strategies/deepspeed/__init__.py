@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO under Lightning: its configuration; in the other files its engine, checkpoints and experts."""
+"""DeepSpeed's ZeRO under Lightning. This file builds the strategy and its configuration; the other files contain the
+strategy itself, its hooks, checkpoints and experts."""
 
 import math
 from typing import Any
@@ -15,13 +16,13 @@ DTYPES: dict[Precision, Dtype] = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16
 
 
 def build(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int) -> ZeROStrategy:
-    """Returns Lightning's strategy, see `strategies.build`."""
+    """Returns the strategy for Lightning's Trainer; for the arguments see `strategies.build`."""
     config = engine_config(placement, spec, num_parameters, largest_parameter)
     devices = [config["zero_optimization"].get(section, {}).get("device") for section in OFFLOADS]
     strategy = ZeROStrategy(
         config=config,
         precision_plugin=ZeROPrecision(placement.precision),  # pyright: ignore[reportArgumentType]
-        remote_device=devices[1],  # where the shards are
+        remote_device=devices[1],  # where the shards of the parameters are stored
     )
     if "nvme" in devices:
         strategy.operators = ("async_io",)
@@ -29,20 +30,20 @@ def build(placement: Placement, spec: Spec, num_parameters: int, largest_paramet
 
 
 def engine_config(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int = 0) -> dict[str, Any]:
-    """Returns the configuration of an engine, see `strategies.build`. The command line owns batch, accumulation,
-    clipping, precision, optimizer and schedule; Lightning adds gradient_accumulation_steps and gradient_clipping. No
-    bucket is larger than the model."""
+    """Returns the configuration of an engine; for the arguments see `strategies.build`. The command line decides batch
+    size, accumulation, clipping, precision, optimizer and schedule. Lightning adds gradient_accumulation_steps and
+    gradient_clipping. No bucket is larger than the model."""
     dtype = DTYPES[placement.precision]
     example = get_ds_config(spec.stage, dtype)
     config = {**(spec.raw or ds_config.for_engine(example))}
     for key in ("bf16", "fp16"):
         config[key] = {**config.get(key, example[key]), "enabled": key == dtype}
-    # The optimizer is ours; SGD has no CPU version in DeepSpeed.
+    # Accepts optimizers that are not DeepSpeed's, on the CPU too, because DeepSpeed has no SGD for the CPU.
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     whole, reduced = num_parameters + num_parameters % 2, placement.zero.reduce_bucket_size
     buckets = {
         "allgather_bucket_size": min(example["zero_optimization"]["allgather_bucket_size"], whole),
-        "reduce_bucket_size": min(reduced + reduced % 2, whole),  # stages 1 and 2 (0.19.8) need an even number
+        "reduce_bucket_size": min(reduced + reduced % 2, whole),  # ZeRO 1 and 2 (0.19.8) need an even number
     }
     zero = config["zero_optimization"]
     if spec.raw:
@@ -65,8 +66,8 @@ def _zero_section(placement: Placement, spec: Spec, num_parameters: int, largest
             "stage3_param_persistence_threshold": switches.param_persistence_threshold,
             "stage3_prefetch_bucket_size": switches.prefetch_bucket_size,
             "stage3_max_live_parameters": switches.max_live_parameters,
-            # DeepSpeed's own linear layer (0.19.8, zero/linear.py) is Python, and saves memory only if weights are
-            # sharded.
+            # DeepSpeed's own linear layer (0.19.8, zero/linear.py) is written in Python, and saves memory only if
+            # weights are sharded.
             "memory_efficient_linear": num_parameters > switches.param_persistence_threshold,
         }
     pinned = {"pin_memory": offload.pin_memory}
@@ -79,7 +80,7 @@ def _zero_section(placement: Placement, spec: Spec, num_parameters: int, largest
     if spec.offload_parameters == "nvme":
         zero["offload_optimizer"]["nvme_path"] = zero["offload_param"]["nvme_path"] = placement.nvme_path
         # A buffer between disk and memory must hold a rank's part of the largest parameter. DeepSpeed (0.19.8) makes
-        # five, by default of 10^8 elements each: 2 GB, and too small for vgg16's first linear layer on one rank
-        # (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
+        # five buffers, by default of 10^8 elements each. These take 2 GB, and are too small for vgg16's first linear
+        # layer on one rank (`get_buffer` in swap_tensor/partitioned_param_swapper.py).
         zero["offload_param"]["buffer_size"] = math.ceil(largest_parameter / placement.world_size)
     return zero

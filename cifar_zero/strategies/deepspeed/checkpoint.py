@@ -1,4 +1,5 @@
-"""Writes and reads the files of DeepSpeed's checkpoints, and restores an engine from a checkpoint of another shape."""
+"""Writes and reads the files of DeepSpeed's checkpoints, and restores an engine from a checkpoint of another strategy
+or number of ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,13 @@ from cifar_zero.optimizers.groups import by_name
 from cifar_zero.strategies.deepspeed.experts import ep_size
 
 Shard = Callable[[Sequence[Tensor]], Tensor]
-"""Cuts this rank's flat part out of the whole tensors of a group's parameters."""
+"""Function that returns this rank's flat part, given the whole tensors of a group's parameters."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files: reading runs no code, and an error of writing is kept for later. Raised
-    immediately, it would leave the other ranks waiting for this one. Each file that is written, except the experts',
-    gets the `notes` too. For `trust` see `safe_load.load`."""
+    """Writes and reads DeepSpeed's files. Reading runs no code; for `trust` see `safe_load.load`. An error while
+    writing is stored in `failure` and not raised, because the other ranks would wait for this one. Each file that is
+    written, except the experts' files, also gets the `notes`."""
 
     failure = ""  # the first error while writing
 
@@ -44,12 +45,13 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
             # Python 3.11.2 (Debian 12) pickles an Enum as a call of getattr, which no reader should allow.
             plain = {**optimizer, "zero_stage": int(optimizer["zero_stage"])}
             state_dict = {**state_dict, "optimizer_state_dict": plain}
-        if not Path(path).name.startswith("layer_"):  # of an expert
+        if not Path(path).name.startswith("layer_"):  # not a file of an expert
             state_dict = {**state_dict, **self._notes}
         self._try(lambda: save(state_dict, Path(path)))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Reads a file; its checksums were compared at the start. Raises UsageError if it is damaged or foreign."""
+        """Reads a file, whose checksums were compared at the start. Raises UsageError if it is damaged or
+        `safe_load.load` refuses it."""
         return load(Path(path), self._trust, verify=False)
 
     def _try(self, write: Callable[[], Any]) -> None:
@@ -60,15 +62,18 @@ MOVED = ("lr", "momentum", "betas")  # options of a parameter group that schedul
 
 
 def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Sequence[str]]) -> bool:
-    """Puts a plain checkpoint into an engine of any shape. Returns whether it had the optimizer's state.
-    `group_names` are the names of the optimizer's parameters, for a checkpoint without names."""
+    """Loads a plain checkpoint into an engine of any ZeRO stage and number of ranks.
+
+    Returns whether the checkpoint had the optimizer's state. `group_names` are the names of the parameters in each of
+    the optimizer's groups, for a checkpoint without names.
+    """
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     carried = bool(checkpoint.get("optimizer_states"))
     saved = by_name(_named(checkpoint["optimizer_states"][0], group_names)) if carried else {}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     plain, names = plain_names_of(engine, engine.module.state_dict()), _names_of_parameters(engine)
     if stage == 3:
-        optimizer.checkpoint_event_prologue()  # shards every parameter, also those that are kept whole
+        optimizer.checkpoint_event_prologue()  # shards every parameter, including those that are kept whole
         buffers = dict(engine.module.named_buffers())  # whole on every rank
         for name in plain.keys() & buffers.keys():
             buffers[name].copy_(weights[plain[name]])
@@ -94,7 +99,8 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
 
 
 def _named(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns an optimizer's state with the names of its parameters, which the optimizers of other programs lack."""
+    """Returns an optimizer's state with the names of its parameters. Optimizers of other programs do not store
+    names."""
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):
         return state
@@ -103,7 +109,8 @@ def _named(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[
 
 
 def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
-    """Returns the plain names and the shapes of the parameters in each tensor that this rank's optimizer updates."""
+    """Returns, for each tensor that this rank's optimizer updates, the plain names and unsharded shapes of its
+    parameters."""
     names = _names_of_parameters(engine)
     shapes: list[dict[str, torch.Size]] = []
     for parameters, *_ in optimizer_groups(engine):
@@ -112,7 +119,7 @@ def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
 
 
 def tied_names(engine: Any) -> dict[str, str]:
-    """Returns for each further plain name of a tied weight its first one."""
+    """Maps each additional plain name of a tied weight to its first plain name."""
     first: dict[Parameter, str] = _names_of_parameters(engine)
     every = dict(engine.module.named_parameters(remove_duplicate=False))
     plain = plain_names_of(engine, every)
@@ -120,7 +127,8 @@ def tied_names(engine: Any) -> dict[str, str]:
 
 
 def plain_names_of(engine: Any, names: Iterable[str]) -> dict[str, str]:
-    """Returns the plain model's name for each name of a weight of this rank, whose experts are some of all."""
+    """Maps the name of each weight on this rank to its name in the plain model. The rank may have only some of all
+    experts."""
     return plain_names(names, engine.global_rank % ep_size(engine.module))
 
 
@@ -131,18 +139,19 @@ def _names_of_parameters(engine: Any) -> dict[Parameter, str]:
 
 
 def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
-    """Yields each float32 tensor that the optimizer updates with its parameters, in order, and how it is cut."""
+    """Yields a tuple for each float32 tensor that the optimizer updates: its parameters in order, the tensor, and the
+    function that cuts this rank's part."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
             yield group, target, lambda wholes, group=group: torch.cat([*map(cut, wholes, group)])
     elif stage:
-        # grad_accum_dtype fp32 makes stage 1 another optimizer, deepspeed/runtime/bf16_optimizer.py.
+        # With grad_accum_dtype fp32, ZeRO 1 uses another optimizer class, deepspeed/runtime/bf16_optimizer.py.
         if hasattr(optimizer, "fp32_groups_flat_partition"):
             groups, targets = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
         else:
             groups, targets = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
-        paddings = getattr(optimizer, "round_robin_bit16_padding", None)  # with parameter_alignment
+        paddings = getattr(optimizer, "round_robin_bit16_padding", None)  # present with parameter_alignment
         for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
             start = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number]) * target.numel()
             part = slice(start, start + target.numel())
@@ -162,7 +171,7 @@ def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Sha
 
 
 def _fill(target: Tensor, part: Tensor) -> Tensor:
-    """Puts a flat part into a tensor, which may end with padding, in place."""
+    """Copies a flat part into a tensor in place, and returns the tensor, which may end with padding."""
     target.view(-1)[: part.numel()].copy_(part)
     return target
 
@@ -175,7 +184,7 @@ def _flat(wholes: Sequence[Tensor], paddings: Sequence[int] | None = None) -> Te
 
 
 def cut(whole: Tensor, parameter: Any) -> Tensor:
-    """Returns this rank's flat part of a parameter at stage 3; the last rank's is padded with zeros."""
+    """Returns this rank's flat part of a parameter at ZeRO 3. The last rank's part is padded with zeros."""
     size = parameter.ds_tensor.ds_numel
     rank = deepspeed.comm.get_rank(group=parameter.ds_process_group)
     part = whole.flatten()[rank * size : (rank + 1) * size]
@@ -183,14 +192,14 @@ def cut(whole: Tensor, parameter: Any) -> Tensor:
 
 
 def forget_second_copies(module: torch.nn.Module) -> None:
-    """Drops the second copies of zero_hpz_partition_size after stage 3's parameters were overwritten; they would be
-    gathered until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
+    """Drops the secondary copies of zero_hpz_partition_size after the parameters of ZeRO 3 were overwritten. Otherwise
+    the old copies would be gathered until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
     for parameter in module.parameters():
         parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: Shard) -> None:
-    """Gives the base optimizer the state of a flat tensor."""
+    """Sets the base optimizer's state of a flat tensor, given the state of each of its parameters in `entries`."""
     state: dict[str, Any] = {}
     for key, value in entries[0].items():
         if key == "step":
@@ -204,7 +213,8 @@ def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: 
 
 
 def _step(base: Any, target: Tensor, step: float) -> dict[str, Any]:
-    """Returns the number of steps as state, which DeepSpeed's Adam keeps as an int."""
+    """Returns the step count as optimizer state, which is an int for DeepSpeed's Adam and a tensor for torch's
+    optimizers."""
     if isinstance(base, DeepSpeedCPUAdam):
         return {"step": int(step)}
     counted = torch.tensor(step)

@@ -1,7 +1,7 @@
-"""Expert parallelism: spreads a model's mixtures of experts over ranks with DeepSpeed's own layer.
+"""Expert parallelism: distributes the experts of a model over ranks with DeepSpeed's own layer.
 
-Each rank keeps its share of a mixture's experts; tokens are sent to them and back (all-to-all). DeepSpeed 0.19.8 needs
-its layer in the model, the experts in parameter groups of their own, and ZeRO stage 0, 1 or 2.
+Each rank keeps its share of a mixture's experts, and an all-to-all sends tokens to the experts and back. DeepSpeed
+0.19.8 needs its own layer in the model, the experts in separate parameter groups, and ZeRO 0, 1 or 2.
 """
 
 from contextlib import redirect_stdout
@@ -17,8 +17,9 @@ from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 
 class SpreadGate(Gate):
-    """The plain gate with the interface of DeepSpeed's. Unlike DeepSpeed's, it has no random second choice and drops no
-    random tokens in an evaluation, and a training step does not wait for the device to learn its capacity."""
+    """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice
+    and drops no random tokens in an evaluation, and a training step does not wait for the device to return the
+    capacity."""
 
     def __init__(self, gate: Gate):
         super().__init__(gate.wg.in_features, gate.num_experts, gate.options)
@@ -34,7 +35,7 @@ class SpreadGate(Gate):
         return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
 
     def _largest(self, count: Tensor) -> int:
-        """Returns the largest count on all ranks that exchange tokens."""
+        """Returns the maximum of a count over all ranks that exchange tokens."""
         if self.options.ep_size > 1:
             torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self._group)
         return super()._largest(count)
@@ -62,12 +63,12 @@ class SpreadMixture(MoE):
             self.mlp, self.coefficient = mixture.mlp, mixture.coefficient
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Makes the process groups without DeepSpeed's line for each of them."""
+        """Makes the process groups without the line that DeepSpeed prints for each of them."""
         with redirect_stdout(StringIO()):
             super().set_deepspeed_parallelism(use_data_before_expert_parallel_)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns what the plain mixture would."""
+        """Returns what the plain mixture would return."""
         gate: Any = self.deepspeed_moe.gate
         return gate.run(self._forward, x)
 
@@ -75,14 +76,14 @@ class SpreadMixture(MoE):
         try:
             output, _, _ = super().forward(x)
         finally:
-            # The gate has the loss. Kept here, it would hold all activations of a block that activation checkpointing
-            # recomputes, because that stops with an exception at the last activation.
+            # The gate keeps the loss. If it were kept here, it would hold all activations of a block that activation
+            # checkpointing recomputes, because the recomputation stops with an exception at the last activation.
             self.deepspeed_moe.l_aux = None
         return output
 
 
 def spread(model: nn.Module, rank: int) -> None:
-    """Replaces each plain mixture of a model by DeepSpeed's layer."""
+    """Replaces each plain mixture of a model with DeepSpeed's layer."""
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):
@@ -90,12 +91,13 @@ def spread(model: nn.Module, rank: int) -> None:
 
 
 def ep_size(model: nn.Module) -> int:
-    """Returns the number of ranks that share the experts of a mixture; 1 if there is none."""
+    """Returns the number of ranks that share the experts of a mixture, or 1 if the model has no mixture."""
     return next((module.ep_size for module in model.modules() if isinstance(module, MoE)), 1)
 
 
 def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns an optimizer's groups, split so that DeepSpeed reduces experts only over the ranks that have the same."""
+    """Returns an optimizer's groups, split so that DeepSpeed reduces the gradients of experts only over the ranks that
+    have the same experts."""
     if not any(isinstance(module, MoE) for module in model.modules()):
         return groups
     dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]

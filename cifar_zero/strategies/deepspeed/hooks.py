@@ -1,4 +1,5 @@
-"""What other packages read from DeepSpeed's engine, under ZeROStrategy and under Lightning's own DeepSpeedStrategy."""
+"""Defines what other packages read from DeepSpeed's engine, under ZeROStrategy and under Lightning's own
+DeepSpeedStrategy."""
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,37 +26,38 @@ from cifar_zero.strategies.deepspeed.checkpoint import cut, forget_second_copies
 from cifar_zero.strategies.hooks import Hooks, Updated, count_bytes, tensors_in
 
 GRADIENTS = (
-    "averaged_gradients",  # deepspeed/runtime/zero/stage_1_and_2.py: of this rank's part
+    "averaged_gradients",  # deepspeed/runtime/zero/stage_1_and_2.py: gradients of this rank's shard
     "grad_partitions_flat_buffer",  # deepspeed/runtime/zero/stage3.py: the same
-    "fp32_groups_gradients_flat",  # deepspeed/runtime/bf16_optimizer.py: in float32
+    "fp32_groups_gradients_flat",  # deepspeed/runtime/bf16_optimizer.py: float32 gradients
 )
 """Attributes in which DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
 
 MASTER_WEIGHTS = (
-    "single_partition_of_fp32_groups",  # zero/stage_1_and_2.py: of this rank; an offloaded optimizer's have gradients
+    "single_partition_of_fp32_groups",  # zero/stage_1_and_2.py: this rank's shard, with gradients if offloaded
     "fp32_partitioned_groups_flat",  # zero/stage3.py: the same
     "fp32_groups_flat_partition",  # bf16_optimizer.py
     "fp32_groups_flat",  # fp16/fused_optimizer.py (stage 0)
     "fp32_groups",  # fp16/unfused_optimizer.py (stage 0)
 )
-"""Attributes in which they keep the float32 weights that the optimizer updates."""
+"""Attributes in which DeepSpeed 0.19.8's optimizers keep the float32 weights that they update."""
 
 
 class EngineHooks(Hooks):
-    """Reads DeepSpeed's engine and the tensors that it has sharded; see `Hooks` for what each method returns."""
+    """Reads DeepSpeed's engine and the tensors that it has sharded. `Hooks` describes what each method returns."""
 
     @property
     def engine(self) -> Any:
         return self.strategy.deepspeed_engine
 
     def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
-        """Returns DeepSpeed's C++ one if offloaded, else torch's: DeepSpeed's fused one would have to be compiled."""
+        """Returns DeepSpeed's C++ implementation for an offloaded optimizer, else torch's. DeepSpeed's fused optimizer
+        is not used, because it would have to be compiled."""
         if offload_device(self.strategy, "offload_optimizer") != "none":
             return "deepspeed_cpu"
         return "torch" if device_type == "cpu" else "torch_fused"
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an optimizer's groups, the experts in groups of their own."""
+        """Returns an optimizer's groups, with experts in separate groups."""
         return experts.parameter_groups(module, groups)
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
@@ -70,13 +72,14 @@ class EngineHooks(Hooks):
         return found
 
     def shape(self, parameter: Any) -> torch.Size:
-        """Returns the shape that zero.Init notes before it leaves an empty tensor at ZeRO 3."""
+        """Returns the shape that zero.Init records before it empties the parameter at ZeRO 3."""
         return getattr(parameter, "ds_shape", parameter.shape)
 
     def full(self, parameter: Any) -> Tensor:
-        """Returns the master weight; at ZeRO 0 with DeepSpeed's FusedAdam, which flattens them, the module's weight."""
+        """Returns the master weight. At ZeRO 0 with DeepSpeed's FusedAdam, which flattens the master weights, returns
+        the module's weight instead."""
         if parameter.requires_grad:
-            master = safe_get_full_fp32_param(parameter)  # of ZeRO 1 to 3 (DeepSpeed 0.19.8)
+            master = safe_get_full_fp32_param(parameter)  # found at ZeRO 1 to 3 (DeepSpeed 0.19.8)
             for parameters, target, _ in optimizer_groups(self.engine) if master is None else ():
                 if len(parameters) == 1 and parameters[0] is parameter:
                     master = target
@@ -87,27 +90,27 @@ class EngineHooks(Hooks):
 
     def full_gradient(self, parameter: Any) -> Tensor:
         gradient = safe_get_full_grad(parameter)
-        # Next to BF16_Optimizer (ZeRO 0 of DeepSpeed 0.17.5 and older) parameter.grad is this rank's own.
+        # With BF16_Optimizer (ZeRO 0 of DeepSpeed 0.17.5 and older) parameter.grad is the gradient of this rank alone.
         gradient = parameter._hp_grad.view_as(parameter) if hasattr(parameter, "_hp_grad") else gradient
         if gradient is None:
             return torch.zeros(self.shape(parameter), device=parameter.device)
         return gradient.detach().float() / self._scale
 
     def write(self, parameter: Any, value: Tensor) -> None:
-        """Overwrites a parameter; at ZeRO 3 it is gathered, and what rank 0 writes is sharded again."""
+        """Overwrites a parameter. At ZeRO 3 it is gathered, and the value that rank 0 writes is sharded again."""
         gathered = GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
         with torch.no_grad(), gathered:
             parameter.copy_(value)
 
     def local(self, parameter: Any) -> Tensor:
-        """Returns the parameter itself, at ZeRO 3 its flat shard without the padding, which may be NaN."""
+        """Returns the parameter itself, or at ZeRO 3 its flat shard without the padding, which may be NaN."""
         return parameter.ds_tensor[: _used(parameter)] if hasattr(parameter, "ds_tensor") else parameter
 
     def cut(self, whole: Tensor, parameter: Any) -> Tensor:
         return cut(whole, parameter)[: _used(parameter)] if hasattr(parameter, "ds_tensor") else whole
 
     def held(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """At ZeRO 3 a rank holds its shard, and next to it small parameters whole."""
+        """Yields this rank's shard at ZeRO 3, and also the whole parameter if ZeRO 3 keeps it because it is small."""
         yield from super().held(parameter, whole)
         if hasattr(parameter, "ds_tensor") and parameter.shape == whole.shape:
             yield parameter.detach(), whole.to(parameter.dtype)
@@ -118,7 +121,7 @@ class EngineHooks(Hooks):
             return
         own = engine.basic_optimizer
         kind = UpdatedByDeepSpeed if torch_class(own) else Updated
-        group_of = getattr(zero, "sub_group_to_group_id", {})  # of ZeRO 3
+        group_of = getattr(zero, "sub_group_to_group_id", {})  # only ZeRO 3 has sub-groups
         for number, (parameters, target, cut_of) in enumerate(optimizer_groups(engine)):
             holders = [group for group in own.param_groups if any(each is target for each in group["params"])]
             group = holders[0] if holders else own.param_groups[group_of.get(number, 0)]
@@ -127,7 +130,8 @@ class EngineHooks(Hooks):
 
     @contextmanager
     def rewriting(self) -> Generator[None, None, None]:
-        """ZeRO 3 shards the parameters that it keeps whole and gathers them again."""
+        """Makes ZeRO 3 shard the parameters that it keeps whole when the context is entered, and gather them again when
+        it is left."""
         shards = self.engine.zero_optimization_partition_weights()
         if shards:
             self.engine.optimizer.checkpoint_event_prologue()
@@ -137,18 +141,21 @@ class EngineHooks(Hooks):
             forget_second_copies(self.engine.module)
 
     def starts_step(self, batch_idx: int, accumulate: int) -> bool:
-        """DeepSpeed carries micro-batches over from one epoch to the next."""
+        """Returns whether the micro-batch is the first of a step, by the engine's own count. DeepSpeed carries
+        micro-batches over from one epoch to the next."""
         return self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
 
     def clip_limit(self, trainer: Any) -> float:
         return self.engine.gradient_clipping() or 0.0
 
     def ends_step(self) -> bool:
-        """DeepSpeed steps after each micro-batch, so that Lightning calls its hook for each of them."""
+        """Returns whether the engine is at an accumulation boundary. DeepSpeed steps after each micro-batch, so
+        Lightning calls its hook for each micro-batch."""
         return self.engine.is_gradient_accumulation_boundary()
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns the ranks that hold different experts of a mixture: DeepSpeed marks their parameters."""
+        """Returns the number of ranks that hold different experts of a mixture if the parameter belongs to an expert,
+        else 1. DeepSpeed marks the parameters of experts."""
         is_expert = not getattr(parameter, "allreduce", True)
         return groups._get_expert_parallel_world_size(parameter.group_name) if is_expert else 1
 
@@ -156,20 +163,24 @@ class EngineHooks(Hooks):
         return None if self.engine.zero_optimization() else self.norm(parameters) / self._scale
 
     def step_gradient_norm(self) -> float | None:
-        """Returns ZeRO's norm. Stage 0 (DeepSpeed 0.19.8) has none in float32 (DeepSpeed issue 7255), in float16 one
-        that is not divided by the loss scale, and for experts in a low precision one without them (pull request
-        8613), which `clip_experts_too` does not use."""
+        """Returns the norm that the engine's last step computed, or None at ZeRO 0 with experts.
+
+        At ZeRO 0, DeepSpeed 0.19.8 computes no norm in float32 (DeepSpeed issue 7255), and in float16 a norm that is
+        not divided by the loss scale. With experts in a low precision its norm leaves the experts out (DeepSpeed pull
+        request 8613), and `clip_experts_too` does not use it.
+        """
         if self.engine.has_moe_layers and not self.engine.zero_optimization():
             return None
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
     def link_master_weights(self) -> None:
-        """Links each parameter to its own master weight, gradient and state with round_robin_gradients.
+        """Links each parameter to its own master weight, gradient and state if round_robin_gradients is on.
 
-        DeepSpeed 0.19.8 (stage_1_and_2.py, `_link_all_hp_params`) links them in the order of the model, but they are
-        in the round-robin order: on several ranks `safe_get_full_fp32_param` returns values of other parameters, and
-        `safe_get_full_grad` raises RuntimeError. The training itself is right. No upstream issue is known.
+        DeepSpeed 0.19.8 (stage_1_and_2.py, `_link_all_hp_params`) links them in the order of the model, although they
+        are stored in round-robin order. On several ranks `safe_get_full_fp32_param` then returns values of other
+        parameters, and `safe_get_full_grad` raises RuntimeError. The training itself is correct. No upstream issue is
+        known.
         """
         optimizer = self.engine.optimizer
         if getattr(optimizer, "round_robin_gradients", False):
@@ -178,11 +189,11 @@ class EngineHooks(Hooks):
             optimizer.bit16_groups = groups
 
     def clip_experts_too(self) -> None:
-        """Makes stage 0 clip by the norm over all experts.
+        """Makes ZeRO 0 clip by the norm over all experts.
 
         In float32 DeepSpeed 0.19.8 uses the mean of the norms of the ranks, which have different experts (DeepSpeed
-        issue 8475); in a lower precision it ignores the experts (DeepSpeed pull request 8613). Can be removed with a
-        release that fixes both. Stages 1 and 2 are correct.
+        issue 8475). In a lower precision it ignores the experts (DeepSpeed pull request 8613). This method can be
+        removed with a release that fixes both. ZeRO 1 and 2 are correct.
         """
         engine, optimizer = self.engine, self.engine.optimizer
         limit = engine.gradient_clipping()
@@ -197,12 +208,12 @@ class EngineHooks(Hooks):
 
     @property
     def _scale(self) -> float:
-        """The factor of the loss, and so of the gradients before the step; 1 unless in float16."""
+        """The loss scale. Gradients are multiplied by it until the step. It is 1 unless the run is in float16."""
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
 
     def loss_scale(self) -> float | None:
         optimizer = self.engine.optimizer
-        settings = getattr(optimizer, "loss_scale_config", optimizer)  # kept apart at stage 0
+        settings = getattr(optimizer, "loss_scale_config", optimizer)  # a separate object at ZeRO 0
         dynamic = self.engine.fp16_enabled() and getattr(settings, "dynamic_loss_scale", False)
         return optimizer.loss_scale if dynamic else None
 
@@ -217,15 +228,16 @@ class EngineHooks(Hooks):
         return count_bytes(parameters, gradients, [master, getattr(optimizer, "optimizer", optimizer).state])
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the configuration with the ZeRO section as DeepSpeed (0.19.8) has completed it."""
+        """Returns the configuration, including the ZeRO section as DeepSpeed (0.19.8) completed it and the dtype of
+        communication."""
         config = self.engine._config
         dtype = str(self.engine.communication_data_type).removeprefix("torch.")
         zero = config.zero_config.model_dump(mode="json")
         return {**config._param_dict, "zero_optimization": zero, "communication_data_type": dtype}
 
     def free(self) -> None:
-        """Destroys the engine. DeepSpeed (0.19.8) holds its tensors in gradient hooks, and at stage 3 in a stack and in
-        a cache of a method."""
+        """Destroys the engine. DeepSpeed (0.19.8) keeps references to its tensors in gradient hooks, and at ZeRO 3 also
+        in a stack and in the cache of a method."""
         self.engine.destroy()
         with suppress(AttributeError, KeyError):  # another release may have other names
             parameter_offload.FWD_MODULE_STACK.clear()
@@ -234,7 +246,7 @@ class EngineHooks(Hooks):
 
 
 class UpdatedByDeepSpeed(Updated):
-    """A tensor whose optimizer DeepSpeed has compiled; torch has the definition of its step."""
+    """A tensor that a compiled optimizer of DeepSpeed updates. A class of torch defines the same step."""
 
     def optimizer_of(self, twin: torch.nn.Parameter) -> Any:
         kind: Any = torch_class(self.optimizer)
@@ -242,19 +254,20 @@ class UpdatedByDeepSpeed(Updated):
         other = kind([twin], **options)
         if self.state:
             other.state[twin] = {key: value.clone() for key, value in self.state.items() if isinstance(value, Tensor)}
-            if kind is not TorchLion:  # which counts no steps
+            if kind is not TorchLion:  # Lion counts no steps
                 other.state[twin]["step"] = torch.tensor(float(self.state["step"]))
         return other
 
 
 def _used(parameter: Any) -> int:
-    """Returns the elements of this rank's shard at ZeRO 3 that are no padding."""
+    """Returns the number of elements of this rank's shard at ZeRO 3 that are not padding."""
     size = parameter.ds_tensor.ds_numel
     return max(0, min(size, parameter.ds_numel - deepspeed.comm.get_rank(group=parameter.ds_process_group) * size))
 
 
 def torch_class(optimizer: Any) -> type[Optimizer] | None:
-    """Returns the class in torch that defines the steps of an optimizer of DeepSpeed; None for any other optimizer."""
+    """Returns the class that computes in torch the same steps as an optimizer of DeepSpeed, or None for any other
+    optimizer."""
     if isinstance(optimizer, (DeepSpeedCPUAdam, FusedAdam)):
         return AdamW if optimizer.adam_w_mode else Adam
     if isinstance(optimizer, (DeepSpeedCPULion, FusedLion)):
@@ -263,5 +276,6 @@ def torch_class(optimizer: Any) -> type[Optimizer] | None:
 
 
 def offload_device(strategy: Any, part: str) -> str:
-    """Returns where offload_optimizer or offload_param, a `part` of the configuration, puts its tensors."""
+    """Returns the device to which offload_optimizer or offload_param, a `part` of the configuration, moves its tensors,
+    or "none"."""
     return strategy.config.get("zero_optimization", {}).get(part, {}).get("device", "none")

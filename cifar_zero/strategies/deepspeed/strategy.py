@@ -42,69 +42,75 @@ from cifar_zero.strategies.deepspeed.checkpoint import (
 from cifar_zero.strategies.deepspeed.hooks import EngineHooks
 
 LINEAR = torch.nn.functional.linear
-"""torch's own. ZeRO 3 replaces it for as long as the process lives (DeepSpeed 0.19.8, `_enable_mem_efficient_linear`),
-for other models too; a fit or a test puts it back at its end."""
+"""torch's own linear function. ZeRO 3 replaces it for the lifetime of the process, for other models too (DeepSpeed
+0.19.8, `_enable_mem_efficient_linear`). It is restored at the end of a fit or a test."""
 
 GROUP_LISTS = {"param_groups", "base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
-"""Attributes of torch's optimizers and schedulers: lists with an element for each parameter group."""
+"""Attributes of torch's optimizers and schedulers that are lists with one element for each parameter group."""
 
 ENGINE = "_deepspeed_engine"
-"""Attribute of a module: the engine that trained it, whose gradient hooks must be removed before a second fit."""
+"""Attribute of a module that holds the engine that trained it. The engine's gradient hooks must be removed before a
+second fit."""
 
 
 class ZeROPrecision(DeepSpeedPrecision):
-    """Leaves the division by the accumulated micro-batches to Lightning, and a batch as it is. Lightning (2.6.6)
-    divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide it by
-    gradient_accumulation_steps again. Can be removed when Lightning's own plugin passes scale_wrt_gas."""
+    """Leaves the division by the number of accumulated micro-batches to Lightning, and can leave a batch as it is.
+    Lightning (2.6.6) divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide
+    it by gradient_accumulation_steps again. It can be removed when Lightning's own plugin passes scale_wrt_gas."""
 
     casts_batches = True
-    """Whether a batch is cast to the precision, as Lightning's own plugin does; CIFARModule does it itself."""
+    """Whether a batch is cast to the precision, as Lightning's own plugin casts it. CIFARModule casts its images
+    itself."""
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Back-propagates the loss of one micro-batch, already divided by their number."""
+        """Back-propagates the loss of one micro-batch, which is already divided by the number of micro-batches."""
         super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     def convert_input(self, data: Any) -> Any:
-        """Returns the batch itself: the module casts the images, and soft labels must not be rounded."""
+        """Returns the batch, cast only if `casts_batches` is set. CIFARModule turns the cast off, because it casts the
+        images itself and soft labels must not be rounded."""
         if self.casts_batches:
             return super().convert_input(data)
         return data
 
 
 class ZeROStrategy(DeepSpeedStrategy):
-    """DeepSpeed's engine under Lightning: on CUDA as Lightning runs it, else over DeepSpeed's own CPU accelerator.
+    """DeepSpeed's engine under Lightning, on CUDA as Lightning runs it and elsewhere on DeepSpeed's own CPU
+    accelerator.
 
-    Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are those of Lightning's
-    strategy.
-    What Lightning 2.6.6 does not do:
-    - CPU ranks: its strategy refuses any accelerator but CUDA; DeepSpeed trains every stage on the CPU over gloo.
-    - `test` after `fit` (Lightning issue 15247): it would start a second engine on the same model, after which
-      `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine also runs the test.
+    Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are the options of Lightning's
+    strategy. The class adds two things that Lightning 2.6.6 lacks:
+
+    - CPU ranks. Lightning's strategy accepts only CUDA, but DeepSpeed trains every stage on the CPU over gloo.
+    - `test` after `fit` (Lightning issue 15247). Lightning's strategy would start a second engine on the same model,
+      after which `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine also runs the
+      test.
     """
 
     shards_while_building = False
-    """Whether stage 3 shards each layer as it is made; else the engine shards the whole model. Models of other packages
-    initialise their layers again at the end, which has no effect on weights that zero.Init has sharded."""
+    """Whether ZeRO 3 shards each layer as it is made. If not, the engine shards the whole model. Models of other
+    packages initialise their layers again at the end, which has no effect on weights that zero.Init has already
+    sharded."""
 
     operators: tuple[str, ...] = ()
-    """DeepSpeed's operators that the run needs; they are compiled at their first use."""
+    """DeepSpeed's operators that the run needs. They are compiled when they are first used."""
 
     config: dict[str, Any]
 
     _trained: Any = None
 
     options_before: dict[int, dict[str, Any]]
-    """Options of an optimizer's groups that the engine has changed at its start, which none does: their values before
-    it, by the id of the group. A step check updates with these."""
+    """Original values of the options that the engine changed at its start in the optimizer's groups, by the id of the
+    group. An engine should change none, so a step check updates with the original values."""
 
     group_names: list[list[str]]
-    """The names of the parameters in each group of the optimizer, as the module has made it."""
+    """The names of the parameters in each of the optimizer's groups, in the groups that the module made."""
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
         self.options_before, self.group_names = {}, []
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
-        # It waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
+        # The throughput timer waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
 
     @property
@@ -114,59 +120,61 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The rank's device; DeepSpeed asks for its index, which Lightning's CPU devices lack."""
+        """The rank's device. DeepSpeed reads the index of the device, which Lightning's CPU devices lack."""
         if self.on_cpu:
             return torch.device("cpu", 0)
         return super().root_device
 
     def _configure_launcher(self) -> None:
-        """Makes no launcher for a single rank, as it has nothing to start. Lightning (2.6.6) refuses one in a notebook,
-        where ZeRO on one rank works."""
+        """Makes no launcher for a single rank, because there is nothing to launch. Lightning (2.6.6) refuses its
+        launcher in a notebook, where ZeRO on one rank works."""
         if self.num_processes * self.num_nodes > 1:
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Starts the process group. A plain Trainer has given Lightning's own plugins, which are replaced."""
+        """Starts the process group. Replaces the default plugins of a plain Trainer."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
             self.checkpoint_io = AtomicCheckpointIO()
         if not isinstance(self.precision_plugin, ZeROPrecision):
             self.precision_plugin = ZeROPrecision(self.precision_plugin.precision)  # pyright: ignore
-        deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at stage 3
+        deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at ZeRO 3
         if "optimizer" not in self.config:
             import_muon_uncompiled()
         if self.on_cpu:
-            # Set by DeepSpeed's own launcher. Without it the CPU accelerator starts numactl in every step to count
-            # the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
+            # DeepSpeed's own launcher sets this variable. Without it the CPU accelerator starts numactl in every step
+            # to count the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
             os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
-            super(DeepSpeedStrategy, self).setup_environment()  # DDP's, without the check for CUDA
+            super(DeepSpeedStrategy, self).setup_environment()  # DDP's method, without the check for CUDA
         else:
             super().setup_environment()
-        for name in self.operators:  # before the fit's clock starts, which is in Lightning's next call
+        for name in self.operators:  # loaded before Lightning's next call, which starts the clock of the fit
             if self.local_rank == 0:
                 say(f"loading DeepSpeed's {name}; at its first use on this computer it is compiled, a minute or more")
             ALL_OPS[name].load(verbose=False)
 
     def _format_config(self) -> None:
-        """Completes the configuration. In bfloat16 ZeRO 1 and 2 would wait for a check of all gradients in each step,
-        and leave out a step with NaN, as no other strategy does (DeepSpeed 0.19.8, runtime/precision_config.py)."""
+        """Completes the configuration, and turns the check for gradient overflow in bfloat16 off unless the user set
+        it. With the check, ZeRO 1 and 2 would wait for all gradients in each step and skip a step with NaN, which no
+        other strategy does (DeepSpeed 0.19.8, runtime/precision_config.py)."""
         super()._format_config()
         if "bf16" in self.config:
             self.config["bf16"].setdefault("check_grad_overflow", False)
 
     def _auto_select_batch_size(self) -> int:
-        """Returns the micro-batch that DeepSpeed is told of, which only its log shows. Lightning (2.6.6) reads the
-        attribute `batch_sampler`, which a CombinedLoader does not have."""
+        """Returns the micro-batch size that is passed to DeepSpeed, which only its log shows. Returns 1 if Lightning
+        (2.6.6) fails to read the attribute `batch_sampler`, which a CombinedLoader does not have."""
         try:
             return super()._auto_select_batch_size()
         except AttributeError:
             return 1
 
     def setup_distributed(self) -> None:
-        """Starts the process group; on the CPU without Lightning's check of GPU indices."""
+        """Starts the process group, on the CPU without Lightning's check of GPU indices."""
         if not self.on_cpu:
             super().setup_distributed()
             return
-        # Only DeepSpeed's inference uses this collective; it would be compiled at the first start.
+        # Turned off, because only DeepSpeed's inference uses this collective, which would be compiled at the first
+        # start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         reset_seed()
         self.set_world_ranks()
@@ -174,15 +182,18 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Shards each layer as it is made at stage 3. Mixed precision draws the initial weights in float32, as all
-        other strategies do, and `setup` casts the shards. zero.Init would draw them in the low precision, which
-        gives other weights (DeepSpeed 0.19.8)."""
+        """Shards each layer as it is made at ZeRO 3, if `shards_while_building` is set.
+
+        Under mixed precision the initial weights are drawn in float32, as under all other strategies, and `setup` casts
+        the shards. zero.Init would draw them in the low precision, which gives other weights (DeepSpeed 0.19.8).
+        """
         self._init_config_if_needed()
         config = {**self.config}
         if self._casts_shards:
             for low in ("bf16", "fp16"):
                 config.pop(low, None)
-        # The group of zero_hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a process.
+        # Resets the process group of zero_hpz_partition_size, which DeepSpeed (0.19.8, utils/groups.py) makes once in a
+        # process.
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         where, shards = self.remote_device, self._builds_sharded
         with deepspeed.zero.Init(enabled=shards, remote_device=where, config_dict_or_path=config):
@@ -218,8 +229,9 @@ class ZeROStrategy(DeepSpeedStrategy):
         return self._builds_sharded and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes the folder, every rank its part, under a temporary name, and renames it when it is complete. DeepSpeed
-        (0.19.8) writes in place. All ranks learn of an error, and the plugin notes it."""
+        """Writes the checkpoint folder, each rank its own files, under a temporary name, and renames it when it is
+        complete. DeepSpeed (0.19.8) writes in place. If any rank fails to write, all ranks get the error, and the
+        checkpoint plugin reports it."""
         final = Path(self.broadcast(filepath))
         target = atomic.staged(final)
         if self.is_global_zero:
@@ -231,7 +243,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         if engine.zero_nvme_offload_optimizer():
             notes[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
         guard = engine.checkpoint_engine = GuardedCheckpointEngine(notes=notes)
-        engine._copy_recovery_script = lambda save_path: None  # it writes outside the guard
+        engine._copy_recovery_script = lambda save_path: None  # it would write outside of the guard
         engine.save_checkpoint(
             str(target),
             tag=TAG,
@@ -252,10 +264,10 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and number of ranks. DeepSpeed loads one of the same shape, each rank its
-        shard; any other is assembled and sharded again."""
+        """Loads a checkpoint of any strategy and number of ranks. If the checkpoint has this run's layout, DeepSpeed
+        loads it, each rank its own shard. Any other checkpoint is assembled and sharded again."""
         path = Path(checkpoint_path)
-        if self._trained is None:  # a test without a fit, into whose engine DeepSpeed (0.19.8) cannot load at stage 3
+        if self._trained is None:  # a test without a fit: DeepSpeed (0.19.8) cannot load it at ZeRO 3
             checkpoint = read(path, self._io.trust, verify=False)
             if self.zero_stage_3:
                 self._restore_zero_state(checkpoint, strict=True)
@@ -279,7 +291,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     @property
     def _layout(self) -> dict[str, Any]:
-        """Everything that a shard depends on; only a run with the same values can load it as it is."""
+        """Everything that a shard depends on. Only a run with the same values can load a shard as it is."""
         engine: Any = self.deepspeed_engine
         return {
             "zero": self._zero,
@@ -311,16 +323,20 @@ class ZeROStrategy(DeepSpeedStrategy):
             say(f"ZeRO 3 shards {sharded:,} of {total:,} parameters{how}")
 
     def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Starts the engine, which at stage 0 in a low precision would step once with gradients of 0 (DeepSpeed 0.19.8,
-        fp16/unfused_optimizer.py, `initialize_optimizer_states`; its pull request 5104): Adam would count a step too
-        many, so that its first update is 0.74 of the right one, and AdamW's decay would act."""
+        """Starts the engine without an optimizer step.
+
+        At ZeRO 0 in a low precision DeepSpeed would step once with zero gradients (DeepSpeed 0.19.8,
+        fp16/unfused_optimizer.py, `initialize_optimizer_states`; DeepSpeed pull request 5104). Adam would then count
+        one step too many, so that its first update would be 0.74 of the right one, and AdamW would decay the weights.
+        """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.group_names = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, self.group_names, strict=True):
-            group.setdefault("param_names", own)  # which a checkpoint of another shape needs
+            group.setdefault("param_names", own)  # needed to restore the checkpoint in another layout
         _drop_frozen_groups(optimizer, lr_scheduler)
         step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
-        # SuperOffload's process inherits how Ctrl-C is handled, which must not end it before the run is saved.
+        # SuperOffload starts a process, which inherits the handling of Ctrl-C. Ctrl-C must not end it before the run is
+        # saved.
         spawns = self._zero.get("offload_optimizer", {}).get("super_offload")
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if spawns else None
         before = [{key: group[key] for key in group if key not in ("params", "lr")} for group in optimizer.param_groups]
@@ -339,7 +355,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             super()._initialize_deepspeed_inference(model)
 
     def teardown(self) -> None:
-        """Ends a fit or a test; the model stays on the engine's device."""
+        """Ends a fit or a test. The model stays on the engine's device."""
         torch.nn.functional.linear = LINEAR
         if self._trained is None:
             super().teardown()
@@ -367,8 +383,8 @@ def import_muon_uncompiled() -> None:
 
 
 def _drop_frozen_groups(optimizer: Any, scheduler: Any) -> None:
-    """Removes the parameter groups in which nothing is trained from an optimizer and from its scheduler. ZeRO 1 and 2
-    (DeepSpeed 0.19.8, stage_1_and_2.py) read the first trained parameter of each group and raise IndexError."""
+    """Removes parameter groups without trained parameters from an optimizer and its scheduler. ZeRO 1 and 2 (DeepSpeed
+    0.19.8, stage_1_and_2.py) read the first trained parameter of each group, and raise IndexError if there is none."""
     trained = [any(each.requires_grad for each in group["params"]) for group in optimizer.param_groups]
     if all(trained) or not any(trained):
         return
