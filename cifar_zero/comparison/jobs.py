@@ -3,10 +3,12 @@
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import cpuinfo
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -86,6 +88,8 @@ def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path, sketche
     """Trains jobs, given by their flags, and on rank 0 writes the verdict of each to the path that it is given by, and
     on request `sketches` next to it. A job with a fault is trained once more, to find the first wrong module."""
     quieten()
+    # Each CPU optimizer of DeepSpeed asks for it, in a process of its own: 1.1 s (0.19.8, ops/adam/cpu_adam.py).
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) collects garbage at each start: 0.35 s with all imports
     if gpu_count() == 0:
         # Enough for these models, and threads wait for one another on a busy machine. Lightning (2.6.6) takes all cores

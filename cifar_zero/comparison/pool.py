@@ -4,7 +4,8 @@ ranks import meanwhile."""
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -69,9 +70,13 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
     with Progress(*columns, TextColumn("left"), console=Console(stderr=True)) as progress:
         task = progress.add_task("trainings", total=len(cases))
         try:
-            for phase, ranks in sorted({(case.phase, -case.world_size) for case in cases}):
-                together = [case for case in cases if (case.phase, -case.world_size) == (phase, ranks)]
-                for _ in _train(together, folder, program, cases[0] if of_user else None, sketches):
+            for phase in sorted({case.phase for case in cases}):
+                groups: dict[int, list[Variant]] = {}
+                for case in cases:
+                    if case.phase == phase:
+                        groups.setdefault(case.world_size, []).append(case)
+                refusing = cases[0] if of_user else None
+                for _ in _in_turn([_train(group, folder, program, refusing, sketches) for group in groups.values()]):
                     progress.advance(task)
         except Stopped as stop:
             comparison.stopped_by = stop.number
@@ -93,9 +98,26 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
     return comparison
 
 
+def _in_turn(groups: Sequence[Generator[Variant | None]]) -> Iterator[Variant]:
+    """Yields the cases that groups of ranks have trained. The groups run at the same time, because one trains while
+    another one starts."""
+    with ExitStack() as stack:
+        running = [stack.enter_context(closing(group)) for group in groups]
+        while running:
+            for group in [*running]:
+                try:
+                    case = next(group)
+                except StopIteration:
+                    running.remove(group)
+                    continue
+                if case is not None:
+                    yield case
+            time.sleep(run_process.POLL_SECONDS)
+
+
 def _train(
     cases: Sequence[Variant], folder: Path, program: Sequence[str], refusing: Variant | None, sketches: bool
-) -> Iterator[Variant]:
+) -> Generator[Variant | None]:
     """Trains cases of one number of ranks, and sets their verdicts and times, of the first with the start of the ranks.
 
     The ranks are started again after TRAININGS, and after each training that failed. Yields the cases that were
@@ -115,7 +137,7 @@ def _train(
         with run_process.start(program, [str(file)], log) as child:
             for verdict in verdicts:
                 while not verdict.exists() and child.poll() is None:
-                    time.sleep(run_process.POLL_SECONDS)
+                    yield None
                 case = todo.pop(0)
                 case.seconds, began = time.monotonic() - began, time.monotonic()
                 if not verdict.exists():

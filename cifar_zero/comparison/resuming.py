@@ -80,10 +80,8 @@ def _continuation(case: Variant, resume: Continuation, resolve: Resolve) -> Vari
     if case.command:
         again = f"{case.command} --max_steps {resume.at} --name {name} && "
         again += command("train", *flags, "--resume", "last", "--name", name)
-    # A phase starts ranks once for each world size, from the largest on: new processes continue the training.
-    phase = int(ranks >= case.world_size)
     title, row, resume_flags = f"{case.name}, {how}", f"{case.row}, {how}", [CONTINUES, name]
-    return Variant(title, case.strategy, ranks, flags, again, row=row, resume=resume_flags, phase=phase)
+    return Variant(title, case.strategy, ranks, flags, again, row=row, resume=resume_flags, phase=1)
 
 
 def of_job(flags: list[str], folder: Path) -> tuple["ResumeCheck | None", list[str]]:

@@ -371,7 +371,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 def import_muon_uncompiled() -> None:
     """Imports DeepSpeed's Muon optimizer without compiling its kernels.
 
-    Every ZeRO stage imports Muon in its first step, whatever the optimizer is, and the import calls torch.compile, which
+    Every ZeRO stage imports Muon in its first step, whatever the optimizer is. The import calls torch.compile, which
     loads torch's compiler for 1.2 s (DeepSpeed 0.19.8, zero/muon/original_muon.py).
     """
     compile = torch.compile
