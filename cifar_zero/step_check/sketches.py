@@ -1,9 +1,9 @@
 """Defines `SketchCheck`, a step check that also keeps what each step computed, small enough to be stored and compared
 on another machine or with another release (`cifar-zero compare --save_baseline`).
 
-A sketch is a short vector. Each element of a tensor is added to one of its numbers, or subtracted from it. The sketch
-of a difference is the difference of the sketches, and its norm is the norm of the difference, to about a fifth (feature
-hashing, Weinberger et al. 2009).
+A sketch is a short vector. Each element of a tensor is added to one element of the sketch, or subtracted from it. The
+sketch of a difference is the difference of the sketches, and its norm is the norm of the difference, to about a fifth
+(feature hashing, Weinberger et al. 2009).
 """
 
 import math
@@ -40,7 +40,7 @@ class SketchCheck(StepCheck):
 
     - `loss/` (ranks, micro-batches): the losses
     - `gradient/NAME` (SIZE,): the sketch of the gradient of a tensor
-    - `update/` (SIZE,): the sketch of the update that torch's optimizer makes from this gradient, in float32
+    - `update/` (SIZE,): the sketch of the update that torch's optimizer makes from these gradients, in float32
     """
 
     def __init__(self) -> None:
