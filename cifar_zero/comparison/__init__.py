@@ -11,7 +11,8 @@ __all__ = ["StepCheck", "assert_agrees"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports StepCheck, and with it torch and Lightning, when it is asked for: --help of compare is quick."""
+    """Imports StepCheck on first access, because it imports torch and Lightning, which would slow down --help of
+    compare."""
     if name != "StepCheck":
         raise AttributeError(name)
     from cifar_zero.step_check.callback import StepCheck

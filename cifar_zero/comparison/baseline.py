@@ -1,9 +1,10 @@
-"""`cifar-zero compare --save_baseline FILE` and `--against FILE`: do the trainings compute what they computed before,
-on another machine, with another driver, or with another release of torch or DeepSpeed?
+"""`cifar-zero compare --save_baseline FILE` and `--against FILE` check whether trainings still compute what they
+computed before, after a change of the machine, the driver, or the release of torch or DeepSpeed.
 
-Two right trainings differ by rounding, and drift apart. What does not differ is the replay of a step in float64 from
-the same weights. So a step agrees with the baseline if the replay's loss, gradient and update do, and if both step
-checks found that the strategy computes the same as the replay, up to the rounding there.
+Two correct trainings differ by rounding and drift apart. The replay of a step in float64 from the same weights does
+not. So a step agrees with the baseline if the loss, the gradient and the update of the replay agree with the
+baseline's, and if both step checks found that the strategy computes what the replay computes, up to rounding on their
+machine.
 """
 
 import json
@@ -23,21 +24,22 @@ from cifar_zero.step_check.updates import off_by
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict, percent
 
 SKETCHES = "sketches"
-"""Key in `Variant.check`: the file with `SketchCheck.sketches`."""
+"""Key in `Variant.check` with the path of the file of `SketchCheck.sketches`."""
 
 EXACT = 1e-6
-"""Share of an exact value that counts as a difference. float64 rounds at 1e-16; what a module computes in float32 even
-in the replay, and the update, which torch's optimizer computes in float32, at 1e-7 of the weights."""
+"""Smallest relative difference between two values of float64 replays that counts. float64 rounds at 1e-16. Some values
+round at 1e-7, because a module may compute in float32 even in the replay, and because torch's optimizer computes the
+update in float32, where rounding is relative to the weights."""
 
 SENSITIVITY = 1e4
-"""How many times further than the first weights a value may be off. Another kind of CPU draws weights that differ in
-their last bits. In the acceptance's cases the gradients are then off by up to 200 times as much, with bfloat16, and the
-updates by up to 2,000 times, with Adam (AVX-512 and SSE, torch 2.15)."""
+"""Factor by which values may deviate from the baseline further than the first weights do. Another kind of CPU draws
+weights that differ in their last bits. In the acceptance cases, between AVX-512 and SSE (torch 2.15), gradients then
+deviate up to 200 times as far in bfloat16, and updates up to 2,000 times as far with Adam."""
 
 
 def apply(comparison: Comparison) -> None:
-    """Judges the trained cases by the baseline that the comparison names, and writes the one that it names: what the
-    cases computed, and the environment."""
+    """Judges the trained cases by the baseline `comparison.against`, if there is one. Then writes what the cases
+    computed, with the environment, to the new baseline `comparison.save_baseline`, if that is set."""
     if comparison.against:
         judge(comparison)
     if not comparison.save_baseline or comparison.stopped_by:
@@ -55,8 +57,9 @@ def apply(comparison: Comparison) -> None:
 
 
 def read(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns what the baseline that a comparison names says about the trainings, and their tensors: the steps of
-    `SketchCheck.sketches`, by IDENTITY/KEY. Raises UsageError: it is damaged, or of other cases or ranks."""
+    """Returns the metadata and the tensors of the baseline `comparison.against`. The tensors hold the steps of
+    `SketchCheck.sketches` and are named IDENTITY/KEY. Raises UsageError if the file is damaged, is not a baseline, or
+    has none of these cases on this number of ranks."""
     tensors, metadata = read_safetensors(Path(comparison.against))
     if "baseline" not in metadata:
         raise UsageError(f"--against {comparison.against} is not a baseline: write one with --save_baseline")
@@ -98,7 +101,9 @@ def judge(comparison: Comparison) -> None:
 
 
 def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
-    """Judges the first step of a training, and the next ones as long as their weights are the baseline's bit by bit."""
+    """Judges the first step of a training and the steps after it, given by the sketches of the baseline and of the
+    training. It stops at a step that cannot be judged, and at a later step whose weights differ from the baseline's in
+    any bit."""
     verdict, steps = Verdict(), len(new["weights"])
     shapes, others = ({key: values.shape for key, values in sketches.items()} for sketches in (old, new))
     if shapes != others:
@@ -120,9 +125,10 @@ def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
 
 
 def _findings(step: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor], bound: float) -> Iterator[Finding]:
-    """Yields how far the exact values of a step, counted from 0, are off the baseline's, and `bound` plus rounding."""
+    """Yields how far each value of the float64 replay of a step deviates from the baseline. `step` counts from 0.
+    `bound` is the relative deviation that is allowed in addition to rounding."""
     weights, whole = (float(old[key][step].norm()) for key in ("weights", "found"))
-    for key in sorted(old, key=lambda key: key != "loss/"):  # a wrong loss explains the rest
+    for key in sorted(old, key=lambda key: key != "loss/"):  # loss first: a wrong loss explains the rest
         kind, is_exact, name = key.partition("/")
         if is_exact:
             values = old[key]
@@ -132,7 +138,8 @@ def _findings(step: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor], b
 
 
 def identity(case: Variant) -> str:
-    """Returns what makes two cases the same: their flags, without the folders of files."""
+    """Returns a key that is equal for the same case in two comparisons. It consists of the case's flags, in which paths
+    are reduced to file names."""
     return " ".join(Path(flag).name for flag in case.flags)
 
 

@@ -1,4 +1,5 @@
-"""`cifar-zero compare --acceptance`: short trainings that execute the code of DeepSpeed in which errors have been."""
+"""Defines the cases of `cifar-zero compare --acceptance`, which are short trainings that execute the parts of DeepSpeed
+in which errors have been found."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from cifar_zero.core.hardware import gpu_count
 from cifar_zero.training.resolve import resolve
 
 STEPS = 4
-"""Optimizer steps of a case, all of them checked: a wrong gradient shows at the first, a stale state at the second."""
+"""Number of optimizer steps of a case, all of which are checked. A wrong gradient shows at the first step and a stale
+state at the second."""
 
 BATCH = 32
-"""Least number of images of a step, over all ranks; it is the next multiple of the micro-batches of all ranks."""
+"""Minimum number of images per step, over all ranks. It is rounded up to a multiple of micro-batches times ranks."""
 
 COMMON = [
     *("--data.source", "synthetic", "--data.val_fraction", "0", "--max_steps", str(STEPS), "--epochs", str(STEPS)),
@@ -26,39 +28,40 @@ COMMON = [
 ]
 
 FALLING = "--schedule exponential --schedule.gamma 0.85"
-"""Each step has another learning rate, and the first one moves the weights."""
+"""An exponential schedule, under which each step has another learning rate and the first step already moves the
+weights."""
 
 WARMUP = "--schedule warmup_lr --schedule.warmup_num_steps 4 --schedule.warmup_min_lr 0.002"
 """DeepSpeed's WarmupLR, as in DeepSpeedExamples' CIFAR-10 program."""
 
-SGD = "--optimizer sgd --optimizer.lr 0.02"  # hides no wrong scale of the gradient, as Adam does
-ADAMW = "--optimizer adamw --optimizer.lr 0.005 --optimizer.weight_decay 0.5"  # matrices decay, so there are two groups
+SGD = "--optimizer sgd --optimizer.lr 0.02"  # does not hide a wrong scale of the gradient, as Adam does
+ADAMW = "--optimizer adamw --optimizer.lr 0.005 --optimizer.weight_decay 0.5"  # only matrices decay: two groups
 MUON = "--optimizer muon_sgd"
 EDGE_CASES = "--model torture"
 NET = "--model net --init he"
-# With places for every image in every expert none is dropped: dropping is random.
+# Every expert has capacity for every image, because images beyond the capacity are dropped at random.
 EXPERTS = "--model net_moe --model.num_experts [4] --model.capacity_factor 4"
-CLIP = "--gradient_clip_val 0.5"  # less than the norm of each model's gradient
+CLIP = "--gradient_clip_val 0.5"  # less than the gradient norm of each model, so that clipping takes effect
 
 CONFIGURATIONS = Path(__file__).parent / "configurations"
-"""DeepSpeed configurations with options that no strategy here turns on."""
+"""Folder of DeepSpeed configurations with options that no strategy of this program turns on."""
 
 ALL_STAGES = "0123"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe of the acceptance and what it is there for."""
+    """A recipe of the acceptance, with the code path that it is meant to execute."""
 
     name: str
-    why: str  # the code that it executes
+    why: str  # the code path that it executes
     flags: str
     accumulate: int = 1
     one_rank: bool = False  # train on one rank too
     schedule: str = FALLING
-    stages: str = ALL_STAGES  # of ZeRO; those of other families train the rows with all stages
-    ema: float = 0.0  # decay of an average of the weights, under strategies that can have one
-    raw: str = ""  # a file of CONFIGURATIONS, in place of the strategies
+    stages: str = ALL_STAGES  # ZeRO stages; other families train the rows that name all stages
+    ema: float = 0.0  # decay of an average of the weights, under strategies that support one
+    raw: str = ""  # a file in CONFIGURATIONS that replaces the strategies
 
 
 ROWS = (
@@ -121,7 +124,7 @@ ROWS = (
         raw="deepspeed_stage_3_all_reduce.json",
     ),
 )
-"""The first four train under every strategy; QUICK of them are those of --quick."""
+"""The first four rows train under every strategy. --quick trains only the first QUICK rows."""
 
 QUICK = 3
 
@@ -149,36 +152,38 @@ RESUMES = (
         why="shards are put together, without their padding; weights that no optimizer has",
     ),
 )
-"""Rows whose trainings are continued too, in new processes, and the code that this executes."""
+"""Rows whose trainings are also saved and continued in new processes, with the code path that this executes."""
 
 WITHOUT = ("baseline", "fsdp", "tensor_parallel", "pipeline")
-"""Strategies without cases: plain PyTorch, another name of fsdp2, and those that train only vision transformers."""
+"""Strategies without cases: plain PyTorch, an alias of fsdp2, and two strategies that train only vision
+transformers."""
 
 DEFAULT = [name for name in STRATEGIES if name not in WITHOUT]
-"""Strategies whose cases are trained unless some are named, as far as this machine can train them."""
+"""Strategies that are tested by default, unless this machine cannot train them."""
 
 RECIPE = {
     "steps": str(STEPS),
     "batch_size": f"{BATCH}, or the next multiple of micro-batches x ranks",
     "images": "two batches of noise",
 }
-"""What all cases share, for the report."""
+"""Settings that all cases share, as the report shows them."""
 
 
 def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Variant]:
-    """Returns the cases of this machine, those of one number of ranks next to each other.
+    """Returns the cases that this machine can train, grouped by number of ranks.
 
     Args:
-        strategies: Names or raw DeepSpeed configurations; by default all that can train here.
-        ranks: The largest number of ranks.
-        quick: Only the first QUICK rows.
-        seeds: Trainings of each case.
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is all that can train on this
+            machine.
+        ranks: The largest number of ranks. Some rows are trained on one rank too.
+        quick: Whether to return only the first QUICK rows.
+        seeds: Number of trainings of each case, with seeds counted from 0.
 
     Raises:
-        UsageError: A strategy is unknown, or none of its cases can train on `ranks` here.
+        UsageError: If a strategy is unknown, or none of its cases can train on `ranks` ranks on this machine.
     """
     for name in strategies:
-        command_line.parse(command_line.strategy_flags(name))  # refuses an unknown name, and says which is meant
+        command_line.parse(command_line.strategy_flags(name))  # raises UsageError for an unknown name
     rows = [*ROWS[:QUICK]] if quick else [*ROWS, *(ON_GPUS if gpu_count() else ())]
     cases: list[Variant] = []
     refused: dict[str, str] = {}
@@ -202,8 +207,9 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
 
 
 def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
-    """Returns the strategies that train a row: all stages of ZeRO that it names, and if these are all, other families
-    too. A row with a raw configuration is trained with that, unless strategies are given."""
+    """Returns the strategies that train a row. These are the ZeRO stages that the row names and, if it names all
+    stages, strategies of other families too. A row with a raw configuration is trained with this configuration only,
+    and not at all if `strategies` are given."""
     if row.raw:
         return [] if strategies else [str(CONFIGURATIONS / row.raw)]
     found = []
@@ -216,12 +222,13 @@ def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
 
 
 def resolved(flags: list[str]) -> Run:
-    """Returns the run of a case's flags; raises UsageError: it cannot run here."""
+    """Returns the run of a case's flags. Raises UsageError if it cannot run on this machine."""
     return resolve(command_line.parse(flags))
 
 
 def make_case(strategy: str, name: str, flags: Sequence[str], ranks: int, accumulate: int, seed: int = 0) -> Variant:
-    """Returns the case of a row of the table, `name`, under a strategy; raises UsageError if it cannot train here."""
+    """Returns the case of a row of the table, called `name`, under a strategy. Raises UsageError if it cannot train on
+    this machine."""
     pieces = accumulate * ranks
     batch = -(-BATCH // pieces) * pieces
     given = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]

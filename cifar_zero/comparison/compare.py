@@ -1,4 +1,5 @@
-"""Trains one recipe under several strategies, or reads existing runs, and says whether they agree; see --help."""
+"""The command `cifar-zero compare` trains one recipe under several strategies, or reads existing runs, and prints
+whether they agree. See --help."""
 
 import os
 import shlex
@@ -27,10 +28,10 @@ from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.launch import rank_environment
 
 TRAIN_JOBS = "train-jobs"
-"""First argument of the ranks that --acceptance starts; the second is the file of their trainings."""
+"""First argument of the processes that train cases of this program. The second argument is the file of their jobs."""
 
 JOBS = ("cifar_zero", "compare", TRAIN_JOBS)
-"""The program of these ranks, see `run_process.start`."""
+"""The program that these processes run, as `run_process.start` takes it."""
 
 EPILOG = """\
 Each training is checked in place: at some of its steps, in --acceptance and --module at all, the loss, the gradient,
@@ -55,13 +56,14 @@ examples:
 
 
 def main() -> int:
-    """Compares and prints the verdicts; returns the exit code, 1 if a variant did not train or does not agree."""
+    """Compares and prints the verdicts. Returns the exit code, which is 1 if a variant did not train or does not
+    agree."""
     if sys.argv[1:2] == [TRAIN_JOBS]:
         return train_jobs(Path(sys.argv[2]), "cifar_zero.comparison.jobs:train_recipe")
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
-    # After a SLURM requeue the comparison starts again: its runs must not resume.
+    # After a SLURM requeue the comparison starts from the beginning, so its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     if arguments.acceptance:
         folder, comparison = of_cases(arguments, rest)
@@ -88,7 +90,8 @@ def main() -> int:
 
 
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains the cases of the acceptance; returns the folder of the report, and the comparison. --print_cases exits."""
+    """Trains the cases of the acceptance. Returns the folder of the report, and the comparison. With --print_cases it
+    only prints the cases and exits."""
     if rest or arguments.accumulate:
         known = "--strategies, --devices, --seeds, --quick or --junit"
         raise UsageError(f"--acceptance trains cases of its own: give only {known}")
@@ -110,7 +113,7 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
 
 
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains a user's own module; returns the folder of the report, and the comparison."""
+    """Trains a user's module under each strategy. Returns the folder of the report, and the comparison."""
     if arguments.seeds is not None:
         raise UsageError("--module trains each strategy once: leave out --seeds")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
@@ -128,7 +131,7 @@ def _baselines(arguments: Namespace) -> dict[str, Any]:
 
 
 def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Records a training script, and trains a module on its steps; returns the folder of the report, and the
+    """Records a training script and trains a module on its steps. Returns the folder of the report, and the
     comparison."""
     if arguments.seeds or arguments.accumulate:
         raise UsageError("--script decides on seeds and micro-batches: leave out --seeds and --accumulate")
@@ -153,7 +156,7 @@ def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
 
 
 def _rename(text: str) -> tuple[str, str]:
-    """Returns the two sides of OLD=NEW."""
+    """Returns the two sides of OLD=NEW. Raises UsageError if the text has another form."""
     old, _, new = text.partition("=")
     if not old or "=" not in text:
         raise UsageError(f"--rename {text}: give OLD=NEW, the beginnings of names of weights")
@@ -161,7 +164,7 @@ def _rename(text: str) -> tuple[str, str]:
 
 
 def _ranks(arguments: Namespace) -> int:
-    """Returns the number of ranks that is given, or one on each GPU, or two on the CPU."""
+    """Returns the number of ranks that --devices gives. The default is one per GPU, or two on the CPU."""
     devices = arguments.devices or ["0"]
     if len(devices) > 1 or not devices[0].isdecimal():
         raise UsageError(f"--devices {' '.join(devices)}: --acceptance and --module take one number of ranks")
@@ -169,7 +172,7 @@ def _ranks(arguments: Namespace) -> int:
 
 
 def _resumes(arguments: Namespace) -> Sequence[Continuation]:
-    if any(_baselines(arguments).values()):  # a continuation keeps no sketches
+    if any(_baselines(arguments).values()):  # a resumed training keeps no sketches for a baseline
         return ()
     if arguments.resume_at is None:
         return RESUMES
@@ -178,7 +181,7 @@ def _resumes(arguments: Namespace) -> Sequence[Continuation]:
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Compares existing runs; returns the folder of the report, and the comparison."""
+    """Compares existing runs. Returns the folder of the report, and the comparison."""
     axes = (arguments.strategies, arguments.devices, arguments.accumulate, arguments.seeds)
     if rest or any(axis is not None for axis in axes):
         raise UsageError("--runs trains nothing: leave out the flags of a training")
@@ -195,7 +198,7 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
 
 
 def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains and compares; returns the folder of the runs and of the report, and the comparison."""
+    """Trains the variants and compares them. Returns the folder of the runs and of the report, and the comparison."""
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
     rest = [*rest, *["--trust"] * arguments.trust]
     planned = plan(*axes, arguments.seeds or 1, rest, shlex.split(arguments.launcher))
@@ -214,7 +217,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
 
 
 def _how_to_compare(folder: Path) -> str:
-    """Returns how to compare the finished runs of a comparison that was stopped."""
+    """Returns a hint for a comparison that was stopped. It gives the command that compares the finished runs, or the
+    folder if there are fewer than two."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"

@@ -1,4 +1,4 @@
-"""`cifar-zero compare --acceptance --fuzz N`: trainings under random placements, beyond what the rows have in mind."""
+"""`cifar-zero compare --acceptance --fuzz N` trains cases under random placements, to find what the fixed rows miss."""
 
 import random
 from collections.abc import Iterator
@@ -12,27 +12,30 @@ from cifar_zero.config.placement import ComputeOptions, OffloadConfig, ZeROConfi
 from cifar_zero.core.errors import UsageError
 
 RECIPES = ((EDGE_CASES, "32-true"), (NET, "32-true"), (EXPERTS, "32-true"), (NET, "bf16-mixed"))
-"""Models, and precisions in which rounding leaves enough of their gradients to judge."""
+"""Models, each with a precision in which rounding is small enough for most of its gradients to be judged."""
 
 OPTIMIZERS = (SGD, ADAMW, "--optimizer adam", "--optimizer lion", "--optimizer adagrad")
 SECTIONS: dict[str, Any] = {"zero.": ZeROConfig, "offload.": OffloadConfig, "": ComputeOptions}
 LEFT_OUT = {"compile", "cuda_graphs", "activation_checkpointing"}
-"""The first two take a minute for each training, and these models have no blocks to recompute."""
+"""Options that are not drawn. The first two take a minute for each training, and these models have no blocks to
+recompute."""
 
 
 def random_cases(count: int, ranks: int) -> list[Variant]:
-    """Returns `count` cases on one rank or on `ranks`. A number always means the same case, on the same machine."""
+    """Returns `count` cases, each on one rank or on `ranks` ranks. On the same machine, a number always gives the same
+    case."""
     cases: list[Variant] = []
     number = 0
     while len(cases) < count:
-        with suppress(UsageError):  # this machine cannot train the strategy, or the strategy not the recipe
+        with suppress(UsageError):  # the machine cannot train the strategy, or the strategy cannot train the recipe
             cases.append(_case(number, ranks))
         number += 1
     return cases
 
 
 def _case(number: int, ranks: int) -> Variant:
-    """Returns a case with those of the drawn options that its strategy has; raises UsageError if it cannot train."""
+    """Returns the case of a number, with those of the randomly drawn options that its strategy supports. Raises
+    UsageError if the case cannot train."""
     draw = random.Random(number)
     strategy, size, accumulate = draw.choice(DEFAULT), draw.choice([1, ranks]), draw.choice([1, 2, 4])
     model, precision = draw.choice(RECIPES)
@@ -47,7 +50,7 @@ def _case(number: int, ranks: int) -> Variant:
 
 
 def _options(draw: random.Random) -> Iterator[list[str]]:
-    """Yields about half of the options of ZeRO, of offloading and of computing, with random values."""
+    """Yields the flags of about half of the options for ZeRO, offload and computation, with random values."""
     for prefix, section in SECTIONS.items():
         for option in fields(section):
             value: Any = f"{draw.uniform(0.1, 1):.2f}"

@@ -1,4 +1,5 @@
-"""Trains the jobs of a file one after the other, as one rank, with every step checked; `pool` starts the ranks."""
+"""Trains the jobs of a file one after the other and checks every step. Each rank executes this code, and `pool` starts
+the ranks."""
 
 import gc
 import os
@@ -37,11 +38,12 @@ from cifar_zero.training.callbacks.checkpoint import Resume
 from cifar_zero.training.resolve import resolve
 
 Train = Callable[[list[str], Path, StepCheck], None]
-"""Trains a case, given by its flags, with a folder for temporary files and the check of its steps."""
+"""A function that trains a case. It takes the flags of the case, a folder for temporary files, and the check of its
+steps."""
 
 
 def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
-    """Trains a run of this program, given by train's flags, as one rank, without output."""
+    """Trains a run of this program, given by flags of train, as one of its ranks and without output."""
     if check.checkpoint is not None:
         flags = [*flags, "--resume", str(check.checkpoint)]
     run = resolve(command_line.parse(flags))
@@ -60,22 +62,30 @@ def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
 
 
 def quiet_trainer(run: Run, folder: Path, callbacks: Sequence[Any], elements: int = 0, **more: Any) -> Trainer:
-    """Returns a Trainer that neither validates nor writes anything; `elements` are those of a model that is not the
-    run's, and `more` are options of Lightning's Trainer."""
+    """Returns a Trainer that neither validates nor writes anything, unless `more` turns this on.
+
+    Args:
+        run: The run whose placement and Trainer options are used.
+        folder: Lightning's default folder.
+        callbacks: Callbacks of the Trainer.
+        elements: Number of parameters of the model, if it is not the run's own model.
+        **more: Options of Lightning's Trainer.
+    """
     quiet = {"enable_checkpointing": False, "limit_val_batches": 0, "logger": False, "default_root_dir": folder}
     run = run.changed(trainer={**run.recipe.trainer, **quiet, **more})
     return build.trainer(run, None, [*callbacks, Free()], elements)
 
 
 class Free(Callback):
-    """Frees an engine with all its tensors, before the next training in this process."""
+    """Frees an engine and all its tensors at the end of a training, before the next training in this process."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         hooks_of(trainer.strategy).free()
 
 
 def check_of(folder: Path, sketches: bool = False) -> StepCheck:
-    """Returns the check of a training; `folder` may hold the recorded steps of a script."""
+    """Returns the check of a training. It is a SketchCheck if `sketches` is set, a ScriptCheck if `folder` holds the
+    recorded steps of a script, and otherwise a StepCheck."""
     if sketches:
         return SketchCheck()
     if not (folder / FOLDER).is_dir():
@@ -85,22 +95,29 @@ def check_of(folder: Path, sketches: bool = False) -> StepCheck:
 
 
 def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path, sketches: bool = False) -> None:
-    """Trains jobs, given by their flags, and on rank 0 writes the verdict of each to the path that it is given by, and
-    on request `sketches` next to it. A job with a fault is trained once more, to find the first wrong module."""
+    """Trains jobs one after the other. Rank 0 writes the verdict of each. A job with a fault is trained once more, to
+    find the first module whose output is wrong.
+
+    Args:
+        jobs: The flags of each job, by the path of the file that receives its verdict.
+        train: The function that trains a job.
+        folder: Receives temporary files and saved trainings, and may hold the recorded steps of a script.
+        sketches: Whether to write the sketches of each job next to its verdict.
+    """
     quieten()
-    # Each CPU optimizer of DeepSpeed asks for it, in a process of its own: 1.1 s (0.19.8, ops/adam/cpu_adam.py).
+    # Each CPU optimizer of DeepSpeed starts a process that reads the CPU's vendor: 1.1 s (0.19.8, ops/adam/cpu_adam.py).
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
-    gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) collects garbage at each start: 0.35 s with all imports
+    gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) runs gc.collect() at each start: 0.35 s with all imports
     if gpu_count() == 0:
-        # Enough for these models, and threads wait for one another on a busy machine. Lightning (2.6.6) takes all cores
-        # for the strategies of several ranks, unless the variable is set.
+        # One thread is enough for these models, and on a busy machine several threads wait for one another. Under
+        # strategies of several ranks Lightning (2.6.6) uses all cores unless the variable is set.
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     environment, rank = dict(os.environ), rank_environment.global_rank()
 
     def verdict_of(flags: list[str], check: StepCheck) -> Verdict:
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
-        # With TF32 the bounds of a float32 case would be a thousand times as wide on a GPU (torch, CUDA semantics).
+        # With TF32 the bounds of a float32 case would be a thousand times as wide on a GPU (torch's "CUDA semantics").
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
             train(flags, folder, check)
         return check.verdict

@@ -1,7 +1,9 @@
-"""Checks strategies on a user's own LightningModule: `cifar-zero compare --module FILE.py:NAME`, and `assert_agrees`.
+"""Checks strategies on a user's own LightningModule, for `cifar-zero compare --module FILE.py:NAME` and
+`assert_agrees`.
 
-Module, data, loss, optimizer and schedule are the user's; strategy, ranks, precision, accumulation and clipping are
-ours. Each training is checked step by step in place, so that none needs another one as its reference.
+The user's code provides the module, the data, the loss, the optimizer and the schedule. This program sets the strategy,
+the ranks, precision, accumulation and clipping. Each training is checked in place, step by step, so that no training
+needs another one as its reference.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 STEPS = 20  # optimizer steps by default
 
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
-"""Strategies that are compared unless some are named, as far as this machine can train them."""
+"""Strategies that are compared by default, unless this machine cannot train them."""
 
 PROGRAM = ("cifar_zero.comparison.own_module",)  # trains a file of jobs, see `run_process.start`
 
@@ -45,9 +47,20 @@ PROGRAM = ("cifar_zero.comparison.own_module",)  # trains a file of jobs, see `r
 def plan(
     strategies: Sequence[str], ranks: int, accumulate: Sequence[str], flags: Sequence[str], needs_data: bool = True
 ) -> list[Variant]:
-    """Returns the cases of a user's module; `flags` are --module, --datamodule, their arguments, --config (see
-    `options_of_cli`), and those of APPLIED. Without `strategies` they are those of DEFAULT that can train here. It
-    `needs_data` unless it gets a script's. Raises UsageError."""
+    """Returns the cases of a user's module.
+
+    Args:
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is those of DEFAULT that can train
+            on this machine.
+        ranks: Number of ranks.
+        accumulate: Numbers of micro-batches per step. Each strategy has a case for each number.
+        flags: --module, --datamodule, their arguments, --config (see `options_of_cli`), and the options in
+            `user_classes.APPLIED`.
+        needs_data: Whether the module must have data. It need not if it is trained on the batches of a script.
+
+    Raises:
+        UsageError: If a flag is refused, or one of the given strategies cannot train on this machine.
+    """
     flags = ["--max_steps", str(STEPS), *flags]
     given = read_given(flags)
     check_given(given, needs_data)
@@ -71,13 +84,23 @@ def plan(
 
 
 def resolved(flags: list[str]) -> Run:
-    """Returns the run of a case's flags; raises UsageError: it cannot run here."""
+    """Returns the run of a case's flags. Raises UsageError if it cannot run on this machine."""
     return _run(read_given(flags).ours)
 
 
 def compare(cases: list[Variant], title: str, command: str, folder: Path, **files: Any) -> Comparison:
-    """Trains the cases of `plan`, with the logs in `folder` and the `files` of baselines of a Comparison; returns their
-    verdicts. Raises UsageError: the module cannot be trained under DeepSpeed."""
+    """Trains the cases of `plan` and returns the comparison with their verdicts.
+
+    Args:
+        cases: The cases of `plan`.
+        title: Title of the comparison.
+        command: The command line that is shown in the report.
+        folder: Receives the logs.
+        **files: `against` and `save_baseline` of `Comparison`, the files of baselines.
+
+    Raises:
+        UsageError: If the module cannot be trained under DeepSpeed.
+    """
     theirs = read_given(cases[0].flags).theirs
     recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
     return train_cases(Comparison(title, command, recipe, PLAIN, cases, **files), folder, PROGRAM, of_user=True)
@@ -85,7 +108,7 @@ def compare(cases: list[Variant], title: str, command: str, folder: Path, **file
 
 def train(flags: list[str], folder: Path, check: StepCheck) -> None:
     """Trains a user's module as one rank, without output. Raises UsageError for manual optimization, several
-    optimizers, or code that fails."""
+    optimizers, or user code that fails."""
     from lightning.pytorch import LightningModule, seed_everything
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy
@@ -95,18 +118,18 @@ def train(flags: list[str], folder: Path, check: StepCheck) -> None:
 
     given = read_given(flags)
     run = _run(given.ours)
-    if check.checkpoint is not None:  # this command has written it
+    if check.checkpoint is not None:  # this command wrote the checkpoint, so that it may be loaded
         run = replace(run, consent=replace(run.consent, trust=True))
     seed_everything(run.recipe.seed, verbose=False)
     module, datamodule = (instance(part, given) for part in PARTS)
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
-    # What modules of others ask for: a logger, and a validation whose metrics a schedule monitors.
+    # Users' modules may need a logger, and a validation whose metrics a schedule monitors.
     theirs_too = {"logger": DummyLogger(), "limit_val_batches": 1, "use_distributed_sampler": True}
     trainer = jobs.quiet_trainer(run, folder, [check], elements, **theirs_too)
     strategy: Any = trainer.strategy
     if run.spec.family == "fsdp2":
         strategy.parts = lambda module: [*module.children()]
-        if type(module).configure_model is LightningModule.configure_model:  # Lightning (2.6.6) wants one of its own
+        if type(module).configure_model is LightningModule.configure_model:  # Lightning (2.6.6) needs an override
             module.__class__ = type(type(module).__name__, (type(module),), {"configure_model": lambda self: None})
     elif isinstance(strategy, DDPStrategy):
         strategy._ddp_kwargs["find_unused_parameters"] = True
@@ -136,14 +159,23 @@ def assert_agrees(
     module_options: Mapping[str, Any] | None = None,
     datamodule_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Trains a LightningModule under each strategy in new processes and checks each step, for tests.
+    """Trains a LightningModule under each strategy in new processes, and checks each step. It is meant for tests.
 
-    The classes are at the top level of a file or of an importable module; without a datamodule the module has a
-    train_dataloader; `*_options` are their arguments. The strategies are train's, by default those of DeepSpeed that
-    can train here; `devices` are ranks, on GPUs if there are any; `accumulate` micro-batches make a step; gradients are
-    clipped to the norm `gradient_clip_val` unless it is 0.
+    Args:
+        module: A class at the top level of a file or of an importable module.
+        datamodule: A class as well. Without it, the module needs a `train_dataloader`.
+        strategies: Names of strategies of train. The default is those of DeepSpeed that can train on this machine.
+        devices: Number of ranks, which are on GPUs if there are any.
+        steps: Number of optimizer steps.
+        accumulate: Number of micro-batches per step.
+        precision: Precision of the training, by Lightning's names.
+        gradient_clip_val: Norm to which gradients are clipped; 0 means no clipping.
+        module_options: Arguments of the module's class.
+        datamodule_options: Arguments of the data module's class.
 
-    Raises AssertionError: says what differs first, and UsageError: a strategy cannot train here.
+    Raises:
+        AssertionError: If a training does not agree with plain PyTorch. The message names the first difference.
+        UsageError: If a strategy cannot train on this machine.
     """
     flags = ["--max_steps", str(steps), "--precision", precision, "--gradient_clip_val", str(gradient_clip_val)]
     for part, given, options in zip(PARTS, (module, datamodule), (module_options, datamodule_options), strict=True):
@@ -158,8 +190,8 @@ def assert_agrees(
 
 
 def _run(ours: Arguments) -> Run:
-    """Returns the run of a job: its placement, length, clipping and seed. Its model and its images are the user's, so
-    those of the recipe do not matter. Raises UsageError: it cannot run here."""
+    """Returns a run with the placement, length, clipping and seed of a job. Its model and images do not matter, because
+    the user's are trained instead. Raises UsageError if it cannot run on this machine."""
     settings = command_line.settings_of_arguments(ours)
     ranks, parts = settings.placement.world_size, settings.placement.accumulate
     images = DataConfig(source="synthetic", synthetic_size=64)
@@ -168,13 +200,13 @@ def _run(ours: Arguments) -> Run:
 
 
 def _name_of(user_class: type) -> str:
-    """Returns PACKAGE.MODULE:NAME of a class, or FILE.py:NAME where its module is in no package."""
+    """Returns PACKAGE.MODULE:NAME of a class, or FILE.py:NAME if its module is not in a package."""
     module = user_class.__module__
     return f"{module if '.' in module else inspect.getfile(user_class)}:{user_class.__qualname__}"
 
 
 def main() -> int:
-    """Trains the file of jobs that the command line names."""
+    """Trains the jobs in the file that the command line names."""
     return train_jobs(Path(sys.argv[1]), "cifar_zero.comparison.own_module:train")
 
 

@@ -1,4 +1,5 @@
-"""Writes report.html, which needs no other file, and its plots: the curves of all variants over one another."""
+"""Writes report.html, which needs no other file, and its plots, which draw the curves of all variants over one
+another."""
 
 import base64
 import math
@@ -20,16 +21,16 @@ from cifar_zero.comparison import report
 from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Variant
 
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
-"""matplotlib's options for the plots; a $ in a name stays a $."""
+"""matplotlib's options for the plots. Math is not parsed, so that a $ in a name stays a $."""
 
 REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
-"""How the reference's curve is drawn, under the others."""
+"""Style of the reference's curve, which is drawn under the others."""
 
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#92dadd")
-"""Eight colours that colour-blind readers can distinguish: Petroff 2021 (https://arxiv.org/abs/2107.02270), without the
-two greys, which cannot be seen on the grey line of the reference."""
+"""Eight colours that colour-blind readers can distinguish, from Petroff 2021 (https://arxiv.org/abs/2107.02270). Its
+two greys are left out, because they cannot be seen on the grey line of the reference."""
 
-POINTS = 200  # most points per curve: with more steps, each point stands for several, or noise would hide the curves
+POINTS = 200  # most points per curve; with more steps, a point is the mean of several, to reduce noise
 DASH = 4.0  # length of a dash, in line widths
 
 Array = NDArray[np.float64]
@@ -37,7 +38,7 @@ Line = tuple[str, Array, Array]  # the variant's name, x (points,) and y (points
 
 
 def write_page(comparison: Comparison, folder: Path) -> None:
-    """Writes the report of a comparison into an existing folder; sections without content are left out."""
+    """Writes the report of a comparison into an existing folder. Sections without content are left out."""
     with matplotlib.rc_context(STYLE):
         drawn = {"losses.png": loss_plot(comparison), "accuracy.png": accuracy_plot(comparison)}
         plots: dict[str, str] = {}
@@ -59,14 +60,15 @@ def write_page(comparison: Comparison, folder: Path) -> None:
 
 
 def shade(variant: Variant) -> float:
-    """Returns how dark a case's cell is, from 0 to 1: the logarithm of the share of its bound that was used."""
+    """Returns how dark a case's cell is, from 0 to 1, on a logarithmic scale of the share of its error bound that was
+    used."""
     used = variant.check.get("used") or 0.0
     return min(1.0, max(0.0, 1 + math.log10(used) / 4)) if used else 0.0
 
 
 def loss_plot(comparison: Comparison) -> Figure | None:
-    """Plots the loss of each run by step, and below it the differences to the reference's run of the same seed; None if
-    no run has losses."""
+    """Plots the loss of each run by step, and below it the difference from the reference's run with the same seed.
+    Returns None if no run has losses."""
     reference = comparison.variants[0]
     losses: list[Line] = []
     differences: list[Line] = []
@@ -90,7 +92,7 @@ def loss_plot(comparison: Comparison) -> Figure | None:
     for axes in below:
         _draw(axes, comparison, differences, marker=".")
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05 and the like: matplotlib's own labels are formulas
+        axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05: default labels are math, which is not parsed
         axes.set_title(f"difference to {comparison.reference}: rounding grows in a training, and decides nothing")
         axes.set(ylabel=f"difference of the loss{several}")
     figure.axes[-1].set_xlabel(f"optimizer step ({comparison.recipe.get('batch_size')} images each)")
@@ -100,7 +102,7 @@ def loss_plot(comparison: Comparison) -> Figure | None:
 
 
 def accuracy_plot(comparison: Comparison) -> Figure | None:
-    """Plots the validation accuracy by step and by time, one line per seed; returns None without validation."""
+    """Plots the validation accuracy by step and by time, with one line per seed. Returns None without validation."""
     found = [(variant.name, run.curves.get("val/acc")) for variant in comparison.variants for run in variant.runs]
     curves = [(name, curve) for name, curve in found if curve is not None and curve.steps]
     if not curves:
@@ -117,7 +119,8 @@ def accuracy_plot(comparison: Comparison) -> Figure | None:
 
 
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
-    """Draws the lines, thin over the reference's. Equal ones would hide each other, so each is drawn as dashes too."""
+    """Draws thin lines over the reference's line. Equal lines would hide each other, so if there are several, each is
+    drawn again as dashes that leave room for the others' dashes."""
     names = [*dict.fromkeys(name for name, _, _ in lines if name != comparison.reference)]
     for name, x, y in lines:
         axes.plot(x, y, marker=marker, markersize=3, **_style(comparison, name))
@@ -136,7 +139,7 @@ def _difference(one: Curve, other: Curve) -> Curve:
 
 
 def _points(curve: Curve) -> tuple[Array, Array]:
-    """Returns x and y of at most POINTS points, each the mean of several steps."""
+    """Returns x and y of a curve as at most POINTS points, each of which is the mean of several steps."""
     size = _size(len(curve.steps))
     starts = range(0, len(curve.steps), size)
     steps, values = _array(curve.steps), _array(curve.values)
@@ -147,7 +150,7 @@ def _points(curve: Curve) -> tuple[Array, Array]:
 
 
 def _size(steps: int) -> int:
-    """Returns the number of steps per point."""
+    """Returns the number of steps per point of a curve."""
     return max(1, math.ceil(steps / POINTS))
 
 
@@ -158,12 +161,12 @@ def _array(values: Sequence[float]) -> Array:
 
 
 def _style(comparison: Comparison, name: str) -> dict[str, Any]:
-    """Returns colour and width of a variant's lines, the same in all plots."""
+    """Returns colour and width of a variant's lines, which are the same in all plots."""
     place = [variant.name for variant in comparison.variants].index(name)
     return {"color": PALETTE[(place - 1) % len(PALETTE)], "linewidth": 1.5} if place else REFERENCE
 
 
 def _legend(figure: Figure, comparison: Comparison, labels: dict[str, str]) -> None:
-    """Draws the legend below the figure; labels by the variant's name."""
+    """Draws the legend below the figure. `labels` gives the text of each variant by its name."""
     handles = [Line2D([], [], label=label, **_style(comparison, name)) for name, label in labels.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)

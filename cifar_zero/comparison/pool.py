@@ -1,5 +1,5 @@
-"""Trains cases in ranks that are started once for each number of ranks, and reads their verdicts; no torch, which the
-ranks import meanwhile."""
+"""Trains all cases with the same number of ranks in one launch, and reads their verdicts. Importing this module does
+not import torch, which the ranks import meanwhile."""
 
 import json
 import shutil
@@ -21,17 +21,19 @@ from cifar_zero.training import run_process
 from cifar_zero.training.resolve import warn_of_few_cores
 
 TRAININGS = 500
-"""Trainings in the same ranks, which are then started again. Each of 120 trainings under random placements left 0.36 MB
-in a rank, because torch and DeepSpeed keep process groups, and with them modules (torch 2.15, DeepSpeed 0.19.8)."""
+"""Maximum number of trainings in one launch, after which the ranks are started again. Each of 120 trainings under
+random placements left 0.36 MB in a rank, because torch and DeepSpeed keep process groups, and with them modules (torch
+2.15, DeepSpeed 0.19.8)."""
 
 
 def train_jobs(file: Path, train: str) -> int:
-    """Trains the jobs of a file in the same ranks, which it starts if there are several: that takes seconds. Returns
-    the exit code.
+    """Trains all jobs of a file in the same ranks and returns the exit code. Several ranks are started once for all
+    jobs, because starting them takes seconds.
 
     Args:
-        file: JSON: the number of ranks, the flags of each job by the path of its verdict, and whether to keep sketches.
-        train: The function that trains a job, MODULE:NAME, see `jobs.Train`.
+        file: JSON with the number of ranks, the flags of each job by the path of its verdict, and whether to keep
+            sketches.
+        train: MODULE:NAME of the function that trains a job, see `jobs.Train`.
     """
     work = json.loads(file.read_text())
     if work["ranks"] > 1 and not rank_environment.is_rank():
@@ -43,17 +45,18 @@ def train_jobs(file: Path, train: str) -> int:
 
 
 def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of_user: bool = False) -> Comparison:
-    """Trains the variants of a comparison, sets their verdicts, and returns it; after Ctrl-C with those of the finished
-    ones. Reads and writes the baselines that it names.
+    """Trains the variants of a comparison, sets their verdicts, and returns the comparison. Reads and writes the
+    baselines that it names. After Ctrl-C, only the finished variants have verdicts.
 
     Args:
-        comparison: Its variants are trained phase by phase, and in a phase from the largest number of ranks on.
+        comparison: Its variants are trained phase by phase, and within a phase from the largest number of ranks to the
+            smallest.
         folder: Receives the logs.
         program: Trains a file of jobs, see `train_jobs`.
-        of_user: The module is a user's. What it cannot do under the first variant, it can under none.
+        of_user: Whether the module is a user's. If its first variant is refused, all others would be refused too.
 
     Raises:
-        UsageError: The first training of a user's module was refused, or the baseline is not of these cases.
+        UsageError: If the first training of a user's module is refused, or the baseline has none of these cases.
     """
     sketches = bool(comparison.against or comparison.save_baseline)
     if comparison.against:
@@ -118,10 +121,11 @@ def _in_turn(groups: Sequence[Generator[Variant | None]]) -> Iterator[Variant]:
 def _train(
     cases: Sequence[Variant], folder: Path, program: Sequence[str], refusing: Variant | None, sketches: bool
 ) -> Generator[Variant | None]:
-    """Trains cases of one number of ranks, and sets their verdicts and times, of the first with the start of the ranks.
+    """Trains cases that have the same number of ranks, and sets their verdicts and times. Yields each case that was
+    trained, and None while a case is being trained. The first case's time includes the start of the ranks.
 
-    The ranks are started again after TRAININGS, and after each training that failed. Yields the cases that were
-    trained. Raises UsageError: the case `refusing` was refused.
+    The ranks are started again after TRAININGS trainings, and after each training that failed. Raises UsageError if the
+    case `refusing` is refused.
     """
     ranks, todo = cases[0].world_size, [*cases]
     while todo:

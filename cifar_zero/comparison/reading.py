@@ -1,4 +1,5 @@
-"""Reads run folders, and finds the variants that they are of and the settings that they should share; no torch."""
+"""Reads run folders, groups runs into variants, and finds the settings that differ although they should not. It does
+not import torch."""
 
 import csv
 import json
@@ -16,10 +17,11 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.plain_data import read_json, read_yaml
 
 MEASURED = ("dataset", "num_train")
-"""Keys of metrics.json that say what was trained, as the recipe does."""
+"""Keys of metrics.json that describe what was trained, as the recipe does."""
 
 ENVIRONMENT = ("precision", "accelerator", "device_name", "git_commit", "versions")
-"""Keys of metrics.json whose differences are shown, but do not prevent a verdict: they are what is tested."""
+"""Keys of metrics.json whose differences are shown, but do not prevent a verdict, because a comparison tests their
+effect."""
 
 SHAPE = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
 
@@ -51,12 +53,13 @@ def load(folder: Path) -> FinishedRun:
 
 
 def last_checkpoint(run: FinishedRun) -> Path:
-    """Returns the path of the checkpoint after the last step: a file, or a folder under DeepSpeed."""
+    """Returns the path of the checkpoint after the last step, which is a file, or a folder under DeepSpeed."""
     return Path(run.folder, run_folder.CHECKPOINTS, "last.ckpt")
 
 
 def read_losses(file: Path) -> Curve:
-    """Returns the loss of each optimizer step, bit by bit. Raises ValueError if the file is damaged or cut off."""
+    """Returns the loss of each optimizer step, with all its bits. Raises ValueError if the file is damaged or cut
+    off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
@@ -65,8 +68,8 @@ def read_losses(file: Path) -> Curve:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Returns TensorBoard's curves of a run by tag; empty if another logger was used. Seconds count from the start of
-    the event file, which Lightning opens when training begins."""
+    """Returns TensorBoard's curves of a run by tag, or an empty dictionary if another logger was used. Seconds count
+    from the start of the event file, which Lightning opens when training begins."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     if not any(folder.glob("events.out.tfevents.*")):
@@ -82,15 +85,14 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def shared(run: FinishedRun) -> dict[str, Any]:
-    """Returns what a run should share with the runs that it is compared to, by dotted names: its recipe, but for the
-    seed, as runs are compared seed by seed, and where it ran."""
+    """Returns the settings that a run should share with the runs that it is compared with, by dotted name. They are its
+    recipe, its data and its environment. The seed is left out, because runs are compared seed by seed."""
     recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe" and key != "seed"}
     return {**recipe, **flat({key: run.metrics.get(key) for key in (*MEASURED, *ENVIRONMENT)})}
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
-    """Returns the settings in which variants differ, according to the first run of each: the value by the variant's
-    name."""
+    """Returns the settings in which the first runs of variants differ, each with its values by the variant's name."""
     runs = {variant.name: shared(variant.runs[0]) for variant in variants if variant.runs}
     found = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
@@ -110,7 +112,8 @@ def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str
 
 
 def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
-    """Returns the names of variants from their values of SHAPE: those of the values that vary."""
+    """Returns the names of variants from their values of SHAPE. A name lists the values that vary between the variants,
+    or only the strategy if none does."""
     named = [
         (
             strategy,
@@ -125,7 +128,7 @@ def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """Returns a number with its unit, of which `one` and `many` are the forms."""
+    """Returns a number with its unit, which is `one` in the singular and `many` in the plural."""
     return f"{number} {one}" if number == 1 else f"{number} {many}"
 
 

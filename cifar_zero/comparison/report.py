@@ -1,4 +1,5 @@
-"""What a comparison prints and writes: the console, comparison.json, JUnit, and the tables of the page; no torch."""
+"""Prints the result of a comparison, writes it as comparison.json and JUnit XML, and builds the tables of the page. It
+does not import torch."""
 
 import math
 import re
@@ -17,14 +18,14 @@ from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import curves
 from cifar_zero.training.results import IN_EFFECT
 
-SCHEMA = 3  # version of comparison.json: keys may be added, but none changes its meaning
+SCHEMA = 3  # version of comparison.json; within a version, keys may be added, but none changes its meaning
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
 MISSING = "-"  # text for an unknown number
 
-MANY = 8  # variants of which the console shows a row each
+MANY = 8  # largest number of variants for which the console prints one row each
 
 
 Table = dict[str, list[str]]  # the cells of each column by its title, in the order of the variants
@@ -39,7 +40,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share from 0 to 1 in percent; the sign is in the column's title."""
+    """Returns a share from 0 to 1 in percent, without the percent sign, which is in the column's title."""
     return f"{100 * share:.2f}"
 
 
@@ -76,8 +77,8 @@ ON_THE_CONSOLE |= {"memory": MEMORY["peak"], "accuracy (%)": ACCURACY["test accu
 
 
 def figures(comparison: Comparison, columns: Figures) -> Table:
-    """Returns the figures of all variants, the values of several seeds one after the other, without columns that no
-    variant has."""
+    """Returns a table of the figures of all variants. A cell lists the values of all seeds, and columns that no variant
+    has are left out."""
     table: Table = {}
     for title, (key, form) in columns.items():
         found = [variant.figures.get(key, []) for variant in comparison.variants]
@@ -87,7 +88,7 @@ def figures(comparison: Comparison, columns: Figures) -> Table:
 
 
 def settings(comparison: Comparison) -> Table:
-    """Returns the settings actually in effect."""
+    """Returns a table of the settings that were actually in effect in each variant."""
     table: Table = {}
     for key in IN_EFFECT:
         cells = []
@@ -99,8 +100,8 @@ def settings(comparison: Comparison) -> Table:
 
 
 def show(comparison: Comparison, folder: Path) -> None:
-    """Prints the differing settings, the verdicts, and where the report is (`folder`). Of more than MANY variants it
-    prints a row for each strategy, and each variant that did not pass."""
+    """Prints the settings that differ, the verdicts, and the path of the report in `folder`. For more than MANY
+    variants it prints a row for each strategy, and each variant that did not pass."""
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     for setting, values in comparison.differences.items():
         given = "; ".join(f"{value} ({name})" for name, value in values.items())
@@ -145,13 +146,13 @@ def _table_by_strategy(comparison: Comparison) -> rich.table.Table:
 
 
 def write_comparison(comparison: Comparison, file: Path) -> None:
-    """Writes comparison.json atomically; NaN and infinity become null."""
+    """Writes comparison.json atomically. NaN and infinity become null."""
     write_json(file, {"schema": SCHEMA, "passed": comparison.passed, **asdict(comparison)})
 
 
 def write_junit(comparison: Comparison, file: Path) -> None:
-    """Writes a test suite for CI systems (format: https://github.com/testmoapp/junitxml) with a test case per
-    variant; one that did not train or agree is a failure."""
+    """Writes a test suite for CI systems (format: https://github.com/testmoapp/junitxml) with a test case per variant.
+    A variant that did not train or does not agree is a failure."""
     failures = sum(not variant.passed for variant in comparison.variants)
     counts = {"tests": str(len(comparison.variants)), "failures": str(failures), "errors": "0"}
     about = {"name": comparison.title, "timestamp": comparison.created.removesuffix("Z")}

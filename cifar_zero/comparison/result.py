@@ -1,4 +1,5 @@
-"""The result of a comparison, as in comparison.json and in the report; plain Python, no torch."""
+"""Defines the result of a comparison, which comparison.json and the report contain. It is plain Python, without
+torch."""
 
 import statistics
 from collections.abc import Sequence
@@ -22,15 +23,16 @@ SIGNS: dict[VerdictKind, str] = {
     "not judged": "?",
     "not trained": "✗",
 }
-"""Sign before each verdict, so that colour is not the only difference."""
+"""Sign before each verdict, so that verdicts can be distinguished without colour."""
 
 PLAIN = "plain PyTorch"  # the reference of a comparison whose variants are checked step by step
 
-FLAT = 0.01  # share of a loss by which it must fall before a training counts as learning
+FLAT = 0.01  # share of the loss by which it must fall for a training to count as learning
 
 
 def has_fallen(losses: Sequence[float]) -> bool:
-    """Whether a loss has fallen by more than FLAT, between the means of the first and the last quarter of the steps."""
+    """Returns whether the loss has fallen by more than FLAT of the first loss, from the mean over the first quarter of
+    the steps to the mean over the last quarter."""
     if not losses:
         return False
     quarter = max(1, len(losses) // 4)
@@ -54,7 +56,7 @@ class Curve:
 
 @dataclass
 class FinishedRun:
-    """One run folder."""
+    """The content of one run folder."""
 
     folder: str
     seed: int
@@ -67,7 +69,7 @@ class FinishedRun:
 
 @dataclass
 class Variant:
-    """One way to train the recipe, or a case of an acceptance."""
+    """One way to train the recipe, or a case of the acceptance."""
 
     name: str  # short and unique: deepspeed_stage_2; or deepspeed_stage_2, 4 micro-batches
     strategy: str
@@ -76,51 +78,51 @@ class Variant:
     command: str = ""  # the command that trains it again
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
     figures: dict[str, list[float]] = field(default_factory=dict)
-    """Values of the runs by their key in metrics.json; of a list with a number per rank, the largest."""
+    """Values of the runs by their key in metrics.json. A metric with a number per rank counts with its largest."""
     kind: VerdictKind = "not judged"
     remark: str = ""  # the verdict's line: what was judged, what differs, or why there is no verdict
-    check: dict[str, Any] = field(default_factory=dict)  # of the step check, see `step_check.verdict.Verdict.as_dict`
-    drift: str = ""  # how far losses and weights are from the reference's at the end: information, no verdict
-    row: str = ""  # of an acceptance: the row of the table, without the strategy
-    resume: list[str] = field(default_factory=list)  # whether it is saved or continued, see `resuming.of_job`
-    phase: int = 0  # of a case: it is trained after all cases of earlier phases, in new processes
-    seconds: float = 0.0  # of a case; runs have perf/fit_seconds
+    check: dict[str, Any] = field(default_factory=dict)  # result of the step check, see `Verdict.as_dict`
+    drift: str = ""  # how far the last losses and weights are from the reference's; not part of the verdict
+    row: str = ""  # name of the case without the strategy, such as a row of the acceptance
+    resume: list[str] = field(default_factory=list)  # flags that save or continue the training, see `resuming.of_job`
+    phase: int = 0  # a case is trained in new processes, after all cases of earlier phases
+    seconds: float = 0.0  # duration of a case; runs have perf/fit_seconds instead
 
     @property
     def passed(self) -> bool:
-        """Whether it trained, agrees with plain PyTorch, and has the accuracy that was asked for."""
+        """Whether the variant trained, agrees with the reference, and reaches --min_accuracy."""
         return self.kind in GOOD
 
     @property
     def outcome(self) -> str:
-        """The verdict with its numbers, or why there is none, in one line."""
+        """The verdict with its numbers in one line, or the reason why there is none."""
         return ": ".join(filter(None, [f"{SIGNS[self.kind]} {self.kind}", self.remark, self.drift]))
 
     def judge(self, kind: VerdictKind, remark: str = "") -> None:
-        """Sets the verdict."""
+        """Sets the verdict and its remark."""
         self.kind, self.remark = kind, remark
 
     @property
     def by_seed(self) -> dict[int, FinishedRun]:
-        """Its runs by seed."""
+        """The runs of the variant by seed."""
         return {run.seed: run for run in self.runs}
 
 
 @dataclass
 class Comparison:
-    """The variants of one recipe, or the cases of an acceptance."""
+    """The variants of one recipe, or the cases of the acceptance, with their verdicts."""
 
     title: str
     command: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
-    reference: str  # what the others agree with or not: name of a variant, or plain PyTorch
+    reference: str  # what the variants are compared with: a variant, plain PyTorch, a script or a baseline
     variants: list[Variant]  # the reference first
     machine: dict[str, str] = field(default_factory=dict)  # device, cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Settings that the runs should share and do not: the value by the variant's name."""
+    """Settings that the runs should share but do not, each with its values by the variant's name."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
-    against: str = ""  # the file of a baseline by which the cases are judged, see `baseline`
-    save_baseline: str = ""  # the file to which what they computed is written
+    against: str = ""  # the file of the baseline by which the cases are judged, see `baseline`
+    save_baseline: str = ""  # the file to which a new baseline is written
     stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
 
@@ -142,7 +144,8 @@ class Comparison:
         return sentence
 
     def require(self, least: float) -> None:
-        """Fails the variants that agree, but whose mean test accuracy, from 0 to 1, is less."""
+        """Fails the variants that agree, but whose mean test accuracy, from 0 to 1, is below `least` or was not
+        measured."""
         for variant in self.variants:
             accuracy = variant.figures.get("test/acc")
             if not variant.passed or (accuracy and statistics.fmean(accuracy) >= least):

@@ -1,4 +1,4 @@
-"""Resumes that cifar-zero compare judges: trainings that are saved after a step and continued in new processes."""
+"""Plans the resumed trainings of `cifar-zero compare`, which are saved after a step and continued in new processes."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,27 +18,28 @@ if TYPE_CHECKING:
     from cifar_zero.step_check.resume_check import ResumeCheck
 
 SAVES, CONTINUES = "--saves", "--continues"
-"""First words of `Variant.resume`. The step and a name follow on the first, the name on the second."""
+"""First element of `Variant.resume`. The step and a name follow SAVES, and the same name follows CONTINUES."""
 
-FOLDER = "resumed"  # of the trainings that are saved, in that of the comparison
+FOLDER = "resumed"  # folder of the saved trainings, in the comparison's folder
 
 Resolve = Callable[[list[str]], Run]  # returns the run of a case's flags, or raises UsageError
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Where a training continues."""
+    """Where and how a training is continued."""
 
     at: int  # the optimizer step after which it is saved
-    under: str = ""  # a strategy; the same
-    ranks: int = 0  # the same
-    row: str = ""  # of an acceptance: continue only the cases of this row
-    of: str = ""  # and of this strategy, with its offloaded forms
+    under: str = ""  # strategy of the continuation; by default the same
+    ranks: int = 0  # ranks of the continuation; by default the same number
+    row: str = ""  # continue only the cases of this row of the acceptance
+    of: str = ""  # continue only the cases of this strategy and of its offloaded forms
     why: str = ""
 
 
 def with_continuations(cases: Sequence[Variant], resume: Continuation, resolve: Resolve) -> list[Variant]:
-    """Returns the cases, and those that continue them. Raises UsageError: none can be, and no row is named."""
+    """Returns the cases, followed by the cases that continue them. Raises UsageError if no case can be continued and
+    `resume` names no row."""
     found, refused = [*cases], None
     for case in cases:
         matches = case.row.startswith(resume.row) and case.strategy.startswith(resume.of)
@@ -54,7 +55,8 @@ def with_continuations(cases: Sequence[Variant], resume: Continuation, resolve: 
 
 
 def _continuation(case: Variant, resume: Continuation, resolve: Resolve) -> Variant:
-    """Has a case saved; returns the one that continues it. A step keeps its micro-batches, over all ranks."""
+    """Marks a case to be saved, and returns the case that continues it. The number of micro-batches per step, over all
+    ranks, stays the same."""
     ranks = resume.ranks or case.world_size
     before = resolve(case.flags)
     parts, left = divmod(case.world_size * before.placement.accumulate, ranks)
@@ -85,8 +87,9 @@ def _continuation(case: Variant, resume: Continuation, resolve: Resolve) -> Vari
 
 
 def of_job(flags: list[str], folder: Path) -> tuple["ResumeCheck | None", list[str]]:
-    """Returns the check of a job that is saved or continues a saved one, else None, and its flags without those of
-    `Variant.resume`. Raises RunError: the training that it continues was not saved."""
+    """Returns a pair. The first is the ResumeCheck of a job that saves or continues a training, else None. The second
+    is the job's flags without those of `Variant.resume`. Raises RunError if the training that it continues was not
+    saved."""
     # Imported here, because the command line is read without torch.
     from cifar_zero.step_check.resume_check import STATE, ResumeCheck
 

@@ -1,8 +1,8 @@
-"""`cifar-zero compare --script OLD.py`: does a LightningModule train as an old training script does?
+"""`cifar-zero compare --script OLD.py` checks whether a LightningModule trains as an old training script does.
 
 The script is run once, unchanged, and its first optimizer steps are recorded. Then the module is trained from the
-script's weights on its batches, under plain PyTorch and under each strategy. Every step is checked twice: the module
-computes the script's step, and the strategy the module's.
+script's weights on its batches, under plain PyTorch and under each strategy. Every step is checked twice. The module
+must compute the script's step, and the strategy must compute the module's step.
 """
 
 import json
@@ -21,47 +21,56 @@ from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve
 
 FOLDER = "recording"
-"""Directory of the recorded steps, in that of the comparison."""
+"""Directory of the recorded steps, in the comparison's folder."""
 
 RECORDER = ("cifar_zero.comparison.trace",)
 
 
 @dataclass
 class Recording:
-    """What a script's training is, in plain data."""
+    """Describes the training of a script in plain data."""
 
     model: str = ""  # name of its class
     steps: int = 0  # recorded optimizer steps
-    accumulate: int = 1  # micro-batches in each
-    batch_size: int = 1  # samples of a micro-batch
-    precision: str = "32-true"  # of autocast, by Lightning's names
-    gradient_clip_val: float = 0.0  # norm to which it clips with torch's function, else 0
-    renames: dict[str, str] = field(default_factory=dict)  # new beginnings of names, by the old ones
+    accumulate: int = 1  # micro-batches per step
+    batch_size: int = 1  # samples per micro-batch
+    precision: str = "32-true"  # Lightning's name of autocast's precision
+    gradient_clip_val: float = 0.0  # norm to which the script clips with torch's function, else 0
+    renames: dict[str, str] = field(default_factory=dict)  # new prefixes of weight names, by the old prefixes
     own_data: bool = False  # the module trains on its own loader
     is_recipe: bool = False  # the module is CIFARModule, not a user's
 
     def write(self, folder: Path) -> None:
-        """Writes it next to the steps."""
+        """Writes the description next to the recorded steps."""
         (folder / "recording.json").write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def read(folder: Path) -> "Recording":
-        """Returns what `write` has written."""
+        """Reads what `write` has written."""
         return Recording(**json.loads((folder / "recording.json").read_text()))
 
 
 def record(script: str, steps: int, folder: Path) -> Recording:
-    """Runs a script with its arguments, `script`, up to its optimizer step `steps`. Raises UsageError: it cannot be
-    recorded, and RunError: it fails."""
+    """Runs a script and records its first optimizer steps.
+
+    Args:
+        script: Path of the script, followed by its arguments.
+        steps: Number of steps to record. The script is ended after the last of them.
+        folder: Receives the recording and the log.
+
+    Raises:
+        UsageError: If the script cannot be recorded.
+        RunError: If the script fails.
+    """
     file, *arguments = shlex.split(script)
     if not Path(file).is_file():
         raise UsageError(f"--script {file} does not exist")
     recording, log = folder / FOLDER, folder / "script.log"
     recording.mkdir()
-    # Compiled functions cannot be looked into: they run as they are written. On the CPU the ranks have a thread each
-    # (`jobs.train_all`), and with several torch adds up in another order.
+    # Compilation is off, because calls within compiled functions cannot be recorded. The script has one thread, as a
+    # rank on the CPU has (`jobs.train_all`), because with several threads torch sums in another order.
     environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    if "deepspeed" in Path(file).read_text(errors="replace"):  # which asks MPI for what it does not find here
+    if "deepspeed" in Path(file).read_text(errors="replace"):  # DeepSpeed uses MPI where these are missing
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         environment |= {name: value for name, value in rank.items() if name not in os.environ}
     say(f"{file}: recording {steps} optimizer steps, its output is in {log}")
@@ -74,14 +83,18 @@ def record(script: str, steps: int, folder: Path) -> Recording:
 
 
 def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Sequence[str]) -> list[Variant]:
-    """Returns the trainings: plain PyTorch on one rank, then the strategies on `ranks`, by default all of DeepSpeed's
-    that can train here. Raises UsageError.
+    """Returns the cases to train. The first is plain PyTorch on one rank. The strategies on `ranks` ranks follow.
 
     Args:
-        recording: The script's; what its training is, is the module's too, unless `flags` say otherwise.
-        strategies: Names, or raw DeepSpeed configurations.
-        ranks: Number of ranks; each has its part of every micro-batch.
+        recording: Describes the script's training. The module has the same precision, accumulation and clipping, unless
+            `flags` override them.
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is all of DeepSpeed's that can
+            train on this machine.
+        ranks: Number of ranks. Each trains on its part of every micro-batch.
         flags: --module and what `own_module.plan` takes, or flags of train for CIFARModule.
+
+    Raises:
+        UsageError: If `ranks` does not divide a micro-batch, a flag is refused, or a given strategy cannot train.
     """
     if recording.batch_size % ranks:
         raise UsageError(f"--devices {ranks} does not divide the {recording.batch_size} samples of a batch of --script")
@@ -99,7 +112,7 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
         cases = _recipes(["baseline"], 1, given)
     else:
         cases = own_module.plan(["baseline"], 1, (), given, needs_data=recording.own_data)
-    # A strategy orders the samples of its ranks in its own way, so that a module's own data are compared on one rank.
+    # Strategies distribute samples over ranks in different orders, so a module's own data are compared on one rank.
     if recording.own_data or (strategies and not others):
         return cases
     if recording.is_recipe:
@@ -108,7 +121,8 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
 
 
 def _recipes(names: Sequence[str], ranks: int, flags: Sequence[str], optional: bool = False) -> list[Variant]:
-    """Returns a case of CIFARModule for each strategy; `optional` ones are left out if they cannot train here."""
+    """Returns a case of CIFARModule for each strategy. If they are `optional`, those that cannot train on this machine
+    are left out."""
     cases = []
     for name in names:
         given = [*flags, *command_line.strategy_flags(name), "--devices", str(ranks)]

@@ -1,4 +1,4 @@
-"""Runs an unchanged training script and records its first optimizer steps: what `cifar-zero compare --script` starts.
+"""Runs an unchanged training script and records its first optimizer steps. `cifar-zero compare --script` starts it:
 
 `python -m cifar_zero.comparison.trace FOLDER STEPS SCRIPT [ARGUMENT ...]`
 """
@@ -26,18 +26,18 @@ from cifar_zero.step_check.replay import MicroBatch, random_state
 from cifar_zero.strategies.hooks import tensors_in
 
 FETCHED_AHEAD = 64
-"""Batches that a script may hold before it trains on them: Accelerate (1.15) fetches one ahead, and transformers (5.3)
-those of a whole step."""
+"""Maximum number of batches that a script may hold before it trains on them. Accelerate (1.15) fetches one batch ahead,
+and transformers (5.3) fetches all batches of a step."""
 
-PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}  # of autocast, by Lightning's names
+PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}  # Lightning's name of autocast's dtype
 
 
 class Recorded(BaseException):
-    """Ends the script after its last recorded step; no Exception, which the script could catch."""
+    """Ends the script after its last recorded step. It is not an Exception, because the script could catch that."""
 
 
 class Recorder:
-    """Records the steps of the one optimizer of a process."""
+    """Records the steps of the only optimizer of a process."""
 
     def __init__(self, folder: Path, steps: int):
         self.folder, self.steps = folder, steps
@@ -47,14 +47,14 @@ class Recorder:
         self._step: ScriptStep | None = None
         self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batch, epoch, random state before it
         self._iterators = 0
-        self._seen: list[Tensor] = []  # what modules have been called with since the last backward pass
+        self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
         self._random_state: Any = None  # before the first of these calls
-        self._buffers: dict[int, Tensor] = {}  # before the step, by id
-        self._depth = 0  # of calls of modules within another
+        self._buffers: dict[int, Tensor] = {}  # buffers before the step, by id
+        self._depth = 0  # number of module calls that are in progress
         self._loss_scale = 1.0
 
     def install(self) -> None:
-        """Puts hooks around what every training script calls."""
+        """Installs hooks on optimizer steps, and wraps the other functions of torch that training scripts call."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         _around(nn.Module, "__call__", self._call)
@@ -110,15 +110,15 @@ class Recorder:
         step.random_state_after = torch.get_rng_state()
         step.draws = step.draws or not torch.equal(before[0], step.random_state_after)
         self._random_state, self._loss_scale, self._seen = None, 1.0, []
-        self._depth += 1  # activation checkpointing calls modules again
+        self._depth += 1  # activation checkpointing calls modules again in the backward pass
         try:
             return backward(loss, *args, **kwargs)
         finally:
             self._depth -= 1
 
     def _trained_on(self) -> tuple[Any, int, Any]:
-        """Returns the batch of the forward pass: the first fetched one of which a module has had a tensor, or else the
-        last."""
+        """Returns the batch of the forward pass, with its epoch and random state. It is the first fetched batch of
+        which a module has received a tensor, or else the last fetched batch."""
         if not self._fetched:
             raise UsageError("--script: its loop does not iterate over a torch DataLoader, which gives the batches")
         used = len(self._fetched) - 1
@@ -172,7 +172,7 @@ class Recorder:
 
 
 def main() -> int:
-    """Records the steps of a script; returns the exit code."""
+    """Records the steps of a script and returns the exit code."""
     folder, steps, script, *arguments = sys.argv[1:]
     recorder = Recorder(Path(folder), int(steps))
     recorder.install()
@@ -192,8 +192,9 @@ def main() -> int:
 
 
 def model_of(optimizer: Any) -> nn.Module:
-    """Returns the module that has most of an optimizer's parameters, and among these most parameters; without the
-    wrappers around it. Raises UsageError: no module has one."""
+    """Returns the module that has the most of an optimizer's parameters. Among several, it is the one with the most
+    parameters in total, and then the one without wrappers around it. Raises UsageError if no module has any of these
+    parameters."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def rank(module: nn.Module) -> tuple[int, int, int]:
@@ -208,7 +209,7 @@ def model_of(optimizer: Any) -> nn.Module:
 
 
 def _around(owner: Any, name: str, call: Any) -> None:
-    """Replaces a function: `call` gets it, and its arguments."""
+    """Replaces a function by a call of `call` with the original function and its arguments."""
     original = getattr(owner, name)
 
     @wraps(original)
@@ -219,13 +220,13 @@ def _around(owner: Any, name: str, call: Any) -> None:
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns copies of a model's weights and buffers, on the CPU."""
+    """Returns copies of a model's weights and buffers on the CPU, by name."""
     parameters = {name: each.detach().cpu().clone() for name, each in model.named_parameters()}
     return parameters, {name: each.detach().cpu().clone() for name, each in model.named_buffers()}
 
 
 def _copied(batch: Any) -> Any:
-    """Returns a copy on the CPU; mappings of other libraries become dictionaries."""
+    """Returns a copy of a batch on the CPU, in which mappings of other libraries are dictionaries."""
     if isinstance(batch, Mapping):
         return {key: _copied(value) for key, value in batch.items()}
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch)

@@ -1,4 +1,5 @@
-"""The variants that cifar-zero compare trains: each is checked before the first run starts, and trained; no torch."""
+"""Plans the variants that `cifar-zero compare` trains, checks each before the first run starts, and trains them.
+Importing this module does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve, warn_of_few_cores
 
 CHECKED_STEPS = 20
-"""Optimizer steps of each training that are checked in place unless --check_steps is given, spread over all of them."""
+"""Number of optimizer steps of each training that are checked in place, spread over all steps. --check_steps overrides
+it."""
 
 
 @dataclass
@@ -29,18 +31,18 @@ class Planned:
     launcher: Sequence[str] = ()  # see `run_process.start`
 
     def flags_of(self, seed: int) -> list[str]:
-        """Returns the flags of train, without --out and --name."""
+        """Returns the flags of train for a seed, without --out and --name."""
         return [*self.variant.flags, "--seed", str(seed)]
 
     def run_name(self, seed: int) -> str:
-        """Returns the name of a run, of its folder and of its curves."""
+        """Returns the name of the run of a seed, which is also the name of its folder and of its curves."""
         name = self.variant.name.replace(", ", "-").replace(" ", "_")
         return name if len(self.seeds) == 1 else f"{name}-seed_{seed}"
 
 
 def train_all(planned: Sequence[Planned], folder: Path) -> list[Variant]:
     """Trains the variants, seed by seed, into a folder, and returns them. A run that failed or cannot be read is left
-    out, and its variant is not trained."""
+    out, and its variant is judged as not trained."""
     total, started = sum(len(each.seeds) for each in planned), 0
     for each in planned:
         for seed in each.seeds:
@@ -60,8 +62,9 @@ def train_all(planned: Sequence[Planned], folder: Path) -> list[Variant]:
 
 
 def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Path:
-    """Trains one run in a process group of its own, which it leaves empty, and returns the run's folder. Raises
-    RunError with its last error line if it failed; KeyboardInterrupt and Stopped only after the run has ended."""
+    """Trains one run and returns its folder. The run has a new process group, in which no process is left afterwards.
+    Raises RunError with the run's last error line if the run failed. KeyboardInterrupt and Stopped are raised only
+    after the run has ended."""
     log = folder / f"{name}.log"
     where = ["--out", str(folder), "--name", name]
     with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
@@ -80,11 +83,21 @@ def plan(
     rest: Sequence[str],
     launcher: Sequence[str] = (),
 ) -> list[Planned]:
-    """Returns the variants to train. The reference is first: baseline, or without it the first value of each axis.
+    """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. An empty one
+    of these has train's default. The first variant is the reference. Its strategy is baseline if that is given, and its
+    other values are the first ones.
 
-    Strategies, devices (a number of ranks, or NODESxRANKS) and accumulate are the axes; an empty one has train's
-    default. `rest` are flags of train for all variants; `launcher` starts the ranks of all variants, or if some are
-    on several nodes, of those. Raises UsageError if a variant cannot run here, or there is nothing to compare.
+    Args:
+        strategies: Names of strategies, or DeepSpeed configurations.
+        devices: Numbers of ranks, or NODESxRANKS.
+        accumulate: Numbers of micro-batches per step.
+        seeds: Number of runs of each variant.
+        rest: Flags of train for all variants.
+        launcher: Command that starts the ranks. If some variants are on several nodes, it starts the ranks of these
+            only.
+
+    Raises:
+        UsageError: If a variant cannot run here, or there is nothing to compare.
     """
     given = {flag.split("=")[0].removeprefix("--") for flag in rest}
     if "strategy" in given:
@@ -127,7 +140,8 @@ def plan(
 
 
 def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[str]:
-    """Returns the flags that undo a size, such as --tensor_parallel_size, which is given for other strategies."""
+    """Returns flags that reset each size, such as --tensor_parallel_size, that is given only for the other
+    strategies."""
     sizes = {STRATEGIES[name].size for name in strategies if name in STRATEGIES}
     own = STRATEGIES[strategy].size if strategy in STRATEGIES else None
     flags = []
@@ -138,7 +152,8 @@ def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[st
 
 
 def prepare(planned: Sequence[Planned]) -> None:
-    """Checks the Trainer's options and the weights of each variant and prepares the images, before the first run."""
+    """Checks the Trainer options and the pretrained weights of each variant and prepares the images, before the first
+    run."""
     from cifar_zero import data
     from cifar_zero.training import build, starting
 

@@ -1,4 +1,5 @@
-"""Builds a comparison from its variants: figures over the seeds, recipe, differences, and the verdicts."""
+"""Builds a comparison from its variants, with the figures of all seeds, the recipe, the differences and the
+verdicts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,14 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.training.results import FALLBACK
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
-"""Shared settings at the top of a report."""
+"""Shared settings that are shown at the top of a report."""
 
 Weights = Mapping[str, Tensor]  # tensors by the names of the plain model's state_dict, including buffers
 
 
 def summarize(variants: list[Variant], command: str, trust: bool = False) -> Comparison:
-    """Returns the comparison of the variants, the reference first, with their figures and verdicts; `trust` loads
-    checkpoints that could run code."""
+    """Returns the comparison of the variants, with their figures and verdicts. The first variant is the reference. With
+    `trust`, checkpoints that could run code are loaded too."""
     reference = variants[0]
     comparison = Comparison("", command, {}, reference.name, variants, differences=differences(variants))
     if reference.runs:
@@ -43,8 +44,8 @@ def summarize(variants: list[Variant], command: str, trust: bool = False) -> Com
 
 
 def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[VerdictKind, str]:
-    """Returns a variant's verdict and its line: that its losses and weights are the reference's, or else what its step
-    check found. Sets its `check` and `drift`."""
+    """Returns the verdict on a variant and its explanation in one line. A variant is bit-identical if its losses and
+    weights equal the reference's. Otherwise the step check decides. Sets the variant's `check` and `drift`."""
     reference = comparison.variants[0]
     checks = [run.check or UNCHECKED for run in variant.runs]
     worst = max(checks, key=lambda check: (OUTCOMES.index(check["outcome"]), check["used"]))
@@ -71,23 +72,24 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
     variant.drift = max(drifts, key=len)
     if not any(drifts):
         return "bit-identical", "losses and weights are the reference's"
-    # Steps may be plain PyTorch's bit by bit, and the trainings differ: the reference sums in another order.
+    # Steps may equal plain PyTorch's bit by bit although the trainings differ, if the reference sums in another order.
     return "not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"]
 
 
 FIRST_LOSS = 0.02
-"""Relative difference of the losses of the first step, from the same weights and images, that no precision explains:
-bfloat16 has 8 bits."""
+"""Relative difference between two losses of the first step, from the same weights and images, that no precision
+explains. Even bfloat16 has 8 bits."""
 
 UNCHECKED = {"outcome": "not judged", "used": 0.0, "text": "no step was checked (--check_steps)"}
-"""What counts as the step check of a run without one."""
+"""Replaces the missing step check of a run."""
 
 OUTCOMES = ("bit-identical", "within rounding", "not judged", "different")
-"""What a step check may say, the worst last."""
+"""Possible outcomes of a step check, from the best to the worst."""
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
-    """Returns how far a run's losses and last weights are from the reference's; empty if they are equal bit by bit."""
+    """Returns a text on how far a run's losses and last weights are from the reference's. It is empty if they are equal
+    bit by bit."""
     ours, theirs = reference.losses.by_step, other.losses.by_step
     parts = []
     if ours.keys() != theirs.keys():
@@ -115,7 +117,8 @@ def _furthest(one: Tensor, other: Tensor) -> float:
 
 
 def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
-    """Returns the weights of a run's last checkpoint, not the average of --ema; None, with a note, if unreadable."""
+    """Returns the weights of a run's last checkpoint, not their average by --ema. If they cannot be read, adds a note
+    and returns None."""
     try:
         if not (checkpoint := last_checkpoint(run)).exists():
             raise UsageError(f"{run.folder} has no checkpoint of its last step")
@@ -126,7 +129,8 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
 
 
 def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
-    """Returns the numbers of the runs by their key; a metric with a number per rank counts with its largest."""
+    """Returns the numbers in the runs' metrics by key, one per run. A metric with a number per rank counts with its
+    largest."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for key, value in run.metrics.items():

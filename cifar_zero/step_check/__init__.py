@@ -1,1 +1,1 @@
-"""Checks the steps of a training where they happen: `StepCheck`, a Lightning callback for any module and strategy."""
+"""Checks the steps of a training in place, with the Lightning callback `StepCheck`, for any module and strategy."""

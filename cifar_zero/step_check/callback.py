@@ -1,9 +1,11 @@
-"""`StepCheck`: compares what a strategy computes in a step with what plain PyTorch computes of the same step.
+"""Defines `StepCheck`, which compares what a strategy computes in a step with what plain PyTorch computes in the same
+step.
 
-At a step that it checks it replays the same micro-batches through a plain, unsharded copy of the module, and lets
-torch's optimizer do the step from the state, gradient and learning rate that the strategy had. What the strategy
-computed must equal that up to this step's own rounding, which a replay in float64 measures. There is no reference
-training, so nothing drifts: the bound is one step's rounding at step 1 and at step 10,000.
+In a checked step, the same micro-batches are replayed through a plain, unsharded copy of the module. torch's optimizer
+then makes the step from the state, gradient and learning rate of the strategy. The strategy's values must equal the
+results of the replay and of this optimizer up to the rounding error of this step, which a second replay in float64
+measures. There is no reference training from which the run could drift apart, so the bound is the rounding error of one
+step at step 1 and at step 10,000.
 """
 
 import math
@@ -31,24 +33,27 @@ from cifar_zero.step_check.verdict import SHARED, Finding, Kind, Verdict
 from cifar_zero.strategies import hooks_of
 
 ROUNDINGS = 3.0
-"""Multiple of a step's own rounding that a value may be off: the strategy adds up in another order than the replay. In
-the acceptance's cases healthy engines use up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch 2.15)."""
+"""Multiple of a step's rounding error by which a value may be off, because the strategy sums in another order than the
+replay. In the acceptance cases, correct engines use up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch
+2.15)."""
 
 LEAST = 4.0
-"""Smallest error that counts, in eps of the format in which the strategy computes: two right sums may differ so."""
+"""Error that is always allowed, in machine epsilons of the dtype in which the strategy computes, because two correct
+sums may differ by that much."""
 
 SMALL = 1e-3
-"""Share of the whole gradient's norm that counts as part of every tensor's: the rounding of a gradient that cancels to
-nearly 0 is that of its summands."""
+"""Share of the whole gradient's norm that is added to the norm of each tensor's gradient before an error is divided by
+it. A gradient that cancels to nearly 0 has the rounding error of its summands."""
 
 CONSTANT = 0.02
-"""Share of a gradient that may be left over when it is called another one times a constant factor."""
+"""Largest remainder, as a share of a gradient, with which the gradient counts as another one times a constant
+factor."""
 
 T = TypeVar("T")
 
 
 def constant_factor(found: Tensor, wanted: Tensor) -> float | None:
-    """Returns the constant factor between two gradients; None if that is not what is wrong."""
+    """Returns the constant factor between two gradients, or None if they differ in another way."""
     factor = float((found * wanted).sum() / wanted.square().sum().clamp(min=1e-300))
     rest = float((found - factor * wanted).norm()) / max(float(found.norm()), 1e-300)
     return factor if rest < CONSTANT else None
@@ -60,17 +65,17 @@ def _factor(name: str, found: Tensor, wanted: Tensor) -> str:
 
 
 class StepCheck(Callback):
-    """Checks steps of a training, in place, whatever its module, data and strategy; every rank has it.
+    """Checks steps of a training in place, for any module, data and strategy. Every rank must have this callback.
 
-    A checked step takes about four times as long; the memory of a rank grows by one unsharded copy of the model with
-    its gradients. `verdict` says afterwards what was judged.
+    A checked step takes about four times as long. The memory of a rank grows by one unsharded copy of the model with
+    its gradients. After the training, `verdict` holds what was judged.
     """
 
     checkpoint: Path | None = None
-    """The checkpoint that the training continues; see `resume_check`."""
+    """The checkpoint from which the training continues, see `resume_check`."""
 
     resumed_at = 0
-    """The step after which a training was saved that this one continues, see `ResumeCheck`."""
+    """The optimizer step after which the checkpoint was saved, or 0 without a checkpoint; see `ResumeCheck`."""
 
     def __init__(
         self,
@@ -80,13 +85,13 @@ class StepCheck(Callback):
         on_fault: Literal["raise", "warn"] = "raise",
         file: Path | None = None,
     ):
-        """Chooses the steps, which count from 1.
+        """Chooses the steps to check. Steps count from 1.
 
         Args:
-            every: Check each step whose number this divides; 0: none.
-            steps: Check these.
-            count: Check so many, spread evenly over the training, the first and the last included.
-            on_fault: Raise RunError at the first step with a fault, or warn and go on.
+            every: Check each step whose number is divisible by this; 0 checks none.
+            steps: Check the steps with these numbers.
+            count: Check this many steps, spread evenly over the training, including the first and the last.
+            on_fault: Whether to raise RunError at the first step with a fault, or to warn and continue.
             file: JSON file to which rank 0 writes the verdict at the end.
         """
         self._every, self._steps, self._count, self._on_fault, self._file = every, {*steps}, count, on_fault, file
@@ -108,11 +113,11 @@ class StepCheck(Callback):
             self.verdict, self._replica, self._micro_batches = Verdict(), None, []
             try:
                 self._replica = Replica(pl_module)
-            except Exception as error:  # whatever an attribute of the user's raises
+            except Exception as error:  # an attribute of the user's may raise anything
                 self.verdict.note(f"the module cannot be copied ({type(error).__name__}: {error})")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Builds the copy, and says what the check costs."""
+        """Chooses the steps of `count`, builds the copy, and prints what the check costs."""
         if not pl_module.automatic_optimization:
             self.verdict.note("the module steps its optimizers itself")
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
@@ -136,8 +141,9 @@ class StepCheck(Callback):
             say(f"step check: a checked step takes about four times as long and {size} of memory on each rank")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps what a replay needs: weights and buffers before the step, each micro-batch with its random state."""
-        del self._micro_batches[len(self._losses) :]  # one that the module has skipped
+        """Keeps what a replay needs: weights and buffers before the step, and each micro-batch with its random
+        state."""
+        del self._micro_batches[len(self._losses) :]  # the previous micro-batch, if the module skipped it
         if not self._micro_batches:
             if not self._is_checked(trainer.global_step + 1):
                 return
@@ -153,7 +159,7 @@ class StepCheck(Callback):
         self._micro_batches.append(MicroBatch(kept, batch_idx, random_state()))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares the gradients, and computes the update that torch's optimizer makes of them."""
+        """Compares the gradients, and computes the update that torch's optimizer makes from them."""
         if not self._micro_batches:
             return
         hooks = hooks_of(trainer.strategy)
@@ -185,7 +191,7 @@ class StepCheck(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compares the rest, after the last micro-batch of a step: losses, updates, weights and buffers."""
+        """Compares losses, updates, weights and buffers after the last micro-batch of a step."""
         if not self._micro_batches:
             return
         self._losses.append(outputs["loss"] if isinstance(outputs, Mapping) else outputs)
@@ -211,7 +217,7 @@ class StepCheck(Callback):
         if norm is not None and not self._overflows:
             self._add("gradient norm", "", abs(norm - self._norm) / max(self._norm, 1e-30), UPDATE)
         after = self._checked_weights(trainer, pl_module)
-        if updated or self._overflows:  # what no optimizer updates must stay
+        if updated or self._overflows:  # weights that no optimizer updates must stay as they were
             for name in after.keys() - updated:
                 self._add("weight", name, off_by(after[name], self._weights[name]), 0.0, 1, "no optimizer updates it")
         self._compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
@@ -219,7 +225,7 @@ class StepCheck(Callback):
         self._finish(trainer, self._step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says what was judged."""
+        """Prints what was judged, and writes the verdict to the file if there is one."""
         if self._micro_batches:
             self.verdict.note(f"step {self._step}, which did not end")
         if self._can_check and not self.verdict.steps:
@@ -230,25 +236,26 @@ class StepCheck(Callback):
             write_json(self._file, self.verdict.as_dict())
 
     def _compute_dtypes(self, trainer: Trainer, module: LightningModule) -> dict[str, torch.dtype]:
-        """Returns the type in which the strategy computes with each weight, by the plain model's names."""
+        """Returns the dtype in which the strategy computes with each weight, by the plain model's names."""
         hooks = hooks_of(trainer.strategy)
         own = {name: hooks.compute_dtype(each) for name, each in module.named_parameters()}
         plain = hooks.plain_names(own)
-        dtypes = dict.fromkeys(self._weights, lowest(own.values()))  # of weights that only other ranks have
+        dtypes = dict.fromkeys(self._weights, lowest(own.values()))  # for weights that only other ranks have
         return dtypes | {plain[name]: dtype for name, dtype in own.items()}
 
     def _replay(self, *given: Any, scale: float = 1.0, **more: Any) -> tuple[Replay, Replay]:
-        """Computes a step again in the training's precision and in float64, see `Replica.replay`."""
+        """Replays a step in the training's precision and in float64, see `Replica.replay`."""
         with random_state_kept():
             low = self._replica.replay(*given, scale=scale, **more)
             return low, self._replica.replay(*given, exact=True, **more)
 
     def _on_all_ranks(self, compute: Callable[[], T], what: str) -> T | None:
-        """Returns what user's code computes, or None on all ranks, with a note, if it fails on one."""
+        """Returns the result of `compute`, which calls user code. If it fails on a rank, notes the error and returns
+        None on all ranks. `what` is the noun in this note."""
         result, error = None, ""
         try:
             result = compute()
-        except Exception as failure:  # whatever the module's code raises, in float64 for example
+        except Exception as failure:  # the module's code may raise anything, in float64 for example
             error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
         errors = [each for each in gather(error) if each]
         if not errors:
@@ -266,8 +273,8 @@ class StepCheck(Callback):
         self._findings.append(Finding(self._step, kind, name, off, allowed, elements, pattern))
 
     def _checked_weights(self, trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
-        """Returns the unsharded weights by name. Each rank compares with them what it computes with, and all compare
-        them with one another."""
+        """Returns the unsharded weights by name. Checks that each rank computes with these weights, and that all ranks
+        have the same unsharded weights."""
         hooks = hooks_of(trainer.strategy)
         weights = hooks.weights(module)
         parameters = dict(module.named_parameters())
@@ -294,7 +301,8 @@ class StepCheck(Callback):
         kind: Kind = "gradient",
         explain: Callable[[str, Tensor, Tensor], str] = _factor,
     ) -> None:
-        """Compares gradients with those of two replays; `explain` says in words what is wrong with one."""
+        """Compares gradients with the gradients of two replays. `explain` returns a text on what is wrong with a
+        gradient, given its name, the gradient and the replay's."""
         whole = norm_of(exact)
         for name in exact:
             if name not in found:
@@ -309,7 +317,7 @@ class StepCheck(Callback):
             self._add(kind, name, off, allowed, gradient.numel(), pattern)
 
     def _compare_rates(self, trainer: Trainer, optimizer: Any) -> None:
-        """Compares the rates with the scheduler's and with those of the other ranks."""
+        """Compares the optimizer's learning rates with the scheduler's and with those of the other ranks."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if any(others != rates for others in gather(rates)):
             self._add("learning rate", "", math.inf, 0.0, 1, "not the same on all ranks")
@@ -325,7 +333,8 @@ class StepCheck(Callback):
     def _expect_updates(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, gradients: Mapping[str, Tensor]
     ) -> list[Expected]:
-        """Lets a copy of the optimizer make the step, on this rank's share of the weights."""
+        """Returns the updates that a copy of the optimizer makes to this rank's share of the weights. If the gradient
+        is not clipped by its norm, notes this and returns none."""
         hooks = hooks_of(trainer.strategy)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clips_known = by_norm and not is_overridden("configure_gradient_clipping", module)
@@ -365,8 +374,8 @@ class StepCheck(Callback):
             self._add(kind, name, off_by(buffer, low[name]), allowed, buffer.numel())
 
     def _finish(self, trainer: Trainer, step: int) -> None:
-        """Counts the findings of all ranks, of a checked step or of a resume (0): each rank has all, and so the same
-        verdict."""
+        """Counts the findings of all ranks in a checked step, or in a resume if `step` is 0. Every rank counts all
+        findings, so that all have the same verdict. At a fault it raises RunError or warns, as `on_fault` says."""
         findings = []
         for rank, of_rank in enumerate(gather(self._findings)):
             for found in of_rank:
@@ -388,7 +397,8 @@ def norm_of(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _shares_buffers(model: Any) -> bool:
-    """Whether DDP copies the buffers of rank 0 to the others before a step; torch 2.15 has renamed the option."""
+    """Returns whether DDP copies the buffers of rank 0 to the others before a step. torch 2.15 has renamed the
+    option."""
     if not isinstance(model, DistributedDataParallel):
         return False
     return bool(getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False)))

@@ -1,5 +1,5 @@
-"""`OutputCheck`: a step check that also compares the outputs of all submodules, and so names where a forward pass goes
-wrong first."""
+"""Defines `OutputCheck`, a step check that also compares the outputs of all submodules, to name the first module whose
+output is wrong."""
 
 from functools import partial
 from typing import Any
@@ -14,20 +14,21 @@ from cifar_zero.strategies.hooks import tensors_in
 
 
 class OutputCheck(StepCheck):
-    """Checks steps as `StepCheck` does, and keeps all outputs of the submodules in a checked step three times."""
+    """Checks steps as `StepCheck` does, and compares the outputs of submodules too. In a checked step it holds all
+    outputs three times, from the strategy and from two replays."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets the submodules of the trained module and of its copy hand over their outputs. An engine also calls the
-        module itself, for the training step, which the copy does not."""
+        """Registers hooks that keep the outputs of all submodules of the trained module and of its copy. The module
+        itself has no hook, because an engine calls it for the training step and the copy does not."""
         super().on_train_start(trainer, pl_module)
-        self._outputs: list[tuple[str, Tensor]] = []  # of the strategy, and of the two replays
+        self._outputs: list[tuple[str, Tensor]] = []  # of the strategy, then of the two replays
         self._handles: list[Any] = []
         if self._can_check:
             parts = [*pl_module.named_modules(), *self._replica.module.named_modules()]
             self._handles = [part.register_forward_hook(partial(self._keep, name)) for name, part in parts if name]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares gradients and outputs."""
+        """Compares the gradients and the outputs."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._replays is None:
             return
@@ -41,7 +42,7 @@ class OutputCheck(StepCheck):
             self._add("output", name, off_by(output, wanted), allowed, output.numel())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the module as it was, and says what was judged."""
+        """Removes the hooks and prints what was judged."""
         for handle in self._handles:
             handle.remove()
         super().on_train_end(trainer, pl_module)

@@ -1,4 +1,4 @@
-"""The recorded optimizer steps of a training script, and how a module is trained on them."""
+"""Reads the recorded optimizer steps of a training script, and gives their weights and batches to a module."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,19 +23,19 @@ OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "neste
 
 @dataclass
 class ScriptStep:
-    """One optimizer step of a script; tensors are on the CPU, by the names of the script's model."""
+    """One optimizer step of a script. Tensors are on the CPU, by their names in the script's model."""
 
-    epoch: int  # the script has made this many iterators of loaders before
-    order_state: Any  # of all random generators, before it made the epoch's
+    epoch: int  # number of loader iterators that the script made before that of this step
+    order_state: Any  # state of all random generators before the iterator of this step was made
     weights: dict[str, Tensor] = field(default_factory=dict)  # before the step
     buffers: dict[str, Tensor] = field(default_factory=dict)
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # as passed to backward, without a loss scale
-    random_state_after: Any = None  # torch's, after the last forward pass
-    draws: bool = False  # a forward pass has drawn random numbers
+    losses: list[float] = field(default_factory=list)  # as passed to backward, but without a loss scale
+    random_state_after: Any = None  # torch's random state after the last forward pass
+    draws: bool = False  # whether a forward pass drew random numbers
     gradients: dict[str, Tensor] = field(default_factory=dict)  # as the optimizer receives them: averaged, clipped
     options: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)  # OPTIONS of each parameter's group
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the optimizer, before the step
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)  # optimizer state before the step
     weights_after: dict[str, Tensor] = field(default_factory=dict)
     buffers_after: dict[str, Tensor] = field(default_factory=dict)
 
@@ -46,8 +46,12 @@ def step_file(folder: Path, number: int) -> Path:
 
 
 def matched(script: Mapping[str, Tensor], module: Mapping[str, Size], renames: Mapping[str, str]) -> dict[str, str]:
-    """Returns the module's name of each of the script's tensors: the same name after `renames` of beginnings, with a
-    common prefix if need be, or else by order and shape. Raises UsageError with the first ones that do not match."""
+    """Returns the module's name of each of the script's tensors.
+
+    Names match if they are equal after `renames` replaces prefixes, and after a common prefix is added if necessary. If
+    names do not match, all tensors match by order and shape. Raises UsageError with the first tensors that do not
+    match.
+    """
     renamed = {}
     for name in script:
         beginning = next((old for old in renames if name.startswith(old)), "")
@@ -82,36 +86,39 @@ def _same_shapes(names: dict[str, str], script: Mapping[str, Tensor], module: Ma
 
 @dataclass(frozen=True)
 class Recorded:
-    """The recorded steps of a script."""
+    """Gives access to the recorded steps of a script."""
 
     folder: Path
-    count: int  # of steps
+    count: int  # number of steps
     renames: Mapping[str, str]  # see `matched`
     own_data: bool = False  # the module trains on its own loader, and its batches are compared with the script's
 
     def step(self, number: int) -> ScriptStep:
-        """Returns a step, counted from 1. Its batches may be of any class: the script has run on this machine."""
+        """Returns a step, counted from 1. The file may contain objects of any class, which is safe because the script
+        has run on this machine."""
         return torch.load(step_file(self.folder, number), weights_only=False)
 
     def weights(self, module: Any) -> dict[str, Tensor]:
-        """Returns the script's first weights by the names of a module's. Raises UsageError as `matched` does."""
+        """Returns the script's first weights by the module's names. Raises UsageError as `matched` does."""
         first = self.step(1).weights
         names = matched(first, shapes_of(module.named_parameters()), self.renames)
         return {names[name]: value for name, value in first.items()}
 
     def give_weights(self, module: Any) -> None:
-        """Overwrites the weights and buffers of a plain module. Raises UsageError as `matched` does."""
+        """Overwrites the weights and buffers of a plain module with the script's first ones. Raises UsageError as
+        `matched` does."""
         buffers = self.step(1).buffers
         names = matched(buffers, shapes_of(module.named_buffers()), self.renames)
         renamed = {names[name]: value for name, value in buffers.items()}
         module.load_state_dict({**self.weights(module), **renamed}, strict=False)
 
     def loader(self, strategy: Strategy) -> DataLoader[Any]:
-        """Returns a loader of the script's micro-batches, of which each rank has its part."""
+        """Returns a loader that yields this rank's part of each of the script's micro-batches."""
         return DataLoader(_Batches(self, strategy), batch_size=None)
 
     def order_like_script(self, source: Any) -> None:
-        """Lets the `train_dataloader` of a module or data module draw the order that the script's loader has drawn."""
+        """Wraps the `train_dataloader` of a module or data module, so that its loader draws the sample order that the
+        script's loader drew."""
         load, state = source.train_dataloader, self.step(1).order_state
 
         def train_dataloader() -> Any:
@@ -123,7 +130,7 @@ class Recorded:
 
 
 class _Batches(IterableDataset[Any]):
-    """The script's micro-batches; each time those of its next epoch."""
+    """Yields this rank's part of the script's micro-batches. Each iteration yields those of the script's next epoch."""
 
     def __init__(self, recorded: Recorded, strategy: Strategy):
         self._recorded, self._strategy = recorded, strategy
@@ -143,8 +150,8 @@ class _Batches(IterableDataset[Any]):
 
 
 def part_of(batch: Any, rank: int, ranks: int) -> Any:
-    """Returns a rank's part of a batch, cut along the first dimension of its tensors. Raises UsageError: the ranks do
-    not divide it."""
+    """Returns a rank's part of a batch, cut along the first dimension of its tensors. Raises UsageError if the number
+    of ranks does not divide that dimension."""
     if ranks == 1:
         return batch
 
@@ -159,10 +166,10 @@ def part_of(batch: Any, rank: int, ranks: int) -> Any:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Returns the numbers of a parameter group's OPTIONS."""
+    """Returns the OPTIONS in a parameter group, each as a tuple of numbers."""
     return {key: tuple(np.atleast_1d(group[key]).astype(float)) for key in OPTIONS if group.get(key) is not None}
 
 
 def samples_in(batch: Any) -> int:
-    """Returns the number of samples in a batch: the length of its longest tensor."""
+    """Returns the number of samples in a batch, which is the length of its longest tensor."""
     return max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=1)

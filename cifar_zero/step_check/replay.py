@@ -1,4 +1,4 @@
-"""A plain, unsharded copy of a module computes micro-batches again: in the training's precision, and in float64."""
+"""Replays micro-batches on a plain, unsharded copy of a module, in the training's precision and in float64."""
 
 import copy
 import inspect
@@ -27,7 +27,7 @@ LOW = (torch.float16, torch.bfloat16, torch.float32)
 WIDER: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.half, Tensor.bfloat16, Tensor.float), lambda tensor, *args, **kwargs: tensor.double()
 )
-"""Casts to a low precision, and what the exact replay does instead."""
+"""Casts to a low precision, each with the cast that the exact replay makes instead."""
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 
@@ -38,13 +38,13 @@ DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.b
 Plain = (bool, int, float, str, NoneType)
 
 INTERNAL = vars(LightningModule()).keys() - {"training"}
-"""Attributes of a module that the copy does not take over before a step, as it does a user's own: counters, modes,
-hidden states."""
+"""Attributes of every LightningModule, which the copy does not take over before a step. It takes over the user's own
+attributes, such as counters, modes and hidden states."""
 
 
 @dataclass
 class MicroBatch:
-    """What a replay needs of a micro-batch."""
+    """Holds what a replay needs of a micro-batch."""
 
     batch: Any
     index: int  # batch_idx
@@ -53,13 +53,13 @@ class MicroBatch:
 
 @dataclass
 class Replay:
-    """What a copy computed of a step."""
+    """Holds what the copy computed in a step."""
 
     losses: list[float]  # of each micro-batch on this rank
-    gradients: dict[str, Tensor]  # float64, of this rank until `average`; zeros for a weight that was not used
+    gradients: dict[str, Tensor]  # float64, this rank's until `average`; zeros for a weight that was not used
     buffers: dict[str, Tensor]  # after the step, on this rank
     unused: set[str]  # weights that no micro-batch of this rank used
-    random_state: Tensor  # torch's, after the last forward pass
+    random_state: Tensor  # torch's random state after the last forward pass
 
     def average(self) -> None:
         """Replaces the gradients by their mean over the ranks, on the CPU. Collective."""
@@ -68,10 +68,11 @@ class Replay:
 
 
 class Replica:
-    """A copy of a module, made before a strategy shards it; its weights are set for each replay and freed after it."""
+    """Replays steps on a copy of a module, which is made before a strategy shards the module. The copy's weights are
+    set for each replay and freed after it."""
 
     def __init__(self, module: LightningModule):
-        """Copies the module; raises what `copy.deepcopy` raises for something that cannot be copied."""
+        """Copies the module. Raises what `copy.deepcopy` raises if an attribute cannot be copied."""
         with _detached(module), random_state_kept():
             self.module: Any = copy.deepcopy(module)
         self.shapes: dict[str, torch.Size] = {}  # of the weights, by name
@@ -81,7 +82,7 @@ class Replica:
         self._takes_index = len(inspect.signature(self.module.training_step).parameters) > 1
 
     def build(self, trainer: Trainer) -> None:
-        """Builds what the module builds in `setup` and `configure_model`; from now on it logs nothing."""
+        """Runs `setup` and `configure_model` of the copy. From then on, the copy logs nothing."""
         plain = self.module
         plain._trainer = trainer
         plain.log = plain.log_dict = _nothing
@@ -95,7 +96,7 @@ class Replica:
         self._free()
 
     def remember(self, module: LightningModule) -> None:
-        """Keeps the buffers and the state in attributes of the module before a step."""
+        """Keeps the module's buffers, and the state in its attributes, as they are before a step."""
         self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         for name, part in module.named_modules():
@@ -103,7 +104,7 @@ class Replica:
             self._attributes[name] = _copied(own)
 
     def buffers_from_rank_0(self) -> None:
-        """Takes the remembered buffers of rank 0, as DDP does before a step unless it is told not to."""
+        """Replaces the remembered buffers by rank 0's, as DDP does before a step by default. Collective."""
         for buffer in self._buffers.values():
             dist.broadcast(buffer, 0)
 
@@ -118,16 +119,16 @@ class Replica:
         exact: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> Replay:
-        """Computes the loss of the micro-batches and its gradient, each with its own random state.
+        """Computes the losses of the micro-batches and their gradient. Each micro-batch has its own random state.
 
         Args:
-            trainer: Of the training.
-            micro_batches: Those of a step.
-            weights: float32, before the step, by name.
-            dtypes: In which the strategy computes with each weight.
-            scale: Of the loss in float16; the gradients are divided by it.
-            exact: Compute in float64 with the same weights and random numbers.
-            buffers: Before the step, by name; by default those that `remember` kept.
+            trainer: Trainer of the training.
+            micro_batches: The micro-batches of a step on this rank.
+            weights: Unsharded float32 weights before the step, by name.
+            dtypes: The dtype in which the strategy computes with each weight, by name.
+            scale: Scale of the loss in float16, by which the gradients are divided again.
+            exact: Whether to compute in float64, with the same weights and random numbers.
+            buffers: Buffers before the step, by name. The default is those that `remember` kept.
         """
         plain, device = self.module, trainer.strategy.root_device
         self._restore(weights, self._buffers if buffers is None else buffers, dtypes, device, exact)
@@ -181,10 +182,11 @@ class Replica:
 
 
 class Exact(TorchFunctionMode):
-    """Computes in float64 what is called within it, whatever precision is asked for, with the same random numbers.
+    """Computes everything that is called within it in float64, whatever precision the code requests, with the same
+    random numbers.
 
-    Random numbers are drawn in the type in which the training draws them, as generators draw others for float64. What
-    a compiled function draws inside, such as attention with dropout, is not seen.
+    Random numbers are drawn in the dtype in which the training draws them, because generators draw different numbers in
+    float64. Numbers that a compiled function draws internally, as attention with dropout does, are not replaced.
     """
 
     def __init__(self, lowest: torch.dtype):
@@ -208,12 +210,13 @@ class Exact(TorchFunctionMode):
 
 
 def lowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Returns the type with the fewest bits."""
+    """Returns the dtype with the fewest bits."""
     return min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
 
 
 def _wide(value: Any) -> Any:
-    """Returns a tensor of a low precision in float64, float64 for such a type, and anything else as it is."""
+    """Converts a tensor of a low precision to float64, replaces such a dtype by float64, and returns anything else as
+    it is."""
     if isinstance(value, Tensor):
         return value.double() if value.dtype in LOW else value
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
@@ -224,7 +227,8 @@ def _narrow(value: Any) -> Any:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a value is plain data, a tensor, or lists, dictionaries and tuples of them."""
+    """Returns whether a value is plain data, a tensor that is not a Parameter, or lists, dictionaries and tuples of
+    these."""
     leaves = tree_leaves(value)
     return all(type(leaf) in Plain or (isinstance(leaf, Tensor) and not isinstance(leaf, Parameter)) for leaf in leaves)
 
@@ -250,7 +254,7 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restores the random states at the end of the context."""
+    """Restores the states of all random generators at the end of the context."""
     state = random_state()
     try:
         yield
@@ -260,7 +264,7 @@ def random_state_kept() -> Iterator[None]:
 
 @contextmanager
 def _detached(module: Any) -> Iterator[None]:
-    """Takes the trainer off a module, which would be copied with it."""
+    """Removes the trainer from a module within the context, because it would be copied with the module."""
     trainer, module._trainer = module._trainer, None
     try:
         yield
@@ -269,4 +273,4 @@ def _detached(module: Any) -> Iterator[None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for `self.log` in a replay."""
+    """Replaces `self.log` in a replay, and does nothing."""

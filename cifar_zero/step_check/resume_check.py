@@ -1,10 +1,11 @@
-"""`ResumeCheck`: compares a resumed training with the uninterrupted one that was saved, and checks each of its steps.
+"""Defines `ResumeCheck`, which compares a resumed training with the uninterrupted training that was saved, and checks
+each of its steps.
 
-The step after the checkpoint must start from exactly what the same step of the uninterrupted training started from:
-weights, state and options of the optimizer, averages of the weights, buffers, and the positions of loops and schedules.
-The batches of this step and of the later ones must be the same. `StepCheck` judges what a step computes of them. The
-resumed training may have another strategy and number of ranks: whole tensors are compared, bit by bit. What it keeps in
-a lower precision must be the saved value, rounded.
+The step after the checkpoint must start from exactly the values from which the same step of the uninterrupted training
+started: weights, state and options of the optimizer, averages of the weights, buffers, and the positions of loops and
+schedules. The batches of this step and of the later ones must be the same. `StepCheck` judges what a step computes from
+them. The resumed training may have another strategy and number of ranks, because whole tensors are compared, bit by
+bit. A value that it keeps in a lower precision must be the saved value, rounded.
 """
 
 import math
@@ -30,26 +31,28 @@ from cifar_zero.strategies.hooks import local_of
 CHECKPOINT = "checkpoint.ckpt"
 
 STATE = "state.pt"
-"""File of what the step after the checkpoint started from, and of the batches of all steps, uninterrupted."""
+"""File with the values from which the step after the checkpoint started in the uninterrupted training, and with the
+batches of all of its steps."""
 
 NOT_RESTORED = (
     "Lightning restores a position in mid-epoch only for a loader with state_dict, and no random numbers of a shuffle"
 )
 
-Batch = list[list[int]]  # of a step: of each rank a checksum of each row of each tensor
+Batch = list[list[int]]  # of a step: for each rank a checksum of each row of each tensor
 
 State = dict[tuple[Kind, str], Tensor]  # by kind and name; a number has no dimensions
 
 
 class ResumeCheck(StepCheck):
-    """Saves a training, or judges one that continues it; every rank has it."""
+    """Saves a training, or judges a training that continues it. Every rank must have this callback."""
 
     def __init__(self, folder: Path, save_at: int = 0):
-        """Chooses one of the two.
+        """Chooses whether to save or to judge.
 
         Args:
             folder: Receives or has the checkpoint and STATE.
-            save_at: Save after this optimizer step, which is not the last; 0: the training continues a saved one.
+            save_at: Save after this optimizer step, which must not be the last. 0 means that the training continues a
+                saved one.
         """
         super().__init__(every=1, on_fault="warn")
         self._folder, self._save_at = folder, save_at
@@ -61,7 +64,7 @@ class ResumeCheck(StepCheck):
         self._batches: dict[int, list[int]] = {}  # of this rank, by step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps or compares what the first step after the checkpoint starts from."""
+        """Keeps or compares the values from which the first step after the checkpoint starts."""
         if self._begins:
             self._begins = False
             state = _state(trainer, pl_module)
@@ -75,13 +78,13 @@ class ResumeCheck(StepCheck):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves in mid-epoch."""
+        """Saves the training if the chosen step has ended and its epoch has not."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if not trainer.is_last_batch:  # else the epoch would not count as done
+        if not trainer.is_last_batch:  # a checkpoint saved here would not count the epoch as done
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves at the end of an epoch."""
+        """Saves the training if the chosen step was the last of the epoch."""
         self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
@@ -100,7 +103,7 @@ class ResumeCheck(StepCheck):
         super().on_train_end(trainer, pl_module)
 
     def _compare(self, trainer: Trainer, state: State) -> None:
-        """Compares what the first step starts from with what was saved."""
+        """Compares the values from which the first step starts with the saved values."""
         self._step, self._findings = self.resumed_at, []
         for (kind, name), wanted in self._saved["state"].items():
             found = state.get((kind, name))
@@ -128,19 +131,21 @@ class ResumeCheck(StepCheck):
         self._conclude(trainer)
 
     def _conclude(self, trainer: Trainer) -> None:
-        """Counts the findings of one rank: all ranks have the same."""
+        """Counts the findings of rank 0 only, because all ranks have the same."""
         if not trainer.is_global_zero:
             self._findings = []
         self._finish(trainer, 0)
 
 
 def _are_same(one: Batch, other: Batch) -> bool:
-    """Whether each rank had the same rows, or on another number of ranks all together."""
+    """Returns whether each rank had the same rows. With different numbers of ranks, all ranks together must have had
+    them."""
     return one == other or (len(one) != len(other) and {*chain(*one)} == {*chain(*other)})
 
 
 def _rows(batch: Any) -> list[int]:
-    """Returns a checksum of each row of each tensor of a micro-batch. An engine may have cast numbers to bfloat16."""
+    """Returns a checksum of each row of each tensor of a micro-batch. Floating-point values are rounded to bfloat16,
+    because an engine may have cast them."""
     found: list[int] = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -151,13 +156,13 @@ def _rows(batch: Any) -> list[int]:
 
 
 def _state(trainer: Trainer, module: LightningModule) -> State:
-    """Returns what the next step starts from: whole tensors, flattened, NaN where nothing is kept. Buffers are those of
-    rank 0, as in most checkpoints. Collective."""
+    """Returns the values from which the next step starts, as whole tensors, flattened, with NaN where nothing is kept.
+    Buffers are rank 0's, as in most checkpoints. Collective."""
     hooks = hooks_of(trainer.strategy)
     buffers = {name: buffer.detach().flatten().cpu() for name, buffer in module.named_buffers()}
     parameters, weights = dict(module.named_parameters()), hooks.weights(module)
     found: State = {("buffer", name): buffer for name, buffer in gather(buffers)[0].items()}
-    for name, plain in hooks.plain_names(parameters).items():  # with frozen ones, which no optimizer has
+    for name, plain in hooks.plain_names(parameters).items():  # with frozen weights, which no optimizer has
         found["weight", plain] = weights[plain].flatten().to(hooks.compute_dtype(parameters[name]))
     for name, value in _positions(trainer).items():
         found["position", name] = _scalar(value)
@@ -165,7 +170,7 @@ def _state(trainer: Trainer, module: LightningModule) -> State:
     shapes = {name: whole.shape for name, whole in sorted({**weights, **dict(module.named_buffers())}.items())}
     sizes = [math.prod(shape) for shape in shapes.values()]
     numbers = zip(shapes, torch.arange(1, sum(sizes) + 1).split(sizes), strict=True)
-    tensors: list[tuple[str, Tensor, Tensor]] = []  # a key in the optimizer, the numbers of elements, their values
+    tensors: list[tuple[str, Tensor, Tensor]] = []  # a key in the optimizer, the numbers of the elements, their values
     for names, numbered, values in _kept(trainer, module, {name: each.view(shapes[name]) for name, each in numbers}):
         used = numbered > 0  # padding is 0
         for key, value in values.items():
@@ -178,7 +183,7 @@ def _state(trainer: Trainer, module: LightningModule) -> State:
     for key, places, values in chain(*gather(tensors)):
         whole = wholes.setdefault(key, torch.full((sum(sizes),), math.nan, dtype=values.dtype))
         agrees = whole[places].isnan() | (whole[places] == values)
-        whole[places] = torch.where(agrees, values, math.inf)  # another rank has another
+        whole[places] = torch.where(agrees, values, math.inf)  # inf where ranks have different values
     for key, whole in wholes.items():
         for name, part in zip(shapes, whole.split(sizes), strict=True):
             if not part.isnan().all():
@@ -189,8 +194,8 @@ def _state(trainer: Trainer, module: LightningModule) -> State:
 def _kept(
     trainer: Trainer, module: LightningModule, numbers: Mapping[str, Tensor]
 ) -> Iterator[tuple[list[str], Tensor, dict[str, Any]]]:
-    """Yields what this rank keeps of some weights: their names, its part of the `numbers` of their elements, and its
-    tensors and scalars for their updates or their average."""
+    """Yields what this rank keeps of its weights for their updates and their averages: the weights' names, its part of
+    the `numbers` of their elements, and its tensors and scalars by name."""
     hooks = hooks_of(trainer.strategy)
     held: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     plain = hooks.plain_names(held)
@@ -212,7 +217,8 @@ def _flat(tensor: Any) -> Tensor:
 
 
 def _positions(trainer: Trainer) -> dict[str, float]:
-    """Returns how far loops and schedules are. Lists in a schedule are of groups, which the strategy may split."""
+    """Returns the positions of loops and schedules. Lists in a schedule's state are left out, because they have an
+    element per parameter group, and a strategy may split the groups."""
     found: dict[str, float] = {"step": trainer.global_step, "epoch": trainer.current_epoch}
     for config in trainer.lr_scheduler_configs:
         found |= {name: value for name, value in _numbers(config.scheduler.state_dict()).items() if name[-1].isalpha()}
@@ -224,13 +230,13 @@ def _scalar(value: Any) -> Tensor:
 
 
 def _label(key: str, name: str) -> tuple[Kind, str]:
-    """Returns kind and name of what is kept for a weight."""
+    """Returns the kind and the name of a value that is kept for a weight."""
     kinds: dict[str, Kind] = {"lr": "learning rate", "weight": "weight"}
     return (kinds[key], name) if key in kinds else ("state", f"{key} of {name}")
 
 
 def _numbers(container: Any) -> dict[str, float]:
-    """Returns the numbers in nested containers by their path: lr, betas.0."""
+    """Returns the numbers in nested containers by their path, such as lr or betas.0."""
     found: dict[str, float] = {}
     for path, value in tree_leaves_with_path(container):
         if type(value) in (int, float) or (isinstance(value, Tensor) and not value.dim()):

@@ -1,8 +1,8 @@
-"""`ScriptCheck`: compares each step that a module computes with the step that a training script computed.
+"""Defines `ScriptCheck`, which compares each step that a module computes with the step that a training script computed.
 
-The script ran before, unchanged, and its steps were recorded. A plain copy of the module computes each of them again,
-from the script's weights, batches and random states, so that the two do not drift apart: the bound is one step's
-rounding, as in a step check.
+The script ran before, unchanged, and its steps were recorded. A plain copy of the module computes each step again, from
+the script's weights, batches and random states. So the two trainings do not drift apart, and the bound is the rounding
+error of one step, as in a step check.
 """
 
 import math
@@ -32,20 +32,20 @@ class ScriptCheck(StepCheck):
     """Checks each step of a training in place, and that the module computes the script's steps."""
 
     def __init__(self, recorded: Recorded):
-        """Prepares the comparison; the training ends after the last recorded step."""
+        """Prepares the comparison. The training ends after the last recorded step."""
         super().__init__(every=1, on_fault="warn")
         self.recorded = recorded
-        self._gradients: dict[str, Tensor] = {}  # the script's, of the step before
-        self._hint = ""  # what several ranks change
-        self._rates: dict[str, tuple[float, float]] = {}  # the module's and the script's, in the step before
+        self._gradients: dict[str, Tensor] = {}  # the script's gradients in the step before
+        self._hint = ""  # what training on several ranks changes
+        self._rates: dict[str, tuple[float, float]] = {}  # learning rates of module and script in the step before
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module; without a verdict on the script's gradients there is no agreement."""
+        """Copies the module. Without a verdict on the script's gradients, the outcome is "not judged"."""
         super().setup(trainer, pl_module, stage)
         self.verdict.needed = (*self.verdict.needed, "script's gradient")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps what a replay needs, and compares the module's own batch with the script's."""
+        """Keeps what a replay needs. If the module trains on its own data, compares its batch with the script's."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         number = len(self._micro_batches)
         if self.recorded.own_data and number:
@@ -54,7 +54,7 @@ class ScriptCheck(StepCheck):
             self._add("script's batch", f"micro-batch {number}", math.inf if why else 0.0, 0.0, 1, why)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Lets the module compute the script's step, and compares; then checks the strategy's own step."""
+        """Replays the script's step with the module and compares the results, then checks the strategy's own step."""
         if self._micro_batches and hooks_of(trainer.strategy).ends_step():
             self._compare_step(self.recorded.step(self._step), trainer, pl_module, optimizer)
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
@@ -62,7 +62,7 @@ class ScriptCheck(StepCheck):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compares the rest of the step; ends the training after the last recorded one."""
+        """Compares the rest of the step, and ends the training after the last recorded step."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.global_step >= self.recorded.count:
             trainer.should_stop = True
@@ -105,7 +105,7 @@ class ScriptCheck(StepCheck):
             found = [scripts[own[id(each)]] for each in updated.parameters if own[id(each)] in scripts]
             for name in found:
                 self._compare_options(names[name], updated.group, step.options[name])
-            # A strategy's own check compares the updates of its shards with those of torch's optimizer.
+            # Only whole tensors are compared. The step check compares updates of shards with torch's optimizer's.
             if len(found) == 1 and updated.target.shape == step.weights[found[0]].shape:
                 self._compare_update(names[found[0]], updated, step, found[0])
 
@@ -150,7 +150,7 @@ class ScriptCheck(StepCheck):
         twin.grad = step.gradients[theirs].to(target.device, target.dtype)
         state = {**step.state[theirs]}
         if state and not isinstance(state.get("step"), Tensor):
-            state["step"] = torch.tensor(float(self._step - 1))  # DeepSpeed's Adam counts in its groups
+            state["step"] = torch.tensor(float(self._step - 1))  # DeepSpeed's Adam counts steps in its groups
         state = tree_map_only(Tensor, lambda value: value.to(target.device, copy=True), state)
         torch_step(updated, twin, state)
         ours = (twin.detach() - before).double()
@@ -166,7 +166,8 @@ def _named(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str,
 
 
 def _clip(of_replays: Sequence[Mapping[str, Tensor]], limit: float) -> None:
-    """Clips the gradients of replays in place, to the norm of the first one's."""
+    """Clips the gradients of all replays in place, by the factor that clips the first replay's gradients to the norm
+    `limit`."""
     norm = norm_of(of_replays[0])
     if limit and norm > limit:
         for gradients in of_replays:
@@ -175,7 +176,7 @@ def _clip(of_replays: Sequence[Mapping[str, Tensor]], limit: float) -> None:
 
 
 def in_words(factor: float, step: ScriptStep) -> str:
-    """Returns what explains that a module's loss is a multiple of a script's."""
+    """Returns a text that explains why the module's loss is `factor` times the script's."""
     parts, samples = len(step.micro_batches), samples_in(step.micro_batches[0].batch)
     for known, text in (
         (1 / samples, "a sum over the samples in the script, a mean in the module"),
@@ -188,7 +189,8 @@ def in_words(factor: float, step: ScriptStep) -> str:
 
 
 def how_scheduled(ours_before: float, theirs_before: float, ours: float, theirs: float) -> str:
-    """Returns who has stepped a scheduler since the step before, if only one of module and script has."""
+    """Returns a text if only the module, or only the script, has stepped its scheduler since the step before, else an
+    empty string."""
     if ours != ours_before and theirs == theirs_before:
         return ": only the module steps its scheduler after this step"
     if ours == ours_before and theirs != theirs_before:
@@ -197,7 +199,7 @@ def how_scheduled(ours_before: float, theirs_before: float, ours: float, theirs:
 
 
 def difference(found: Any, wanted: Any) -> str:
-    """Returns in words how a module's batch differs from a script's; empty if they are equal bit by bit."""
+    """Returns a text on how a module's batch differs from a script's. It is empty if they are equal bit by bit."""
     ours, theirs = tensors_in(found), tensors_in(wanted)
     shapes = [[tuple(each.shape) for each in batch] for batch in (ours, theirs)]
     if shapes[0] != shapes[1]:
@@ -207,7 +209,7 @@ def difference(found: Any, wanted: Any) -> str:
         if torch.equal(y, x):
             continue
         spread = x - x.mean()
-        slope = float((spread * y).sum() / spread.square().sum().clamp(min=1e-300))  # of the line that fits best
+        slope = float((spread * y).sum() / spread.square().sum().clamp(min=1e-300))  # slope of the line that fits best
         shift = float(y.mean() - slope * x.mean())
         if own.is_floating_point() and off_by(slope * x + shift, y) < CONSTANT:
             line = f"{slope:.4g} times the script's plus {round(shift, 6):g}"

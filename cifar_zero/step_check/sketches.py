@@ -1,9 +1,9 @@
-"""`SketchCheck`: a step check that also keeps what each step computed, small enough to compare with another machine or
-release later (`cifar-zero compare --save_baseline`).
+"""Defines `SketchCheck`, a step check that also keeps what each step computed, small enough to be stored and compared
+on another machine or with another release (`cifar-zero compare --save_baseline`).
 
-A sketch is a short vector: each element of a tensor is added to one of its numbers, or subtracted. The sketch of a
-difference is the difference of the sketches, and its norm is that of the difference, to about a fifth (feature hashing,
-Weinberger et al. 2009).
+A sketch is a short vector. Each element of a tensor is added to one element of the sketch, or subtracted from it. The
+sketch of a difference is the difference of the sketches, and its norm is the norm of the difference, to about a fifth
+(feature hashing, Weinberger et al. 2009).
 """
 
 import math
@@ -23,23 +23,24 @@ from cifar_zero.strategies import hooks_of
 from cifar_zero.strategies.hooks import local_of
 
 SIZE = 16
-"""Numbers in a sketch."""
+"""Number of elements of a sketch."""
 
 
 class SketchCheck(StepCheck):
-    """Checks every step, where faults are warnings, and keeps its values in `sketches`: float64, on the CPU.
+    """Checks every step, with faults as warnings, and keeps values of the steps in `sketches`, in float64 on the CPU.
 
-    A list has the values of one step after the other; a step that overflows in float16 has none. Of the training:
+    Each key has a list of tensors, one per step. A step that overflows in float16 is left out. These keys have values
+    of the training:
 
     - `weights` (SIZE,): the sketch of all weights before the step
     - `found` (SIZE,): the sketch of the whole gradient
-    - `losses` (ranks, micro-batches): those of the replay in the precision of the training
+    - `losses` (ranks, micro-batches): the losses of the replay in the training's precision
 
-    Of the replay in float64:
+    These keys have values of the replay in float64:
 
-    - `loss/` (ranks, micro-batches)
+    - `loss/` (ranks, micro-batches): the losses
     - `gradient/NAME` (SIZE,): the sketch of the gradient of a tensor
-    - `update/` (SIZE,): the sketch of what torch's optimizer makes of this gradient, in float32
+    - `update/` (SIZE,): the sketch of the update that torch's optimizer makes from these gradients, in float32
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class SketchCheck(StepCheck):
         self.sketches: dict[str, list[Tensor]] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares the gradients and keeps the sketches."""
+        """Compares the gradients, and keeps the sketches."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._replays is None or self._overflows:
             return
@@ -66,20 +67,21 @@ class SketchCheck(StepCheck):
 
 
 def sketch_of(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns the sketch of all tensors together, given by name: float64 (SIZE,)."""
+    """Returns one sketch of all named tensors together, float64 (SIZE,)."""
     return torch.stack([sketch(tensor, places(name, tensor)) for name, tensor in tensors.items()]).sum(0)
 
 
 def sketch(values: Tensor, places: Tensor) -> Tensor:
-    """Returns the sketch of a tensor, float64 (SIZE,); elements whose place is 0 are left out."""
+    """Returns the sketch of a tensor, float64 (SIZE,). `places` are its elements' places, and elements with place 0 are
+    left out."""
     places = places.cpu().flatten()
     signed = values.detach().cpu().double().flatten() * places.sign()
     return torch.zeros(SIZE + 1, dtype=torch.float64).index_add(0, places.abs().long(), signed)[1:]
 
 
 def places(name: str, like: Tensor) -> Tensor:
-    """Returns for each element of a tensor the number of its sketch, from 1, to which it is added, or minus this number
-    where it is subtracted: float32, in the tensor's shape. They depend on name and shape only, on any machine, because
-    numpy does not change the numbers of RandomState between releases (NEP 19)."""
+    """Returns the place in the sketch to which each element of a tensor is added, counted from 1, or the negative place
+    from which it is subtracted. The places are float32, in the tensor's shape. They depend on name and shape only and
+    are the same on any machine, because numpy does not change the numbers of RandomState between releases (NEP 19)."""
     drawn = np.random.RandomState(zlib.crc32(name.encode())).randint(-SIZE, SIZE, math.prod(like.shape), np.int64)
     return torch.from_numpy(drawn + (drawn >= 0)).float().view(like.shape)

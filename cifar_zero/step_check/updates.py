@@ -1,4 +1,5 @@
-"""The updates of a step: torch's optimizer does them on copies, and what the strategy's optimizer did is compared."""
+"""Compares the updates that the strategy's optimizer makes in a step with those that torch's optimizer makes on
+copies."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,27 +14,29 @@ from cifar_zero.strategies.hooks import Hooks, Updated, local_of
 
 UPDATE = 1e-4
 """Relative error that another order of the same float32 arithmetic may cause in an update, an optimizer's state or a
-norm. Healthy engines: 4e-6; DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which is off by up to 6e-5."""
+norm. Correct engines are off by up to 4e-6. DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which is off by up
+to 6e-5."""
 
 
 @dataclass
 class Expected:
-    """The update of one tensor as torch's optimizer makes it."""
+    """The update that torch's optimizer makes to one tensor."""
 
-    names: list[str]  # of its parameters, by the plain model's names
+    names: list[str]  # the plain model's names of its parameters
     updated: Updated
     before: Tensor
-    twin: Tensor  # after the update
-    state: Mapping[str, Any]  # of torch's optimizer after the update
-    used: Tensor  # bool: the elements that are no padding, which may have any value
+    twin: Tensor  # the copy after the update
+    state: Mapping[str, Any]  # state of torch's optimizer after the update
+    used: Tensor  # bool; False for padding, which may have any value
 
     @property
     def name(self) -> str:
-        """The first and the last parameter."""
+        """The names of the first and the last parameter."""
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
 
     def compared(self) -> Iterator[tuple[Kind, str, float, float, int]]:
-        """Yields, after the step, kind, name, error, bound and elements of what the strategy updated."""
+        """Yields kind, name, error, bound and number of elements of each value that the strategy updated. To be called
+        after the step."""
         tensors = self.updated.target.detach(), self.before, self.twin
         target, before, twin = (local_of(tensor)[self.used] for tensor in tensors)
         wanted = (twin - before).double()
@@ -62,14 +65,14 @@ def expected_updates(
     gradients: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
 ) -> Iterator[Expected]:
-    """Lets copies of the optimizer make the step, on this rank's share of the weights.
+    """Yields the updates that copies of the optimizer make to this rank's share of the weights.
 
     Args:
-        hooks: Of the strategy.
-        optimizer: Lightning's.
+        hooks: Hooks of the strategy.
+        optimizer: Lightning's optimizer.
         names: The plain model's name of each parameter, by its id.
-        gradients: Unsharded, float32 and clipped, by name; none of a frozen weight.
-        weights: Unsharded, before the step, by name.
+        gradients: Unsharded, clipped float32 gradients by name. Frozen weights have none.
+        weights: Unsharded weights before the step, by name.
     """
     for updated in hooks.updated(optimizer):
         own = [names[id(each)] for each in updated.parameters]
@@ -84,20 +87,21 @@ def expected_updates(
 
 
 def torch_step(updated: Updated, twin: torch.nn.Parameter, state: dict[str, Any] | None = None) -> Mapping[str, Any]:
-    """Lets torch's optimizer update a copy of one of its tensors in place, from its own state or another one; returns
-    its state after that."""
+    """Updates `twin`, a copy of one of the optimizer's tensors, in place with torch's optimizer, and returns the
+    optimizer's state of it afterwards. `state` replaces the state from which the update starts."""
     optimizer = updated.optimizer_of(twin)
     if state is not None:
         optimizer.state[twin] = state
     kind = type(optimizer)
     with torch.no_grad():
-        # Without the hooks that torch wraps around it, and a scheduler around that of the instance.
+        # Without the hooks that torch wraps around the class's step, and a scheduler around the instance's step.
         getattr(kind.step, "__wrapped__", kind.step)(optimizer)
     return optimizer.state.get(twin, {})
 
 
 def laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
-    """Returns unsharded tensors of the parameters as the optimizer's tensor has them; padding is 0."""
+    """Returns this rank's part of unsharded tensors of the parameters, laid out as the optimizer's tensor, with 0 as
+    padding."""
     part: Any = updated.cut(wholes)
     part = part.to(updated.target.device, updated.target.dtype)
     if part.numel() == updated.target.numel():
@@ -108,7 +112,8 @@ def laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
 
 
 def off_by(found: Tensor, wanted: Tensor) -> float:
-    """Returns the difference of two tensors as a share of the second's size; 0 if they are equal bit by bit."""
+    """Returns the norm of the difference of two tensors, divided by the norm of `wanted`, or 0 if they are equal bit by
+    bit."""
     if torch.equal(found, wanted):
         return 0.0
     wanted = wanted.double()

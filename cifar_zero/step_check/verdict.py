@@ -1,4 +1,4 @@
-"""What a step check judged and what it found; plain Python, no torch."""
+"""Collects what a step check judged and what it found. It is plain Python, without torch."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ Kind = Literal[
     "state",
     "buffer",
     "output",
-    "position",  # of a resume, as "batch"
+    "position",  # of a resume, like "batch"
     "batch",
     "script's batch",
     "script's loss",
@@ -24,29 +24,31 @@ Kind = Literal[
     "script's update",
     "script's buffer",
 ]
-"""What is compared: with plain PyTorch's, and in a `ScriptCheck` also with a script's."""
+"""Kinds of values that are compared with plain PyTorch's and, in a `ScriptCheck`, also with a script's."""
 
 SHARED: tuple[Kind, ...] = ("gradient", "gradient norm", "script's loss", "script's gradient", "script's buffer")
-"""Kinds that all ranks have compared alike: they count once."""
+"""Kinds for which all ranks have the same findings, so that they count once."""
 
 Outcome = Literal["bit-identical", "within rounding", "different", "not judged"]
 
 BLUNT = 0.5
-"""Largest error, as a share of a value's size, that rounding may explain: beyond it the value is not judged."""
+"""Largest bound, as a share of a value's size, with which the value is judged. Agreement within a larger bound is not
+evidence."""
 
 ENOUGH = 0.95
-"""Least share of the elements of gradients and of updates that must be judged; with less there is no agreement."""
+"""Least share of the elements of gradients and of updates that must be judged. With less, the verdict is "not
+judged"."""
 
 FAULTS_KEPT = 50
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One compared value: how far it was off, and how far rounding may put it off, both as shares of its size."""
+    """One compared value, with its error and the error that rounding allows, both as shares of the value's size."""
 
     step: int  # optimizer step, from 1
     kind: Kind
-    name: str  # of the tensor, by the plain model's names; of a loss its micro-batch
+    name: str  # the plain model's name of the tensor, or the micro-batch of a loss
     off: float
     allowed: float
     elements: int = 1
@@ -54,14 +56,16 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The share of the bound that was used; above 1 it is a fault. NaN counts as one."""
+        """The share of the bound that was used. A finding whose share is above 1 is a fault, and NaN counts as a fault
+        too."""
         if self.off == 0:
             return 0.0
         return math.inf if math.isnan(self.off) or not self.allowed else self.off / self.allowed
 
     @property
     def is_judged(self) -> bool:
-        """Whether the bound is tight enough to say something. An error beyond a blunt bound is a fault all the same."""
+        """Whether the bound is tight enough for a verdict. A value that exceeds even a wide bound is judged too, as a
+        fault."""
         return self.allowed <= BLUNT or self.share > 1
 
     def __str__(self) -> str:
@@ -75,11 +79,11 @@ class Finding:
 
 @dataclass
 class Tally:
-    """All compared values of a kind."""
+    """The totals of all compared values of a kind."""
 
     elements: int = 0
     judged: int = 0
-    tightest: float = math.inf  # the smallest bound of a value that is not exact: the smallest error that is seen
+    tightest: float = math.inf  # smallest bound that is not 0, which is the smallest error that would be seen
     worst: Finding | None = None  # the judged value that used most of its bound
 
     def add(self, found: Finding) -> None:
@@ -96,17 +100,18 @@ class Tally:
 
 @dataclass
 class Verdict:
-    """What was judged, and what was found."""
+    """Collects what was judged and what was found."""
 
     steps: list[int] = field(default_factory=list)  # the checked steps, from 1
     tallies: dict[str, Tally] = field(default_factory=dict)  # by kind
     faults: list[Finding] = field(default_factory=list)  # the first FAULTS_KEPT
     not_checked: list[str] = field(default_factory=list)  # what could not be judged and why, one clause each
-    needed: tuple[Kind, ...] = ("gradient", "update")  # of each of them ENOUGH must be judged
+    needed: tuple[Kind, ...] = ("gradient", "update")  # kinds of which ENOUGH must be judged
     first_output: Finding | None = None  # the first fault of a submodule's output, in the order of execution
 
     def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
-        """Counts the comparisons of a step, 0 for those of a resume; returns the faults among them."""
+        """Counts the comparisons of a step and returns the faults among them. `step` is 0 for the comparisons of a
+        resume."""
         if step:
             self.steps.append(step)
         faults = []
@@ -120,13 +125,14 @@ class Verdict:
         return faults
 
     def note(self, reason: str) -> None:
-        """Notes once what is not checked."""
+        """Notes what is not checked, once for each reason."""
         if reason not in self.not_checked:
             self.not_checked.append(reason)
 
     @property
     def judged(self) -> float:
-        """The share of the elements of gradients and updates that was judged, of the kind with less; 0 without any."""
+        """The share of the elements that was judged, of gradients or of updates, whichever is smaller. It is 0 without
+        any elements."""
         counted = [self.tallies.get(kind, Tally()) for kind in self.needed]
         return min(tally.judged / tally.elements if tally.elements else 0.0 for tally in counted)
 
@@ -137,7 +143,7 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """The verdict in a word."""
+        """The verdict in one or two words."""
         if self.faults:
             return "different"
         if self.judged < ENOUGH:
@@ -146,8 +152,8 @@ class Verdict:
         return "bit-identical" if whole and not self.used and not self.not_checked else "within rounding"
 
     def __str__(self) -> str:
-        """The verdict in a line: the worst fault of the kind that was found first, or what was judged and the smallest
-        error that would be seen."""
+        """Returns the verdict in one line. It names the first fault or, without a fault, what was judged and the
+        smallest error that would be seen."""
         if self.faults:
             first = self.faults[0]
             others = sum(each.step == first.step and each.kind == first.kind for each in self.faults) - 1
@@ -196,6 +202,6 @@ class Verdict:
 
 
 def percent(share: float) -> str:
-    """Returns a share in percent with two digits: 0.0017 %, 32 %."""
+    """Returns a share in percent, such as 0.0017 % or 32 %, with two significant digits below 10 %."""
     value = 100 * share
     return f"{value:.2g} %" if value < 10 else f"{value:,.0f} %"

@@ -1,4 +1,4 @@
-"""`cifar-zero compare` in the process of the tests, which has its imports; the ranks are new processes."""
+"""Runs `cifar-zero compare` in the process of the tests, which has its imports. The ranks are new processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.planted_faults import SITE
 
 @pytest.fixture
 def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None) -> Callable[..., Any]:
-    """Runs the command with flags; returns its exit code and comparison.json. `fault`, a function of
-    tests.support.planted_faults, is planted into all ranks."""
+    """Returns a function that runs the command with flags and returns its exit code and comparison.json. `fault`, a
+    function of tests.support.planted_faults, is planted into all ranks."""
 
     def run(*flags: object, fault: str = "") -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr("sys.argv", ["compare", *map(str, flags), "--out", str(tmp_path / "out")])

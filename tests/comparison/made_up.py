@@ -29,7 +29,7 @@ def made_up(
     folder: str = "somewhere",
     **metrics: Any,
 ) -> FinishedRun:
-    """Returns a made-up run with the given differences from the usual one; its losses begin at step `first`."""
+    """Returns a made-up run with the given differences from the default one. Its losses begin at step `first`."""
     steps = list(range(first, len(losses) + first))
     curves = {"train/learning_rate": Curve(list(range(1, len(rates) + 1)), list(rates))}
     measured, asked = {**METRICS, **metrics}, flat({**SETTINGS, **(settings or {})})

@@ -1,4 +1,4 @@
-"""The cases of cifar-zero compare --acceptance; test_planted_faults.py trains them."""
+"""Tests the cases of `cifar-zero compare --acceptance`. test_planted_faults.py trains them."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ CODE = {
     "gradients kept in float32": ("deepspeed_stage_1_fp32_gradients", "BF16_Optimizer._update_hp_grad", 10),
     "parameters fetched by all-reduce": ("deepspeed_stage_3_all_reduce", "AllReduceCoalescedHandle.wait", 1),
 }
-"""Of each row but "frozen layers", which has no code of its own: a strategy, a function, and how often an optimizer
-step calls it at least."""
+"""A strategy, a function, and the least number of its calls per optimizer step, for each row. The row "frozen layers"
+is left out, because it has no such function."""
 
 
 @of_test_all
 @pytest.mark.distributed
 def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "TRAININGS", 7)  # the ranks start anew in between
+    monkeypatch.setattr(pool, "TRAININGS", 7)  # the ranks are started again in between
     assert CODE.keys() == {row.name for row in ROWS} - {"frozen layers"}
     wanted = {(f"{row}, 2 ranks", strategy): (name, calls) for row, (strategy, name, calls) in CODE.items()}
     found = [case for case in plan_cases([], 2, quick=False) if (case.row, case.strategy) in wanted]
@@ -86,7 +86,7 @@ def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 def test_every_row_trains_on_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch):
-    """But for experts on several ranks, which need an even number."""
+    """The only exceptions are experts on several ranks, which need an even number of ranks."""
     monkeypatch.setattr("cifar_zero.config.rules.free_memory_bytes", lambda: 2**40)  # whatever this computer has
     found = {case.row.rpartition(",")[0] for case in plan_cases([], ranks, False) if case.world_size == ranks}
     expected = {row.name for row in ROWS}

@@ -1,4 +1,4 @@
-"""--save_baseline and --against: yesterday's steps and today's, on two real ranks."""
+"""Tests --save_baseline and --against on two real ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MODULE += ["--strategies", "ddp", "--devices", "1"]
 @of_test_all
 @pytest.mark.distributed
 def test_today_is_compared_with_yesterday(compared: Callable[..., Any], tmp_path: Path):
-    """The same machine is bit-identical; a fault is different where the baseline was not; and another torch is found,
-    although each of its steps is what plain PyTorch computes."""
+    """The same machine gives bit-identical results. With a fault, the verdict is "different" although the baseline's
+    was not. Another torch is found, although each of its steps equals what plain PyTorch computes."""
     file = tmp_path / "before.safetensors"
     compared(*CASES, "--save_baseline", file)
     assert file.stat().st_size < 10**6

@@ -1,4 +1,4 @@
-"""cifar-zero compare's own part: what it refuses, and what it reports if something failed."""
+"""Tests which command lines `cifar-zero compare` refuses, and what it reports if something failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody's own LightningModule under every strategy, on one and two real ranks."""
+"""Tests users' LightningModules under every strategy, on one and two real ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ OWN = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData"]
 
 @pytest.mark.distributed
 def test_the_command_in_another_directory(tmp_path: Path):
-    """Adam with a schedule, an LSTM, dropout, batch norm, a frozen layer, shuffled data; four micro-batches.
-    Without GPUs there are two CPU ranks."""
+    """The module has Adam with a schedule, an LSTM, dropout, batch norm and a frozen layer. It trains on shuffled data
+    with four micro-batches per step. Without GPUs there are two CPU ranks."""
     (tmp_path / "mine.py").write_bytes(FILE.read_bytes())
     flags = ["--module", "mine.py:Digits", "--datamodule", "mine.py:DigitsData", "--module.lr", "0.02"]
     flags += ["--datamodule.batch_size", "4", "--accumulate", "4", "--max_steps", "6"]
@@ -64,7 +64,7 @@ def test_what_the_data_cannot_do_is_one_line(tmp_path: Path):
     ("options", "refused"), [({"manual": True}, "uses manual optimization"), ({"optimizers": 2}, "several optimizers")]
 )
 def test_what_deepspeed_cannot_step_is_refused_at_the_first_training(options: dict[str, int], refused: str):
-    """Lightning advises manual optimization for several optimizers, which is refused too."""
+    """For several optimizers Lightning advises manual optimization, which is refused too."""
     with pytest.raises(UsageError) as error:
         assert_agrees(Digits, DigitsData, strategies=["deepspeed_stage_1", "ddp"], module_options=options)
     assert re.search(rf"--module (has )?{refused}: DeepSpeed has one optimizer.*leave automatic_opt", str(error.value))

@@ -1,5 +1,5 @@
-"""Faults planted into DeepSpeed and torch on two real ranks: the acceptance finds each at its first step, with its
-tensor. `make test` plants one, `make test-all` all."""
+"""Plants faults into DeepSpeed and torch on two real ranks. The acceptance must find each fault at its first step, and
+name the tensor. `make test` plants one fault, and `make test-all` plants all."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ FAULTS = {
     "module_changed_at_the_start": ("2", r"step 1: .*; the first module whose output differs is net\.head"),
     "batch_norm_never_updated": ("2", r"step 1: buffer of net\."),
 }
-"""The stage of ZeRO under which a fault is planted, and what a case that does not pass says."""
+"""For each fault, the ZeRO stage under which it is planted, and the text of a case that does not pass."""
 
 SLOW = {"bucket_not_reduced", "shard_changed_at_release", "learning_rate_one_step_late"}
-"""Faults that need the whole acceptance: the rows of --quick do not execute the code."""
+"""Faults that need the whole acceptance, because the rows of --quick do not execute the code."""
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_a_planted_fault_is_found_and_no_case_is_left_out(fault: str, compared: 
     assert not [case["name"] for case in cases if "before it was trained" in case["remark"]]
     remarks = [case["remark"] for case in cases if case["kind"] == "different"]
     assert any(re.match(expected, remark) for remark in remarks), remarks
-    alone = [case["kind"] for case in cases if case["world_size"] == 1]  # where nothing is planted
+    alone = [case["kind"] for case in cases if case["world_size"] == 1]  # faults are planted only on several ranks
     assert {*alone} <= {"bit-identical", "within rounding"}
     assert 'failures="' in (tmp_path / "junit.xml").read_text()

@@ -1,4 +1,4 @@
-"""Reading run folders, also damaged ones; which runs form a variant."""
+"""Tests how run folders are read, including damaged ones, and which runs form a variant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE: dict[str, str] = {
 
 
 def folder(path: Path, **changes: Any) -> Path:
-    """Writes a run folder; `changes` replaces files by name, with __ for a dot."""
+    """Writes a run folder. `changes` replaces files by name, with __ for a dot."""
     for name, text in {**WHOLE, **{name.replace("__", "."): text for name, text in changes.items()}}.items():
         (path / name).write_text(text)
     return path

@@ -1,4 +1,4 @@
-"""The report of made-up comparisons: what is on the page, and that nothing it lacks breaks it."""
+"""Tests what is on the page of a report, and that parts that a made-up comparison lacks do not break it."""
 
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +12,7 @@ from cifar_zero.comparison.result import Comparison, Curve, FinishedRun, Variant
 
 STEPS = 30
 NASTY = '<script src="http://host/x.js">|`*&$\\x$'
-"""A name that is markup to HTML and to matplotlib."""
+"""A name that is markup in HTML and in matplotlib."""
 
 
 def trained(name: str, kind: VerdictKind = "bit-identical", seeds: int = 1, off: float = 0.0) -> Variant:
@@ -49,7 +49,7 @@ def failed(name: str) -> Variant:
 
 
 class Page(HTMLParser):
-    """What a browser would load, and what it would show."""
+    """Collects what a browser would load and what it would show."""
 
     def __init__(self, text: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trainings that are saved after a step and continued in new processes, on one and two real ranks."""
+"""Tests trainings that are saved after a step and continued in new processes, on one and two real ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.helpers import ROOT, WHOLE, of_test_all
 CODE = ROOT / "tests" / "support"
 DIGITS = ["--module", f"{CODE / 'own_code.py'}:Digits", "--datamodule", f"{CODE / 'own_code.py'}:DigitsData"]
 DIGITS += ["--datamodule.batch_size", "4", "--accumulate", "4", "--max_steps", "6", "--devices", "2"]
-"""An epoch has four steps. Adam, a schedule by epochs, batch norm, dropout, a frozen layer."""
+"""Trains a module with Adam, a schedule by epochs, batch norm, dropout and a frozen layer. An epoch has four steps."""
 
 
 @pytest.fixture
 def resumed(compared: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs the command; returns the variants by name."""
+    """Returns a function that runs the command and returns the variants by name."""
 
     def run(*flags: str, fault: str = "") -> dict[str, Any]:
         _, comparison = compared(*flags, fault=fault)
@@ -38,7 +38,7 @@ def remark(variants: dict[str, Any], name: str) -> str:
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["deepspeed_stage_2", pytest.param("ddp", marks=of_test_all)])
 def test_a_module_resumes_under_other_strategies_and_ranks(strategy: str, resumed: Callable[..., Any]):
-    """The optimizers of the module have no names of parameters, which a checkpoint of DDP lacks then."""
+    """The module's optimizers have no names of parameters, so that a checkpoint of DDP has none either."""
     variants = resumed(
         *(*DIGITS, "--strategies", strategy, "--resume_at", "4"),
         *("--resume_under", "deepspeed_stage_3", "--resume_devices", "1", *(["2"] if WHOLE else [])),
@@ -68,7 +68,7 @@ def test_a_loader_that_begins_again_in_mid_epoch_is_named(resumed: Callable[...,
 @pytest.mark.distributed
 @pytest.mark.parametrize("module", ["Encoder", "LoRA"])
 def test_tied_and_frozen_weights_resume_as_they_were(module: str, resumed: Callable[..., Any]):
-    """In bfloat16 DeepSpeed's checkpoint has a tied weight twice: once in float32, once rounded."""
+    """In bfloat16, DeepSpeed's checkpoint has a tied weight twice, once in float32 and once rounded."""
     flags = ["--module", f"{CODE / 'own_modules.py'}:{module}", "--precision", "bf16-mixed", "--devices", "2"]
     flags += ["--strategies", "deepspeed_stage_2", "deepspeed_stage_3", "--max_steps", "6", "--resume_at", "5"]
     under = ["ddp"] if module == "Encoder" else ["deepspeed_stage_1"]
@@ -84,7 +84,7 @@ FAULTS = {
     "schedule_position_lost": r"step 4: position of last_epoch off by 100 % .*; it is 0 in place of 1",
     "learning_rate_of_the_epoch_before": r"step 4: learning rate of \S+ off by .*; it is 0\.01 in place of 0\.001",
 }
-"""What is planted into the loading of ZeRO 2, of torch and of DeepSpeed, and what the verdict says."""
+"""Faults that are planted into the loading of ZeRO 2, torch and DeepSpeed, each with the text of the verdict."""
 
 
 @of_test_all

@@ -1,4 +1,5 @@
-"""`cifar-zero compare --script`: a training script is run unchanged, and a LightningModule has to compute its steps."""
+"""Tests `cifar-zero compare --script`, which runs a training script unchanged and checks that a LightningModule
+computes its steps."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ TOGETHER = (
 
 
 def verdict_of(flags: str, folder: Path, *of_module: str, own_data: bool = False) -> Verdict:
-    """Returns the verdict of plain PyTorch on one rank in this process; `flags` are the script's."""
+    """Returns the verdict on plain PyTorch on one rank, trained in this process. `flags` are the script's."""
     recording = script.record(f"{SCRIPT} {flags}", 4, folder)
     recording.own_data = own_data
     recording.write(folder / script.FOLDER)
@@ -32,7 +33,7 @@ def verdict_of(flags: str, folder: Path, *of_module: str, own_data: bool = False
 
 
 def trained(flags: list[str], folder: Path, train: jobs.Train = own_module.train) -> Verdict:
-    """Returns the verdict of a training in this process."""
+    """Returns the verdict on a training in this process."""
     check = jobs.check_of(folder)
     train(flags, folder, check)
     return check.verdict
@@ -100,7 +101,7 @@ def test_the_batches_of_the_modules_own_loader(scale: str, differs: bool, found:
 
 
 def test_the_tutorials_loop_and_this_programs_module(tmp_path: Path):
-    """CIFARModule converts images to channels_last, so that its first convolution adds up in another order."""
+    """CIFARModule converts images to channels_last, so that its first convolution sums in another order."""
     recording = script.record(str(FOLDER / "tutorial.py"), 4, tmp_path)
     assert (recording.model, recording.batch_size, recording.accumulate) == ("Net", 4, 1)
     recording.is_recipe = True
@@ -128,7 +129,7 @@ def test_scripts_that_cannot_be_recorded(flags: str, message: str, tmp_path: Pat
 @of_test_all
 @pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
 def test_scripts_of_other_libraries(name: str, tmp_path: Path):
-    """`make test-all` installs them."""
+    """`make test-all` installs the libraries."""
     for library in ("accelerate", "transformers"):
         pytest.importorskip(library)
     recording = script.record(str(FOLDER / f"{name}.py"), 4, tmp_path)

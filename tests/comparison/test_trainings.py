@@ -1,4 +1,4 @@
-"""The variants to train, and their runs: programs that end in different ways."""
+"""Tests the planning of variants, and their runs, with programs that end in different ways."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
 
 @pytest.fixture
 def run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Runs a program given as its source, a module of the test's directory, as the run `a`."""
+    """Returns a function that runs a program as the run `a`. The program is given as its source, and becomes a module
+    of the test's directory."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
 
     def run(code: str) -> Path:
@@ -133,7 +134,8 @@ ranks = [subprocess.Popen([sys.executable, "-I", "-S", "-c", code]) for code in 
 print(ranks[1].pid, flush=True)
 ranks[0].wait()
 """
-"""A launcher that forwards no signal, as ours forwards no Ctrl-C: a terminal sends it to the ranks directly."""
+"""A launcher that forwards no signal, as this program's launcher forwards no Ctrl-C, because a terminal sends Ctrl-C to
+the ranks directly."""
 
 
 @pytest.mark.parametrize("impatient", [False, True], ids=["once", "twice"])

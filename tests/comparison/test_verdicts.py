@@ -1,4 +1,4 @@
-"""Verdicts on runs, their differences, the printed report, JUnit and comparison.json."""
+"""Tests verdicts on runs, their differences, the printed report, JUnit and comparison.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLUNT = {"outcome": "not judged", "used": 0.2, "text": "only 90 % could be judge
 
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made-up runs have no weights."""
+    """Replaces the reading of weights, because made-up runs have none."""
     monkeypatch.setattr(verdicts, "_weights", lambda *arguments: {})
 
 
@@ -76,7 +76,8 @@ def test_a_reference_with_a_faulty_step_fails() -> None:
 
 
 def test_a_first_loss_that_differs_is_no_rounding() -> None:
-    """Both train from the same weights on the same images; a step check sees only what one run computes of its own."""
+    """Both runs train from the same weights on the same images. A step check cannot find that they do not, because it
+    checks each run by itself."""
     other = variant("other", made_up((2.3, 1.0), check=AGREES), made_up(seed=1, check=AGREES))
     comparison = compared(other)
     assert kinds(comparison) == ["reference", "different"]

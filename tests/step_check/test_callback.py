@@ -1,4 +1,5 @@
-"""StepCheck in a plain Trainer of Lightning, on one rank: what it follows, what it cannot judge, and a fault."""
+"""Tests StepCheck in a plain Trainer of Lightning, on one rank, with state that it follows, cases that it cannot judge,
+and faults."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.support.own_modules import images
 
 
 class Module(LightningModule):
-    """A linear layer, whose loss a test may change."""
+    """Trains a linear layer. Subclasses may change its loss."""
 
     def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Module(LightningModule):
 
 
 class Counting(Module):
-    """A loss that grows with three kinds of state."""
+    """Has a loss that grows with three kinds of state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Counting(Module):
 
 
 class Faulty(Module):
-    """Optimizer steps after which a bias is off, from one step on."""
+    """Adds `off` to the bias after each optimizer step, from step `first` on."""
 
     def __init__(self, first: int = 1, off: float = 1e-3) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ def test_a_wrong_update_is_counted():
 
 
 class LateGradient(Module):
-    """The gradient of the bias is 0.1 % too large in step 15."""
+    """Has a gradient of the bias that is 0.1 % too large in step 15."""
 
     def on_after_backward(self) -> None:
         if self.trainer.global_step == 14:
@@ -107,7 +108,7 @@ class LateGradient(Module):
 
 @pytest.mark.parametrize("module", [Faulty(first=15, off=1e-5), LateGradient()], ids=["update", "gradient"])
 def test_a_small_fault_is_found_at_a_late_step_too(module: Module):
-    """The bound is one step's rounding at every step: it does not grow."""
+    """The bound is the rounding error of one step, and does not grow from step to step."""
     check = StepCheck(every=1, on_fault="warn")
     fit(module, check, steps=15)
     assert check.verdict.steps == [*range(1, 16)]
@@ -115,7 +116,7 @@ def test_a_small_fault_is_found_at_a_late_step_too(module: Module):
 
 
 class Deep(Module):
-    """A second layer, which is changed after the copy was made, as an engine may do at its start."""
+    """Has a second layer that is changed after the copy was made, as an engine may do at its start."""
 
     def __init__(self) -> None:
         super().__init__()

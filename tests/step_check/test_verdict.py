@@ -1,4 +1,4 @@
-"""What counts as judged, as a fault and as agreement."""
+"""Tests what counts as judged, as a fault and as agreement."""
 
 from __future__ import annotations
 

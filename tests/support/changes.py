@@ -1,4 +1,4 @@
-"""What tests change in this program before ranks train: many_runs calls one of these functions for the runs of a
+"""Changes to this program that tests make before ranks train. many_runs calls one of these functions for the runs of a
 request, and undoes the change after them."""
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from cifar_zero.strategies.mesh import MeshHooks
 from cifar_zero.training.fast_loop import EpochLoop
 
 COUNTED = range(4, 8)
-"""Micro-batches in which `counted_syncs` counts: those after the start of a training."""
+"""Micro-batches in which `counted_syncs` counts. The first ones belong to the start of a training and are left out."""
 
 
 def small_vit(patch: pytest.MonkeyPatch) -> None:
-    """vit_tiny takes milliseconds for a step, and its four heads can be split between two ranks."""
+    """Makes vit_tiny so small that a step takes milliseconds. Its four heads can be split between two ranks."""
     patch.setitem(LAYOUTS, "tiny", Layout(width=64, depth=4, heads=4))
 
 
 def optimizers_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """CPU ranks take torch's fused optimizers wherever ranks with GPUs do; vit_tiny is small."""
+    """Makes ranks on the CPU use torch's fused optimizers wherever ranks with GPUs do. vit_tiny is small."""
     small_vit(patch)
     for hooks in (Hooks, MeshHooks, EngineHooks):
         patch.setattr(hooks, "optimizer_implementation", _on_cuda(hooks.optimizer_implementation))
@@ -40,8 +40,9 @@ def _on_cuda(chosen: Any) -> Any:
 
 
 def counted_syncs(patch: pytest.MonkeyPatch) -> None:
-    """Rank 0 writes syncs.json into the run folder: how often each line of code made a GPU's host wait in COUNTED, by
-    DeepSpeed's `synchronize` or by reading a value of a tensor, be it on the CPU as here or on a GPU."""
+    """Makes rank 0 write syncs.json into the run folder. It counts how often each function made the host wait for a GPU
+    in COUNTED, by DeepSpeed's `synchronize` or by reading a value of a tensor. Such reads count on the CPU too, on
+    which the tests run."""
     advance = EpochLoop.advance
 
     def counted_advance(self: EpochLoop, data_fetcher: Any) -> None:
@@ -50,7 +51,7 @@ def counted_syncs(patch: pytest.MonkeyPatch) -> None:
         if number not in COUNTED:
             advance(self, data_fetcher)
         else:
-            from deepspeed.accelerator import get_accelerator  # here: once the run has chosen the device
+            from deepspeed.accelerator import get_accelerator  # imported here, once the run has chosen the device
 
             with pytest.MonkeyPatch.context() as for_a_step, _ReadValues(found):
                 for_a_step.setattr(get_accelerator(), "synchronize", lambda *_: found.update([f"waits {_caller()}"]))
@@ -62,7 +63,7 @@ def counted_syncs(patch: pytest.MonkeyPatch) -> None:
 
 
 class _ReadValues(TorchDispatchMode):
-    """Counts `item()`, `bool(tensor)` and their like: each reads a value of a tensor."""
+    """Counts calls such as `item()` and `bool(tensor)`, each of which reads a value of a tensor."""
 
     def __init__(self, found: Counter[str]):
         super().__init__()
@@ -75,7 +76,7 @@ class _ReadValues(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """Returns file and function of the last line outside torch and this file."""
+    """Returns file and function of the innermost call outside torch and this file."""
     for frame in reversed(traceback.extract_stack()):
         if frame.filename != __file__ and "/torch/" not in frame.filename:
             return f"{Path(frame.filename).name} {frame.name}"

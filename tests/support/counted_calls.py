@@ -1,5 +1,5 @@
-"""Trains a file of jobs as the ranks of `compare --acceptance` do, and counts how often each training calls FUNCTIONS.
-Rank 0 appends a line of JSON for each training to calls.jsonl in the folder of the jobs."""
+"""Trains a file of jobs as the ranks of `compare --acceptance` do, and counts how often each training calls each of
+FUNCTIONS. Rank 0 appends a line of JSON for each training to calls.jsonl in the folder of the jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FUNCTIONS = (
 
 
 def counted(name: str, calls: Counter[str]) -> None:
-    """Replaces a function by one that counts its calls."""
+    """Replaces a function by one that counts its calls in `calls`."""
     place, _, attribute = name.replace(":", ".", 1).rpartition(".")
     owner: Any = resolve_name(place)
     function = getattr(owner, attribute)
@@ -51,7 +51,7 @@ CALLS: Counter[str] = Counter()
 
 
 def train(flags: list[str], folder: Path, check: StepCheck) -> None:
-    """Trains a job as the acceptance does."""
+    """Trains a job as the acceptance does, and appends its counts to calls.jsonl."""
     rank = rank_environment.global_rank()  # Lightning removes it from the environment at the end of a training
     CALLS.clear()
     jobs.train_recipe(flags, folder, check)

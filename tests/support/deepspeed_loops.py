@@ -32,12 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
     "stage_3": {"zero_optimization": {"stage": 3}},
     "stage_3_sub_groups": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "sub_group_size": 40}},
 }
-"""DeepSpeed's configuration of each checkpoint."""
+"""DeepSpeed's configuration for each checkpoint, by the checkpoint's name."""
 
 
 class Tied(nn.Module):
-    """A model with a parameter and a module that have two names, frozen parameters and buffers. Two ranks do not divide
-    its sizes."""
+    """A model in which a parameter and a module have two names each, with frozen parameters and buffers. Two ranks do
+    not divide its sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Tied(nn.Module):
         self.register_buffer("offset", torch.tensor(0.3))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns a loss, a scalar, of tokens int64 (N)."""
+        """Returns a scalar loss of tokens, int64 (N,)."""
         hidden = self.again(self.first(self.frozen(self.embed(tokens))))
         return self.head(hidden).float().square().mean() + self.scale.float().square().sum()
 
 
 def main() -> int:
-    """Writes all checkpoints; returns the exit code."""
+    """Writes all checkpoints and returns the exit code."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if not rank_environment.is_rank():
         if ranks > 1:

@@ -1,4 +1,4 @@
-"""A pickle that runs code, to show where none is run."""
+"""An object whose pickle runs code, for tests that loading a file runs no code."""
 
 import os
 from pathlib import Path

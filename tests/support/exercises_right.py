@@ -105,7 +105,7 @@ class Healthy(LightningModule):
 
 
 class Broken(Healthy):
-    """Shrinks its weights by hand: ZeRO updates float32 copies, which do not see it."""
+    """Shrinks its weights by hand, which has no effect under ZeRO because ZeRO updates float32 copies of them."""
 
     def on_train_batch_end(self, *_: object) -> None:
         with torch.no_grad():

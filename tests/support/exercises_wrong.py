@@ -75,7 +75,7 @@ def batch_for_zero():
 
 
 class Broken(Healthy):
-    """Agrees under every strategy: the replay of a step makes its change too."""
+    """Agrees under every strategy, because the replay of a step makes the same change."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         with torch.no_grad():

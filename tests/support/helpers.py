@@ -1,4 +1,4 @@
-"""Starts the programs as a user does, and reads what their runs wrote."""
+"""Starts the programs as a user does, and reads the files that their runs wrote."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.core.console import next_to_python
 
 WHOLE = "TEST_ALL" in os.environ
-"""Whether `make test-all` runs the tests: all of them in full, which takes hours."""
+"""Whether `make test-all` runs the tests. It runs all of them in full, which takes hours."""
 
 of_test_all = pytest.mark.skipif(not WHOLE, reason="of make test-all")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 HANG_SECONDS = 1800
-"""How long tests wait for the end of a program, or for another event, of a few seconds on an idle machine: longer than
-next to 20 busy processes. It only ends a test that would never end."""
+"""How long tests wait for the end of a program, or for another event, that takes a few seconds on an idle machine. Next
+to 20 busy processes such an event takes less than this. The limit only ends a test that would never end."""
 
 WARM = ("train.py", "train", "evaluate", "export", "predict")
 """Programs whose imports take five seconds. Programs that import little are started as usual."""
@@ -59,9 +59,10 @@ def train_command(*arguments: object) -> str:
 def run_program(
     *command: str, cwd: Path = ROOT, timeout: float = HANG_SECONDS, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python <command>`, or a command of cifar-zero, from the repository; returns its output and exit code.
+    """Runs `python <command>`, or a command of cifar-zero, from the repository. Returns its output and exit code.
 
-    Programs of `WARM` run in tests.support.warm_start if neither `cwd` nor `env` is given."""
+    Programs of `WARM` run in tests.support.warm_start if neither `cwd` nor `env` is given.
+    """
     if command[0] in WARM and cwd == ROOT and env is None:
         return _warm_start().run(command, timeout)
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -72,13 +73,13 @@ def run_program(
         capture_output=True,
         text=True,
         timeout=timeout,
-        # As under a terminal: pytest-xdist's workers, and a shell's background jobs, ignore Ctrl-C.
+        # Ctrl-C has its effect as under a terminal. pytest-xdist's workers, and a shell's background jobs, ignore it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
 class WarmStart:
-    """The process of tests.support.warm_start that all tests of this pytest process share."""
+    """The process of tests.support.warm_start, which all tests of this pytest process share."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
@@ -95,7 +96,7 @@ class WarmStart:
             time.sleep(0.02)
 
     def run(self, command: tuple[str, ...], timeout: float) -> subprocess.CompletedProcess[str]:
-        """Runs a program; returns its output and exit code."""
+        """Runs a program and returns its output and exit code."""
         with (
             socket.socket(socket.AF_UNIX) as connection,
             tempfile.TemporaryFile("w+") as output,
@@ -126,7 +127,7 @@ _warm_start = functools.cache(WarmStart)
 
 
 class Ranks:
-    """Ranks that train one run after the other and are shared by all tests of this pytest process."""
+    """Ranks that train one run after the other. All tests of this pytest process share them."""
 
     def __init__(self, ranks: int):
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -142,7 +143,8 @@ class Ranks:
         atexit.register(self.end)
 
     def train(self, runs: list[list[str]], change: str) -> str:
-        """Trains the runs; returns what they printed, and shows the end of the output if one fails."""
+        """Trains the runs and returns what they printed. If one fails, raises AssertionError with the end of the
+        output."""
         printed = len((self.folder / "output").read_text())
         request = self.folder / f"{next(self.numbers)}.json"
         request.with_suffix(".part").write_text(json.dumps([change, runs]))
@@ -167,9 +169,13 @@ _RANKS: dict[int, Ranks] = {}
 
 
 def train_all(runs: Mapping[Path, list[str]], change: str = "") -> str:
-    """Trains several runs that have the same number of ranks; `runs` maps output directories to flags, and `change` is
-    the name of a function of tests.support.changes. Returns what they printed. Where one of several fails, the others
-    are trained, and `run_folder_of` fails for this one only."""
+    """Trains several runs that have the same number of ranks, and returns what they printed. If one of several runs
+    fails, the others are trained too, and `run_folder_of` fails for this run only.
+
+    Args:
+        runs: The flags of each run, by its output directory.
+        change: Name of a function of tests.support.changes.
+    """
     said = ""
     for out, flags in runs.items():
         devices = command_line.parse(flags).placement.devices
@@ -184,15 +190,15 @@ def train_all(runs: Mapping[Path, list[str]], change: str = "") -> str:
 
 
 def train_in_ranks(runs: list[list[str]], ranks: int, change: str = "") -> str:
-    """Trains command lines of `ranks` ranks each, in existing processes or, the first time, in new ones; without the
-    figures of the test, which take longer than a short run."""
+    """Trains command lines, each on `ranks` ranks. The processes are started at the first call and used again. The
+    figures of the test set are left out, because they take longer than a short run."""
     if ranks not in _RANKS or _RANKS[ranks].process.poll() is not None:
         _RANKS[ranks] = Ranks(ranks)
     return _RANKS[ranks].train([[*flags, "--test_figures", "false"] for flags in runs], change)
 
 
 def wait_until(happens: Callable[[], object]) -> None:
-    """Waits for an event; fails if it does not come."""
+    """Waits for an event, and fails if it does not come."""
     over = time.monotonic() + HANG_SECONDS
     while not happens():
         assert time.monotonic() < over, "what the test waits for has not come"
@@ -200,7 +206,7 @@ def wait_until(happens: Callable[[], object]) -> None:
 
 
 def has_ended(process: int) -> bool:
-    """Whether a process has ended, also if its parent has not asked for its exit code."""
+    """Returns whether a process has ended, even if its parent has not read its exit code."""
     try:
         return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -209,7 +215,8 @@ def has_ended(process: int) -> bool:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of `size` bytes (200k, 2m), mounted for the block; skips the test where mounting is not permitted."""
+    """Yields a disk of `size` bytes (200k, 2m), which is mounted within the block. Skips the test where mounting is not
+    permitted."""
     disk = folder / "disk"
     disk.mkdir()
     mounted = os.name == "posix" and os.geteuid() == 0
@@ -222,7 +229,8 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def on_a_small_cpu(recipe: Path) -> list[str]:
-    """Returns flags that let a recipe for one large GPU train on a small CPU, under any strategy; none for others."""
+    """Returns flags with which a recipe for one large GPU trains on a small CPU, under any strategy. For other recipes
+    it returns none."""
     if recipe.stem == "zero_3":
         return ["--zero.param_persistence_threshold", str(ZeROConfig().param_persistence_threshold)]
     if not recipe.stem.endswith("offload_vit"):
@@ -233,13 +241,13 @@ def on_a_small_cpu(recipe: Path) -> list[str]:
 
 
 def assert_ok(done: subprocess.CompletedProcess[str]) -> None:
-    """Checks that a program succeeded; shows the end of its output if not."""
+    """Checks that a program succeeded, and shows the end of its output if it did not."""
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 def run_folder_of(out: Path) -> Path:
-    """Returns the only run folder under an output directory, or the run folder itself; fails if the run did in
-    `train_all`. The functions below take either too."""
+    """Returns the only run folder under an output directory, or `out` itself if it is a run folder. Fails if the run
+    failed in `train_all`. The functions below take both kinds of folders too."""
     assert not (out / "failed").exists(), (out / "failed").read_text()
     if (out / "config.yaml").exists():
         return out
@@ -258,7 +266,8 @@ def last_checkpoint(out: Path) -> dict[str, Any]:
 
 
 def last_weights(out: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of the last checkpoint by the model's own names: the average if it has one."""
+    """Returns the weights of the last checkpoint by the model's own names. They are the average if the checkpoint has
+    one."""
     return network(last_checkpoint(out))
 
 
@@ -270,14 +279,14 @@ def read_weights(net: torch.nn.Module, checkpoint: Path) -> dict[str, torch.Tens
 
 
 def weights_of_net(out: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of a Net that has loaded those of a run's last checkpoint, as cifar-zero evaluate does."""
+    """Returns the weights of a Net that has loaded a run's last checkpoint, as cifar-zero evaluate does."""
     net = models.build("net", 10)
     net.load_state_dict(read_weights(net, run_folder_of(out) / "checkpoints" / "last.ckpt"))
     return dict(net.state_dict())
 
 
 def losses(out: Path, curve: str = "train/loss") -> dict[int, float]:
-    """Returns train/loss, or another curve, by optimizer step, as a run has logged it for TensorBoard."""
+    """Returns train/loss, or another curve, by optimizer step, as a run logged it for TensorBoard."""
     events = EventAccumulator(str(run_folder_of(out)), size_guidance={"scalars": 0})
     events.Reload()
     return {event.step: event.value for event in events.Scalars(curve)}
@@ -290,7 +299,7 @@ def loss_by_step(out: Path) -> dict[int, float]:
 
 
 def parameter_count(model: Choice, num_classes: int) -> int:
-    """Returns the parameters of a model, in elements."""
+    """Returns the number of parameters of a model, in elements."""
     return sum(parameter.numel() for parameter in on_meta(Recipe(model=model), num_classes).parameters())
 
 

@@ -1,9 +1,9 @@
-"""Trains runs of train.py one after the other in the same ranks: starting the ranks takes seconds.
+"""Trains runs of train.py one after the other in the same ranks, because starting ranks takes seconds. A run does not
+end the process group, which distributed/test_exit.py tests.
 
-Skips the end of the process group, which distributed/test_exit.py tests.
-
-`python -m tests.support.many_runs FOLDER RANKS`: each N.json in the folder, from 0 on, has a function of changes.py, or
-none, and a list of command lines for RANKS ranks; N.done says that they have ended.
+`python -m tests.support.many_runs FOLDER RANKS` reads requests from N.json in the folder, with N counted from 0. A
+request is a list with the name of a function of changes.py, or an empty name, and a list of command lines for RANKS
+ranks. N.done is created when their runs have ended.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tests.support import changes
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
-"""Ranks without a request for this long end: the process that started them was killed."""
+"""Time without a request after which the ranks end, because the process that started them was killed."""
 
 
 def main() -> int:
-    """Runs all requests; returns the exit code."""
+    """Runs all requests and returns the exit code."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if ranks > 1 and not rank_environment.is_rank():
         return local_launcher.run(ranks, on_cpu=True)
     environment = dict(os.environ)
-    gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) collects garbage at each start: 0.35 s with all imports
+    gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) runs gc.collect() at each start: 0.35 s with all imports
     for number in itertools.count():
         file = folder / f"{number}.json"
         waited = time.monotonic()

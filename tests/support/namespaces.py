@@ -1,4 +1,5 @@
-"""Two hosts on one machine: Linux network namespaces, each with its own name and address, and a link between them.
+"""Provides two hosts on one machine. They are Linux network namespaces with a link between them, each with a host name
+and an address.
 
 Programs in them can reach only each other. As on Debian, a host's own name resolves to a loopback address, 127.0.1.1
 (Debian policy, "hostname resolution"), where no other host can reach it. Needs root and iproute2.
@@ -21,18 +22,19 @@ import psutil
 import pytest
 
 PREFIX = "cifar-zero"
-"""Namespaces are called `<PREFIX>-<process id of the tests>-<a or b>`, so that leftovers of killed tests are known."""
+"""Namespaces are called `<PREFIX>-<process id of the tests>-<a or b>`, so that leftovers of killed tests can be
+found."""
 
 HOSTS_FILES = Path("/etc/netns")
 """`ip netns exec NAME` replaces files of /etc by those in NAME's folder under this one (man ip-netns)."""
 
 DEVICE = "eth0"
-"""The network device of each host: its end of the link."""
+"""The network device of each host, which is its end of the link."""
 
 SUBNET = "10.77.0"
 
 AS_HOST = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
-"""Shell: sets the host's name in its own UTS namespace, then becomes the command."""
+"""A shell command that sets the host's name in a new UTS namespace, and then becomes the given command."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,20 @@ class Hosts:
             _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", *limits)
 
     def cut(self) -> None:
-        """Drops every packet from now on, as a cable cut behind a switch does: neither host is notified."""
+        """Drops every packet from now on. As when a cable behind a switch is cut, neither host is notified."""
         for host in (self.a, self.b):
             _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", "blackhole")
 
     def mend(self) -> None:
-        """Restores the link: neither cut nor slow."""
+        """Restores the link after `cut` and `slow`."""
         for host in (self.a, self.b):
             subprocess.run(["tc", "-n", host.name, "qdisc", "delete", "dev", DEVICE, "root"], capture_output=True)
 
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two linked hosts, which exist for the block; skips the test, with the reason, if they cannot be made."""
+    """Yields two linked hosts, which exist within the block. Skips the test, with the reason, if they cannot be
+    made."""
     for tool in ("ip", "tc", "unshare"):
         if not shutil.which(tool):
             pytest.skip(f"two hosts on one machine need `{tool}` (Debian: apt-get install iproute2 util-linux)")

@@ -1,4 +1,4 @@
-"""What a user brings: a model, LightningModules with all that strategies stumble over, and their data."""
+"""Code as users write it: models, LightningModules with features that are difficult for strategies, and their data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Small(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if self.broken:
             raise RuntimeError("no good")
-        if not images.isfinite().all():  # which torch's meta device does not know
+        if not images.isfinite().all():  # torch's meta device cannot evaluate this
             raise ValueError("no finite images")
         return self.head(self.activation(self.conv(images)).flatten(1, self.dim))
 
@@ -88,7 +88,7 @@ class Digits(LightningModule):
 
 
 class DigitsData(LightningDataModule):
-    """Shuffled, and split at random without a generator of its own."""
+    """Random images with labels. Both the split in `setup` and the shuffling draw from torch's global random state."""
 
     def __init__(self, batch_size: int = 8, drop_last: bool = False):
         super().__init__()
@@ -107,7 +107,7 @@ class DigitsData(LightningDataModule):
 
 
 class Words(LightningTransformer):
-    """Lightning's demo of a language model on random words, with nothing to download."""
+    """Lightning's demo of a language model, on random words, so that nothing is downloaded."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=50)
@@ -121,14 +121,15 @@ class Words(LightningTransformer):
 
 
 class Stream(IterableDataset):
-    """Images that come without saying how many there are."""
+    """Images in a data set without a length."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))
 
 
 class Alone(BoringModel):
-    """Lightning's smallest demo on a stream of images; refuses to train next to one of an earlier training."""
+    """Lightning's smallest demo, on a stream of images. Fails at the start of a training if a module of an earlier
+    training is still in memory."""
 
     alive: ClassVar[WeakSet[Alone]] = WeakSet()
 

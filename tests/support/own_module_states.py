@@ -1,8 +1,8 @@
 """Trains a user's LightningModule for two steps under several strategies, on two CPU ranks that are started once.
 
-`python -m tests.support.own_module_states FILE.py:NAME PRECISION STRATEGY ...`: for each strategy rank 0 prints a JSON
-list with the bytes of the fullest rank in the second step: parameters, gradients, optimizer state, and the peak of what
-operations of the forward and the backward pass allocate, gradients and buckets included.
+`python -m tests.support.own_module_states FILE.py:NAME PRECISION STRATEGY ...` prints a JSON list for each strategy, on
+rank 0. It has four numbers of bytes in the second step, each the largest of all ranks: parameters, gradients, optimizer
+state, and the peak of what operations of the forward and the backward pass allocate, including gradients and buckets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class States(Callback):
 
 
 def main() -> int:
-    """Trains; returns the exit code."""
+    """Trains under each strategy and returns the exit code."""
     name, precision, *names = sys.argv[1:]
     if not rank_environment.is_rank():
         return local_launcher.run(RANKS, on_cpu=True)

@@ -1,4 +1,4 @@
-"""LightningModules as people have them, each with something that strategies or a replay could stumble over."""
+"""LightningModules as users write them. Each has a feature that may be difficult for a strategy or a replay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def images(count: int = 96, *shape: int) -> TensorDataset:
 
 
 class Own(LightningModule):
-    """Classifies what `net` maps to ten scores."""
+    """Trains a classifier `net`, which maps inputs to ten scores."""
 
     net: Any
 
@@ -40,7 +40,7 @@ class Own(LightningModule):
 
 
 class Encoder(Own):
-    """A transformer of tokens as Hugging Face's are: a head tied to the embedding, rotary buffers in float32."""
+    """A transformer of tokens like Hugging Face's, with a head tied to the embedding and rotary buffers in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Encoder(Own):
 
 
 class UNet(Own):
-    """Batch norm and dropout in two resolutions."""
+    """Has batch norm and dropout at two resolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Contrastive(Own):
 
 
 class OneCycle(Own):
-    """A schedule that moves the rate and the momentum at each step."""
+    """Has a schedule that changes the learning rate and the momentum at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,8 @@ class OneCycle(Own):
 
 
 class Plateau(Own):
-    """Asks for validations and a logger: ReduceLROnPlateau, EarlyStopping, LearningRateMonitor, logger.experiment."""
+    """Needs validation and a logger, for ReduceLROnPlateau, EarlyStopping, LearningRateMonitor and
+    logger.experiment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class Plateau(Own):
 
 
 class LoRA(Own):
-    """Adapters next to frozen weights, and a group of which nothing is trained."""
+    """Trains adapters next to frozen weights. One parameter group has only frozen weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ class LoRA(Own):
 
 
 class Experts(Own):
-    """A mixture of experts of its own: each image trains one expert only."""
+    """Implements a mixture of experts in which each image trains one expert only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ class Experts(Own):
 
 
 class VisionTransformer(Own):
-    """torchvision's, with 4.8 million parameters in 6 blocks, on images of 64 x 64 pixels."""
+    """Trains torchvision's vision transformer, with 4.8 million parameters in 6 blocks, on images of 64 x 64 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,4 +190,4 @@ class VisionTransformer(Own):
 
 
 MODULES = (Encoder, UNet, Contrastive, OneCycle, Plateau, LoRA, Experts)
-"""All but VisionTransformer, which is large."""
+"""All modules but VisionTransformer, which is large."""

@@ -1,4 +1,5 @@
-"""Faults that ranks plant into DeepSpeed and torch, each like one that a release has had; never into this program.
+"""Plants faults into DeepSpeed and torch in ranks, never into this program. Each fault is like one that a release has
+had.
 
 A sitecustomize.py on PYTHONPATH calls `plant` with the name of a function, before the rank imports anything else.
 """
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 STEP = 3
-"""Optimizer step at which a fault that happens once happens."""
+"""Optimizer step of a fault that happens only once, and first step of a fault that persists."""
 
 SITE = """
 import os
@@ -25,7 +26,7 @@ if "RANK" in os.environ:
     from tests.support.planted_faults import plant
     plant("{name}")
 """
-"""Content of sitecustomize.py."""
+"""Content of sitecustomize.py, with the name of a fault to fill in."""
 
 
 def plant(name: str) -> None:
@@ -34,7 +35,8 @@ def plant(name: str) -> None:
 
 
 def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replaces a method by the decorated function, which gets the method first."""
+    """Returns a decorator that replaces a method by the decorated function, whose first argument is the original
+    method."""
     method = getattr(owner, name)
 
     def replace(broken: Callable[..., Any]) -> None:
@@ -95,7 +97,7 @@ def bucket_not_reduced() -> None:
 
 
 def all_reduce_left_out() -> None:
-    """Stage 1 reduces all gradients at the end of a step: in one step each rank keeps its own."""
+    """ZeRO 1 reduces all gradients at the end of a step. In one step, each rank keeps its own gradients instead."""
     _reduced_unless(lambda reductions: reductions == STEP)
 
 
@@ -107,7 +109,7 @@ def _reduced_unless(left_out: Callable[[int], bool]) -> None:
 
 
 def shard_changed_at_release() -> None:
-    """Stage 3 changes a shard when it frees the whole parameter."""
+    """ZeRO 3 changes a shard when it frees the whole parameter."""
 
     @instead_of(PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__release_param")
     def _(release, self, param, *args, **options):
@@ -127,7 +129,7 @@ def batch_norm_never_updated() -> None:
 
 
 def dead_partition() -> None:
-    """One rank no longer updates its part from a step on."""
+    """From one step on, one rank no longer updates its part of the weights."""
 
     @instead_of(DeepSpeedZeroOptimizer, "_optimizer_step")
     def _(step, self, group_no):
@@ -136,7 +138,7 @@ def dead_partition() -> None:
 
 
 def stale_state_of_one_shard() -> None:
-    """The momentum of one rank stays what it was before a step."""
+    """In one step, the momentum on one rank keeps its old value."""
 
     @instead_of(DeepSpeedZeroOptimizer, "_optimizer_step")
     def _(step, self, group_no):
@@ -155,7 +157,7 @@ def clipping_by_the_local_norm() -> None:
 
 
 def tied_weight_updated_on_one_side() -> None:
-    """The engine keeps one of two names of a weight, as if it were another weight."""
+    """The engine treats the second name of a tied weight as another weight, which is not trained."""
 
     @_before_start
     def _(model, optimizer):
@@ -165,7 +167,7 @@ def tied_weight_updated_on_one_side() -> None:
 
 
 def weight_decay_on_all() -> None:
-    """The engine gives all parameter groups the largest weight decay: norms and biases decay too."""
+    """The engine gives all parameter groups the largest weight decay, so that norms and biases decay too."""
 
     @_before_start
     def _(model, optimizer):
@@ -197,7 +199,7 @@ def module_changed_at_the_start() -> None:
 
 
 def loss_of_torch_changed() -> None:
-    """As a release of torch might: a plain PyTorch training has the same loss."""
+    """The loss changes as it might in a release of torch, so that plain PyTorch has the same changed loss."""
 
     @instead_of(torch._C._nn, "cross_entropy_loss")  # pyright: ignore[reportAttributeAccessIssue]
     def _(loss, *args, **options):
@@ -217,7 +219,8 @@ def schedule_position_lost() -> None:
 
 
 def learning_rate_of_the_epoch_before() -> None:
-    """An engine that loads a checkpoint has the rate from before the last step of a schedule that divides it by 10."""
+    """An engine that loads a checkpoint has the learning rate from before the last step of a schedule, which divided it
+    by 10."""
 
     @instead_of(DeepSpeedEngine, "load_checkpoint")
     def _(load, self, *args, **options):

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 
 class SendsSignal(Callback):
-    """Sends the signal once, from rank 0 in a hook of this name: to itself, or to its process group with the launcher,
-    as a terminal does, or to the launcher alone, as a cluster does."""
+    """Sends a signal once, from rank 0 in the given hook. The receiver `to` is "self" for rank 0 itself, "group" for
+    its process group including the launcher, as from a terminal, or "launcher" for the launcher alone, as from a
+    cluster."""
 
     def __init__(self, hook: str, number: int, to: str):
         def send(trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
-"""Runs the programs in forks of a process that has their imports: imports are most of a short run's time.
+"""Runs the programs in forks of a process that has their imports, because imports take most of a short run's time.
 
 `python -m tests.support.warm_start SOCKET` waits for requests at a Unix socket. A request is a list of a program and
-its arguments, with two descriptors for its output. A fork of this process becomes that program; the answers are its
-process number and its exit code, one line each.
+its arguments, with two file descriptors for its standard output and error output. A fork of this process becomes that
+program. The answers are its process id and its exit code, one line each.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from cifar_zero.training import build, results
 from cifar_zero.training.callbacks import figures
 
 IMPORTED = (matplotlib.pyplot, sklearn.metrics, build, figures, results, quieten)
-"""These modules are imported, but nothing has been called: a fork begins like a program that has just started."""
+"""Modules that are imported before a fork. Nothing in them has been called, so that a fork begins like a program that
+has just started."""
 
 REQUEST_BYTES = 2**16
-"""Largest command line."""
+"""Size of the largest command line."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,12 +63,12 @@ def main() -> None:
 def become(command: list[str], output: int, errors: int) -> None:
     """Runs a script as `python <command>` does, or a command of cifar-zero, and ends with it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as under a terminal, also if the tests ignore Ctrl-C
-    os.setpgrp()  # no new session, which would not yield the CPU to others: tests/conftest.py
+    os.setpgrp()  # not a new session, which would not yield the CPU to others, see tests/conftest.py
     os.dup2(output, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())
     is_script = command[0].endswith(".py")
     sys.argv = command if is_script else ["cifar-zero", *command]
-    # The launcher starts ranks from these.
+    # The launcher starts ranks with these arguments.
     sys.orig_argv = [sys.executable, *([] if is_script else ["-m", "cifar_zero"]), *command]
     code = 0
     try:
