@@ -1,4 +1,4 @@
-"""The `digits` source: scikit-learn's bundled handwritten digits, rendered in CIFAR-10's shape; nothing to download.
+"""The `digits` source: scikit-learn's bundled handwritten digits, rendered in CIFAR-10's shape. It needs no download.
 
 Real handwriting (1,797 images of 8x8 pixels from the UCI optical recognition set) gives 50,000 train and 10,000 test
 colour images of 3x32x32, so that every recipe and benchmark for CIFAR-10 runs on it unchanged. Train and test come from
@@ -24,18 +24,19 @@ TEST_PER_CLASS = 1_000
 VERSION = 1  # raise it with every change of the rendered pixels, so that old caches are replaced
 
 SEED = 20_090_408
-"""Seed of the split and of every variation; independent of the run's seed, so that all runs see the same images."""
+"""Seed of the split and of every variation. It is independent of the run's seed, so that all runs see the same
+images."""
 
 
 BATCH = 500  # images rendered at once: their float32 pixels (6 MB) fit a core's cache
 
-# The ranges of the variation: wide enough that position and colour say nothing about the class, small enough that a
-# person still reads nearly every image.
+# The ranges of the variation are wide enough that position and colour do not reveal the class, and small enough that a
+# person can still read nearly every image.
 ROTATION_RAD = 0.2  # 11 degrees either way; much more would turn a 1 towards a 7
 SCALE = (0.7, 1.0)  # of the image's side, 32 pixels
 SHEAR = 0.2
 SHIFT = 0.15  # of half the image's side: 2.4 pixels either way
-NOISE = (0.0, 0.3)  # half-width of the triangular noise of an image, where the pixels go from 0 to 1
+NOISE = (0.0, 0.3)  # half-width of an image's triangular noise, for pixels from 0 to 1
 
 
 def cache_key(config: DataConfig) -> str:
@@ -67,9 +68,10 @@ def build(config: DataConfig, directory: Path) -> None:
 def render(
     originals: NDArray[np.float32], labels: NDArray[np.int64], per_class: int, seed: int
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-    """Yields batches of (images (m, 3, 32, 32), labels (m,)), `per_class` of each class, in a shuffled order.
+    """Yields batches of images (m, 3, 32, 32) and labels (m,) in a shuffled order, with `per_class` images of each
+    class in total.
 
-    `originals` are (n, 8, 8) with ink from 0 to 1; each is used as often as any other of its class, to within one.
+    `originals` are (n, 8, 8) with ink from 0 to 1. The originals of a class are used equally often, to within one.
     """
     rng = np.random.default_rng(seed)
     per_label = [np.resize(rng.permutation(np.flatnonzero(labels == k)), per_class) for k in np.unique(labels)]
@@ -80,7 +82,7 @@ def render(
 
 
 def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.Tensor:
-    """Turns, scales, shears and moves each original: ink (m, 1, 32, 32), float32 from 0 to 1."""
+    """Turns, scales, shears and moves each original. Returns ink (m, 1, 32, 32), float32 from 0 to 1."""
     count = len(originals)
     angle = rng.uniform(-ROTATION_RAD, ROTATION_RAD, count)
     scale = rng.uniform(*SCALE, count)
@@ -96,7 +98,8 @@ def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.
 
 
 def _colour(strokes: torch.Tensor, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Paints ink (m, 1, 32, 32) on a background, each of a random colour, with noise: (m, 3, 32, 32)."""
+    """Paints ink (m, 1, 32, 32) on a background, each in a random colour, and adds noise. Returns images uint8 (m, 3,
+    32, 32)."""
     count = len(strokes)
     paper = rng.random((count, 1, 3), dtype=np.float32)
     candidates = rng.random((count, 8, 3), dtype=np.float32)
