@@ -117,7 +117,7 @@ def dump(given: Settings) -> str:
     tree = tree_of(given)
     for key in REGISTRIES:
         tree[key] = {"name": tree[key]["name"], **tree[key]["options"]}
-    return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # by JSON, because YAML has no tuples
+    return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # through JSON, because YAML has no tuples
 
 
 def read_recipe(file: str | Path) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class Output:
     """Also log the norm of each parameter's gradient (grad_norm/*) and its histogram, every --log_interval steps."""
 
     test_figures: bool = True
-    """Draw the confusion matrix and the worst mistakes after the test. false: a short run ends seconds earlier."""
+    """Draw the confusion matrix and the worst mistakes after the test. false: draw nothing, which ends a short run
+    seconds earlier."""
 
     check_steps: int = 0
     """Number of optimizer steps to check, spread over the training: loss, gradient, update and buffers must match plain

@@ -73,7 +73,8 @@ class OffloadConfig:
     on the GPU (Twin-Flow of ZeRO-Offload++). Below 1 only with ZeRO 3, AdamW and a constant learning rate."""
 
     pin_memory: bool = False
-    """Keep offloaded tensors in pinned (page-locked) CPU memory: faster copies, which can overlap with computation."""
+    """Keep offloaded tensors in pinned (page-locked) CPU memory, which makes copies faster and lets them overlap with
+    computation."""
 
     cpuadam_cores_perc: float = limited(0.8, over=0, at_most=1)
     """Share of the process's CPU cores, above 0 and at most 1, on which SuperOffload runs its optimizer in a separate
@@ -129,10 +130,10 @@ class DeviceOptions:
     """Device type. auto: the GPU if there is one, otherwise the CPU."""
 
     accumulate: int = limited(1, at_least=1)
-    """Micro-batches per optimizer step whose gradients are accumulated."""
+    """Micro-batches per optimizer step, whose gradients are accumulated."""
 
     precision: Precision = "32-true"
-    """Number format. *-mixed: DeepSpeed and fsdp2 run a model cast to 16 bits, with float32 master weights; the other
+    """Number format. *-mixed: DeepSpeed and fsdp2 cast the model to 16 bits and keep float32 master weights; the other
     strategies use autocast. auto: on a GPU bf16-mixed, or 16-mixed if it has no bfloat16; 32-true on the CPU."""
 
 
@@ -141,7 +142,8 @@ class ComputeOptions:
     """computation of this program's models; a user's own module decides this itself"""
 
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, a quarter to a third more computation."""
+    """Discard each block's activations and recompute them in the backward pass: less memory, but a quarter to a third
+    more computation."""
 
     activation_offload: bool = False
     """Store the tensors that the forward pass saves for the backward pass in pinned CPU memory instead of GPU memory.
@@ -151,10 +153,11 @@ class ComputeOptions:
     """Compile the model with torch.compile."""
 
     channels_last: bool = False
-    """Use the channels_last memory format on a GPU too; faster for convolutions in half precision."""
+    """Use the channels_last memory format on a GPU too, which is faster for convolutions in half precision."""
 
     fast_loop: bool = True
-    """Train with this project's loop: less overhead per batch. false: Lightning's own loop, with the same results."""
+    """Train with this project's loop, which has less overhead per batch. false: Lightning's own loop, with the same
+    results."""
 
     cuda_graphs: bool = False
     """Compile the model and replay its forward and backward passes as one CUDA graph each. Speeds up small models,

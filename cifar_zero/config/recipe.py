@@ -171,7 +171,7 @@ class Training:
     max_steps: int = limited(-1, at_least=-1, may_change_on_resume=True)
     """Maximum number of optimizer steps; training stops at whichever of this and --epochs comes first. -1: no limit."""
 
-    batch_size: int = limited(4, at_least=1, at_most=2**31 - 1)  # far above a data set: sizes fit torch's int64
+    batch_size: int = limited(4, at_least=1, at_most=2**31 - 1)  # far above any dataset, and sizes fit torch's int64
     """Global batch size: images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's
     train_batch_size). The micro-batch of a rank is batch_size / (ranks x accumulate), where ranks that share one model
     (tensor_parallel, pipeline) count as one."""
@@ -260,10 +260,10 @@ class Recipe(FineTuning, Regularization, Training):
 
     @property
     def only_measures(self) -> bool:
-        """Whether the run is a benchmark: a few steps, no checkpoint, no test."""
+        """Whether the run is a benchmark, which runs a few steps and has no checkpoint and no test."""
         return bool(self.bench_steps)
 
     @property
     def model_name(self) -> str:
-        """The model's name as part of a path: torchvision-resnet18, my_net.py-MyNet."""
+        """The model's name as part of a path, for example torchvision-resnet18 or my_net.py-MyNet."""
         return Path(self.model.name).name.replace(":", "-")  # some file systems allow no colon

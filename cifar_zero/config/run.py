@@ -33,7 +33,7 @@ class Run(Settings):
         return self.placement.on_cpu
 
     def under(self, strategy: str) -> "Run":
-        """Returns the same run under a named strategy."""
+        """Returns the same run under another strategy, which is given by name."""
         return replace(self.changed(strategy=strategy, ds_config=""), spec=STRATEGIES[strategy])
 
 

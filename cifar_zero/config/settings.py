@@ -68,7 +68,7 @@ class Settings:
 
     @property
     def run_name(self) -> str:
-        """--name, or <model>-<strategy> without one."""
+        """The run's --name, or <model>-<strategy> if that is empty."""
         return self.output.name or f"{self.recipe.model_name}-{self.placement.strategy_name}"
 
     @property

@@ -102,4 +102,4 @@ STRATEGIES: dict[str, Spec] = {
     ),
 }
 
-AUTO = "auto"  # `train` replaces this name by the strategy that `plan` recommends, before it starts the ranks
+AUTO = "auto"  # before it starts the ranks, `train` replaces this name with the strategy that `plan` recommends

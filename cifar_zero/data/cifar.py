@@ -1,7 +1,7 @@
-"""The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32x32 pixels.
+"""The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32 x 32 pixels.
 
-torchvision checks and decodes them. It unpickles a file only if its MD5 is the published one, so no archive can run
-code.
+torchvision checks and decodes the archives. It unpickles a file only if its MD5 is the published one, so no archive can
+run code.
 """
 
 import socket

@@ -13,7 +13,7 @@ from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import free_memory_bytes
 
-IGNORED = -1  # label of an entry that only pads a batch: no loss and no metric counts it
+IGNORED = -1  # label of an entry that only pads a batch, which no loss and no metric counts
 
 MAPPED_SHARE = 0.9  # share of free memory up to which mapped images stay in it, because a model needs some too
 

@@ -103,12 +103,12 @@ def _colour(strokes: torch.Tensor, rng: np.random.Generator) -> NDArray[np.uint8
     count = len(strokes)
     paper = rng.random((count, 1, 3), dtype=np.float32)
     candidates = rng.random((count, 8, 3), dtype=np.float32)
-    # The candidate farthest from the paper's colour, so that nearly every digit is visible.
+    # The ink gets the candidate farthest from the paper's colour, so that nearly every digit is visible.
     farthest = np.square(candidates - paper).sum(axis=2).argmax(axis=1)
     ink = candidates[np.arange(count), farthest]
     paper_t, ink_t = (torch.from_numpy(colour.reshape(count, 3, 1, 1)) for colour in (paper, ink))
     images = torch.addcmul(paper_t, strokes, ink_t - paper_t)
-    # Two uniform bytes make a triangular distribution, several times faster to draw than a normal one.
+    # Two uniform bytes make a triangular distribution, which is several times faster to draw than a normal one.
     raw = rng.integers(0, 2**64, size=images.numel() // 4, dtype=np.uint64).view(np.uint8)
     noise = torch.from_numpy(raw).view(2, *images.shape).float()
     width = torch.from_numpy(rng.uniform(*NOISE, (count, 1, 1, 1)).astype(np.float32))

@@ -64,7 +64,7 @@ class MixtureOptions(Options):
     """residual: a dense layer next to the experts processes every token, and the weights of both outputs are learnt."""
 
     top_k: Literal[1, 2] = 1
-    """Experts per token."""
+    """Number of experts per token."""
 
     capacity_factor: float = limited(1.0, over=0)
     """Largest number of tokens of a micro-batch that an expert processes in training, as a multiple of its even share;
@@ -100,7 +100,7 @@ class MixtureOptions(Options):
 
 @dataclass
 class Model(Options):
-    """An entry of the registry, with its options set."""
+    """An entry of the registry, with the values of its options."""
 
     network: ClassVar[str]
     """A module of models/ and a name in it. The name's class or function takes the number of classes and this entry,
@@ -109,7 +109,7 @@ class Model(Options):
     tokens_per_image: ClassVar[int] = 0  # number of a transformer's patches; 0 for other models
 
     def build(self, num_classes: int) -> "nn.Module":
-        """Returns the model with freshly initialised weights and `num_classes` scores."""
+        """Returns the model with freshly initialised weights and `num_classes` output scores."""
         module, _, name = self.network.partition(".")
         return getattr(import_module(f"cifar_zero.models.{module}"), name)(num_classes, self)
 

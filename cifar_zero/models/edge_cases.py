@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cifar_zero import models
 
 WIDTH = 37
-"""Features of the hidden layers: prime, so that every strategy has to pad its shards."""
+"""Number of features of the hidden layers. It is prime, so that every strategy has to pad its shards."""
 
 
 class EdgeCases(nn.Module):
@@ -21,7 +21,7 @@ class EdgeCases(nn.Module):
 
     def __init__(self, num_classes: int, options: models.EdgeCases):
         super().__init__()
-        # A frozen part, which is in no partition (DeepSpeed issue 4055).
+        # Frozen, and so in no partition (DeepSpeed issue 4055).
         self.stem = nn.Conv2d(3, 7, 3, stride=2, padding=1).requires_grad_(False)
         # A bias before batch normalisation: its gradient is nothing but rounding error.
         self.conv = nn.Conv2d(7, 11, 3, stride=2, padding=1)
@@ -29,7 +29,7 @@ class EdgeCases(nn.Module):
         # One tensor with half of all elements, which every partition into ranks cuts in the middle.
         self.project = nn.Linear(11 * 4 * 4, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        # Used twice in a forward pass: two gradients for one hook (DeepSpeed issues 8224 and 8245).
+        # Used twice in a forward pass, so that one hook gets two gradients (DeepSpeed issues 8224 and 8245).
         self.twice = nn.Linear(WIDTH, WIDTH)
         # Tied: one tensor with two names (DeepSpeed issues 966 and 3824).
         self.first = nn.Linear(WIDTH, WIDTH)

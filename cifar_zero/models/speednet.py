@@ -15,7 +15,7 @@ from cifar_zero import models
 
 PATCH = 2  # side in pixels of the patches that the first layer whitens
 WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a patch of 3 colours, and its negative
-CHANNELS = (64, 256, 256)  # of the three blocks, at width 1
+CHANNELS = (64, 256, 256)  # output channels of the three blocks, at width 1
 
 SCORE_SCALE = 16
 """Scores are divided by this number times the square root of the number of channels. With the 256 channels of the
@@ -108,7 +108,7 @@ def whitening_filters(images: Tensor) -> Tensor:
     patches = F.unfold(images, PATCH)  # (N, 12, patches of an image), colour by colour as in a filter
     covariance = (patches @ patches.mT).mean(0).double().cpu() / patches.shape[2]
     variances, directions = torch.linalg.eigh(covariance)  # directions in columns
-    # Either sign is valid; this one is the same in every linear algebra library.
+    # Either sign is valid; this choice is the same in every linear algebra library.
     largest = directions.gather(0, directions.abs().argmax(dim=0, keepdim=True))
     directions = directions * largest.sign() / (variances + WHITENING_EPS * variances.mean()).sqrt()
     filters = directions.T.reshape(-1, 3, PATCH, PATCH).float()

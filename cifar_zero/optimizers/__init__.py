@@ -65,7 +65,7 @@ class SGD(OptimizerOptions):
     """Share of the last update that is kept."""
 
     nesterov: bool = False
-    """Nesterov's form of momentum."""
+    """Use Nesterov's form of momentum."""
 
     fused_as = ("torch_fused",)  # `_fused_sgd_` accepts no DTensors (torch 2.15)
 
@@ -131,7 +131,7 @@ class RMSprop(OptimizerOptions):
     """Share of the last update that is kept."""
 
     centered: bool = False
-    """Divide by the gradient's deviation from its own running mean instead (Graves 2013)."""
+    """Divide by the deviation of the gradient from its running mean instead (Graves 2013)."""
 
 
 @dataclass

@@ -176,7 +176,7 @@ class TorchMuon(GroupOptimizer):
             parameters,
             gradients,
             self.zeros(parameters, "momentum_buffer"),  # pyright: ignore[reportArgumentType]
-            fused=self._fused or None,  # None: torch takes its foreach form on CUDA
+            fused=self._fused or None,  # with None, torch uses its foreach form on CUDA
             weight_decay=group["weight_decay"],
             momentum=group["sgd_momentum"],
             lr=group["lr"],

@@ -68,7 +68,7 @@ class Exponential(Schedule):
     """multiplied by one factor after every optimizer step (torch's ExponentialLR)"""
 
     gamma: float = 0.9999
-    """The factor: 0.9999 leaves a third after 11,000 steps."""
+    """Factor of each optimizer step; 0.9999 leaves a third of the learning rate after 11,000 steps."""
 
     def rate(self, step: float, base_lr: float) -> float:
         return base_lr * self.gamma**step
@@ -113,7 +113,7 @@ class Step(Schedule):
     """Optimizer steps between two drops."""
 
     gamma: float = 0.1
-    """The factor."""
+    """Factor of each drop."""
 
     def rate(self, step: float, base_lr: float) -> float:
         return base_lr * self.gamma ** (step // self.step_size)
@@ -130,10 +130,10 @@ class OneCycle(FiniteSchedule):
     """Shape of the rise and of the fall."""
 
     div_factor: float = limited(25.0, over=0)
-    """The first learning rate is the optimizer's divided by this."""
+    """The first learning rate is the optimizer's learning rate divided by this number."""
 
     final_div_factor: float = limited(1e4, over=0)
-    """The last learning rate is the first one divided by this."""
+    """The last learning rate is the first one divided by this number."""
 
     def rate(self, step: float, base_lr: float) -> float:  # the momentum is not cycled
         first = base_lr / self.div_factor
@@ -153,7 +153,7 @@ class WarmupLinear(FiniteSchedule):
     """from 0 up to the optimizer's learning rate, then in a straight line down to 0"""
 
     warmup_steps: int = 500
-    """Optimizer steps of the rise."""
+    """Optimizer steps in which the learning rate rises."""
 
     def rate(self, step: float, base_lr: float) -> float:  # transformers' get_linear_schedule_with_warmup
         if step < self.warmup_steps:
@@ -220,13 +220,13 @@ class WarmupLR(Schedule):
         return iteration / warmup_num_steps
 
     def _after(self, step: float) -> float:
-        """Returns the share of the learning rate after the rise."""
+        """Returns the share of the learning rate at a step after the rise."""
         return 1.0
 
 
 @dataclass
 class WarmupDecayLR(FiniteSchedule, WarmupLR):
-    """DeepSpeed's WarmupDecayLR: like its WarmupLR, then in a straight line down to warmup_min_lr"""
+    """DeepSpeed's WarmupDecayLR: like WarmupLR, then in a straight line down to warmup_min_lr"""
 
     def _after(self, step: float) -> float:
         falling = max(1, self.total_steps - max(2, self.warmup_num_steps))
