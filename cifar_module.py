@@ -29,9 +29,13 @@ from cifar_zero.training.metrics import SplitMetrics, loss
 class CIFARModule(LightningModule):
     """Trains a model with the loss of --loss, and computes its metrics on validation and test images.
 
-    A batch is (images, labels). Images are uint8 (N, 3, H, W), or float and normalised. Labels are int64 (N,), of which
-    IGNORED ones do not count, or in training the share of each class, float (N, classes). The training starts from
-    `weights`, by the plain model's names; missing ones are drawn.
+    A batch is (images, labels). Images (N, 3, H, W) are uint8, or floating-point and already normalised. Labels are
+    int64 (N,), and a label equal to IGNORED counts in neither loss nor metrics. In training, labels may also be the
+    share of each class, float (N, classes).
+
+    Args:
+        weights: state dict, under the plain model's parameter names, that training starts from. Weights that it lacks
+            are initialised at random.
     """
 
     def __init__(self, settings: Settings, num_classes: int, weights: Mapping[str, Tensor] | None = None):
@@ -43,13 +47,13 @@ class CIFARModule(LightningModule):
         self.inputs = settings.data.inputs
         self._weights = weights or {}
         self.net: nn.Module | None = None
-        self.gates: tuple[Gate, ...] = ()  # of the mixtures of experts, during a fit
+        self.gates: tuple[Gate, ...] = ()  # gates of the mixture-of-experts layers
         self.val_metrics = SplitMetrics(num_classes, settings.recipe.loss)
         self.test_metrics = SplitMetrics(num_classes, settings.recipe.loss, curves=True)
 
     def configure_model(self) -> None:
-        """Builds the model where the strategy needs it; ZeRO-3 shards each layer as it is made. The seed is set here,
-        so that every strategy and world size starts from the same weights."""
+        """Builds the model in the strategy's context, so that ZeRO 3 shards each layer as soon as it is created. The
+        seed is set just before, so that every strategy and world size starts from the same weights."""
         if self.net is not None:
             return
         settings = self.settings
@@ -64,31 +68,34 @@ class CIFARModule(LightningModule):
         if settings.placement.activation_checkpointing:
             checkpoint_blocks(self.net)
         if settings.placement.compile or settings.placement.cuda_graphs:
-            # dynamic=False: a micro-batch has one size, an evaluation batch another, and both are known.
+            # dynamic=False, because there are only two batch sizes: the micro-batch and the evaluation batch.
             self.net.compile(dynamic=False, mode="reduce-overhead" if settings.placement.cuda_graphs else None)
 
     def starting_weights(self) -> Mapping[str, Tensor]:
-        """Returns weights that the model computes from training images, if it does; none outside a training."""
+        """Returns the weights that the model computes from training images, such as SpeedNet's whitening filters. The
+        mapping is empty for a model without such weights, and outside of training."""
         compute = getattr(self.net, "starting_weights", None)
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         if compute is None or datamodule is None:
             return {}
-        # On the device of the rank, which the module need not be on yet.
-        images = datamodule.sample(1000)  # 961,000 patches for 78 covariances
+        # The images go to the rank's device, because the module may not have been moved there yet.
+        images = datamodule.sample(1000)  # 1,000 images give 961,000 patches for 78 covariances
         images = images.to(self.trainer.strategy.root_device)
         return compute(normalize(images, self.inputs))
 
     def on_train_start(self) -> None:
-        """Looks up the gates of the model as the strategy has made it; keeps the statistics of frozen batch norms."""
+        """Looks up the gates in the model that the strategy has set up, and freezes the statistics of batch norms
+        without trained parameters."""
         assert self.net is not None
         self.gates = gates(self.net)
         network.freeze_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns class scores (N, classes) of images (N, 3, H, W), uint8 or normalised.
+        """Returns class scores (N, classes) for images (N, 3, H, W), which are uint8 or already normalised.
 
-        The steps call it by name: Lightning has called the module to get to the step, and a second call would run
-        DeepSpeed's hooks twice, so that ZeRO-3 could not learn the order of the layers.
+        The step methods call `self.forward`, not `self`, because Lightning has already called the module to reach the
+        step. A nested call would run DeepSpeed's module hooks twice, and ZeRO 3 could not record the order of the
+        layers.
         """
         assert self.net is not None
         images = normalize(images, self.inputs, next(self.net.parameters()).dtype)
@@ -109,11 +116,11 @@ class CIFARModule(LightningModule):
         return total
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Counts one batch of validation images."""
+        """Adds one batch of validation images to the metrics."""
         self._evaluate(self.val_metrics, batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Counts one batch of test images; returns the class scores (N, classes) for the callbacks."""
+        """Adds one batch of test images to the metrics, and returns the class scores (N, classes) for the callbacks."""
         return self._evaluate(self.test_metrics, batch, self.settings.recipe.tta)
 
     def on_validation_epoch_end(self) -> None:
@@ -121,7 +128,7 @@ class CIFARModule(LightningModule):
         self._log_metrics("val", self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
-        """Logs the same metrics as test/*; `test_metrics` can be read until the next test."""
+        """Logs test/loss, test/acc and the other metrics. `test_metrics` keeps its values until the next test."""
         self._log_metrics("test", self.test_metrics)
 
     def on_test_epoch_start(self) -> None:
@@ -133,7 +140,8 @@ class CIFARModule(LightningModule):
         self.val_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def configure_optimizers(self) -> Any:
-        """Returns the optimizer in the strategy's implementation, and a schedule per step unless it is constant."""
+        """Returns the optimizer in the implementation that the strategy needs. Unless the schedule is constant, a
+        learning-rate scheduler comes with it, which is stepped once per optimizer step."""
         strategy = self.trainer.strategy
         hooks = hooks_of(strategy)
         parameters = parameter_groups(self.optimizer, dict(self.named_parameters()), hooks.shape)
@@ -151,15 +159,19 @@ class CIFARModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def resume_rates(self, scheduled: bool) -> None:
-        """Sets the learning rates of the step at which a run resumes, as its schedule or its length may have changed;
-        `scheduled`: the checkpoint's were not constant. If they were and are, they stay: --reduce_on_plateau may have
-        lowered them."""
+        """Sets the learning rates for the step at which a run resumes, because its schedule or its length may have
+        changed. If the schedule was constant and still is, the checkpoint's learning rates stay, because
+        --reduce_on_plateau may have lowered them.
+
+        Args:
+            scheduled: whether the run that wrote the checkpoint had a schedule that is not constant.
+        """
         groups = self.trainer.optimizers[0].param_groups
         rates = self._rates if scheduled else [group["lr"] for group in groups]
         for config in self.trainer.lr_scheduler_configs:
             schedule: Any = config.scheduler
-            schedule.last_epoch = schedule.last_epoch or self.trainer.global_step  # 0: the checkpoint had no schedule
-            rates = schedule._last_lr = schedule.get_lr()  # a step check compares with the latter
+            schedule.last_epoch = schedule.last_epoch or self.trainer.global_step  # 0 if the checkpoint had no schedule
+            rates = schedule._last_lr = schedule.get_lr()  # a step check reads _last_lr
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
@@ -170,20 +182,21 @@ class CIFARModule(LightningModule):
         return scores
 
     def _log_metrics(self, split: str, metrics: SplitMetrics) -> None:
-        # The values are the same on every rank (torchmetrics has added up the counts); sync_dist silences a warning.
+        # The values are the same on every rank (torchmetrics has summed the counts); sync_dist silences a warning.
         class_names = self.trainer.datamodule.classes  # pyright: ignore[reportAttributeAccessIssue]
-        # Lightning uses a value named step as the abscissa: optimizer steps, as in the training curves.
+        # Lightning uses a value named step as the x-axis. It counts optimizer steps, as in the training curves.
         step = float(self.trainer.global_step)
         self.log_dict({**metrics.named(split, class_names), "step": step}, sync_dist=True)
 
 
 def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Views) -> Tensor:
-    """Returns class scores (N, classes) in float32, averaged over one pass of the model for each view.
+    """Returns class scores (N, classes) in float32, averaged over several views of normalised images (N, 3, H, W). The
+    model runs once per view.
 
-    The images (N, 3, H, W) are normalised. The views are those of airbench (Jordan 2024, arXiv 2404.00498;
-    github.com/KellerJordan/cifar10-airbench, `infer`). none: the image alone. mirror: with its mirror image.
-    mirror_translate: these two with weight 1/4 each, and each of them moved by a pixel up and left, and down and right,
-    with weight 1/8 each, padded by reflection.
+    The views follow airbench (Jordan 2024, arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, `infer`). With
+    none, the only view is the image itself. With mirror, its mirror image is added, with equal weight. With
+    mirror_translate, these two views have weight 1/4 each; both are also shifted by one pixel up and left, and down and
+    right, padded by reflection, with weight 1/8 for each shifted view.
     """
     if views == "none":
         return model(images).float()
@@ -201,24 +214,26 @@ def _mirrored(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 
 def lay_channels_last(net: nn.Module, strategy: Any) -> None:
-    """Puts the filters into the channels_last format, as the images are, so that no step has to convert them. Only on a
-    GPU, and under strategies that do not shard or flatten them; FSDP2 accepts only torch's default format."""
+    """Converts convolution weights to channels_last, the memory format of the images, so that no step has to convert
+    them. This is done only on a GPU, and only under strategies that neither shard nor flatten the weights. FSDP2
+    accepts only torch's default format."""
     whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, DeepSpeedStrategy)
     if whole and strategy.root_device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 class StepSchedule(LRScheduler):
-    """A schedule of schedules/ as torch's scheduler, stepped once per optimizer step."""
+    """A torch scheduler that follows a schedule of cifar_zero/schedules and is stepped once per optimizer step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule):
         self.schedule = schedule
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:
-        """Returns the learning rate of each parameter group at the coming step."""
+        """Returns the learning rate of each parameter group for the next step."""
         return [self.schedule.rate(self.last_epoch, float(lr)) for lr in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns only the step: the formula is in the configuration, and the groups are the strategy's."""
+        """Returns only the step count, because the formula is in the configuration and the parameter groups belong to
+        the strategy."""
         return {key: value for key, value in super().state_dict().items() if key in ("last_epoch", "_step_count")}

@@ -1,4 +1,5 @@
-"""CIFARDataModule: the images of a source in batches, the same in the same order under every strategy."""
+"""The LightningDataModule: loads the images of a source in batches, with the same content and order under every
+strategy."""
 
 import socket
 from collections.abc import Mapping
@@ -24,14 +25,19 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
 
 EVAL_BATCH_SIZE = 1000
-"""Most images per rank in an evaluation batch: CIFAR-10's test set in ten equal batches, large enough to keep a GPU
-busy, and small enough (12 MB of float32 input) for the activations to fit anywhere. Fewer if they are larger."""
+"""Largest number of images per rank in an evaluation batch, for images of 32 x 32 pixels; a batch has fewer images if
+they are larger. It divides CIFAR-10's test set into ten equal batches, which are large enough to keep a GPU busy and
+small enough (12 MB of float32 input) for the activations to fit anywhere."""
 
 
 class CIFARDataModule(LightningDataModule):
-    """Training, validation and test loaders of any source. The Trainer must be made with
-    `use_distributed_sampler=False`: the loaders are sharded here. `images` is the `Dataset.identity` of the run that is
-    resumed, see `starting.check_checkpoint`: other ones are refused."""
+    """Makes the training, validation and test loaders of any image source. The loaders shard the data themselves, so
+    the Trainer must be made with `use_distributed_sampler=False`.
+
+    Args:
+        images: `Dataset.identity` of the run that is resumed (see `starting.check_checkpoint`). Other images are
+            refused.
+    """
 
     dataset: Dataset  # all images, after `setup`
 
@@ -45,14 +51,17 @@ class CIFARDataModule(LightningDataModule):
         self._stored: dict[tuple[int, torch.device], Stored] = {}
 
     def prepare_data(self) -> None:
-        """Downloads and decodes the images, on one rank of each node; takes milliseconds if that is already done."""
+        """Downloads and decodes the images on one rank of each node. Takes milliseconds if they are already decoded."""
         if not self.source:
             self.source = data.prepare(self._data)
 
     def setup(self, stage: str | None = None) -> None:
-        """Maps the images into memory and holds out the validation images, once for all stages. Raises UsageError if
-        the batch cannot be divided among the ranks, or the images are not the same on all ranks, or not those of the
-        run that is resumed."""
+        """Maps the images into memory and holds out the validation images, once for all stages.
+
+        Raises:
+            UsageError: if the batch cannot be divided among the ranks, if the ranks have different images, or if the
+                images are not those of the run that is resumed.
+        """
         _ = self.micro_batch_size
         if hasattr(self, "dataset"):
             return
@@ -91,31 +100,33 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names, by label."""
+        """Class names, indexed by label."""
         return self.dataset.classes
 
     @property
     def num_train(self) -> int:
-        """Training images, without those held out."""
+        """Number of training images, without the held-out validation images."""
         return len(self._train)
 
     @property
     def num_test(self) -> int:
-        """Test images."""
+        """Number of test images."""
         return len(self.dataset.test_labels)
 
     @property
     def micro_batch_size(self) -> int:
-        """Images in one forward of this rank."""
+        """Images per forward pass of this rank."""
         return micro_batch_size(self.settings.recipe.batch_size, self._replica[0], self.settings.placement.accumulate)
 
     def sample(self, count: int) -> torch.Tensor:
-        """Returns evenly spaced training images, so of all classes: uint8 (n, 3, H, W), n <= count."""
+        """Returns n training images, uint8 (n, 3, H, W), with n at most `count`. They are evenly spaced over the
+        training images, so that they come from all classes."""
         rows = self._train[np.linspace(0, self.num_train - 1, min(count, self.num_train)).astype(np.int64)]
         return torch.from_numpy(self.dataset.train_images[rows])
 
     def train_dataloader(self) -> Any:
-        """Returns shuffled micro-batches, of whole steps only. Raises UsageError for fewer images than one batch."""
+        """Returns a loader of shuffled micro-batches, with whole optimizer steps only. Raises UsageError if there are
+        fewer training images than one batch."""
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
@@ -124,13 +135,14 @@ class CIFARDataModule(LightningDataModule):
         return self._loader(split, order, recipe.augment)
 
     def val_dataloader(self) -> Any:
-        """Returns every validation image once; without any an empty list, with which Lightning skips validation."""
+        """Returns a loader that yields every validation image once. Without validation images it returns an empty list,
+        which makes Lightning skip validation."""
         if not len(self._val):
             return []
         return self._eval_loader(Split(self.dataset.train_images, self.dataset.train_labels, self._val))
 
     def test_dataloader(self) -> Any:
-        """Returns every test image once."""
+        """Returns a loader that yields every test image once."""
         return self._eval_loader(Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test)))
 
     def _eval_loader(self, split: Split) -> Any:
@@ -155,7 +167,7 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def _replica(self) -> tuple[int, int]:
-        """Number of ranks that train on different images, and this one's index among them."""
+        """Number of replicas that train on different images, and the index of this rank's replica."""
         return hooks_of(self.trainer and self.trainer.strategy).replica()
 
 

@@ -105,7 +105,7 @@ def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path, sketche
         sketches: Whether to write the sketches of each job next to its verdict.
     """
     quieten()
-    # Each CPU optimizer of DeepSpeed starts a process that reads the CPU's vendor: 1.1 s (0.19.8, ops/adam/cpu_adam.py).
+    # Each CPU optimizer of DeepSpeed starts a process that reads the CPU's vendor: 1.1 s (0.19.8, cpu_adam.py).
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) runs gc.collect() at each start: 0.35 s with all imports
     if gpu_count() == 0:

@@ -49,8 +49,8 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
     baselines that it names. After Ctrl-C, only the finished variants have verdicts.
 
     Args:
-        comparison: Its variants are trained phase by phase, and within a phase from the largest number of ranks to the
-            smallest.
+        comparison: Its variants are trained phase by phase. Within a phase, the launches for different numbers of ranks
+            run at the same time.
         folder: Receives the logs.
         program: Trains a file of jobs, see `train_jobs`.
         of_user: Whether the module is a user's. If its first variant is refused, all others would be refused too.

@@ -1,1 +1,2 @@
-"""The typed flags, the command line, the rules that refuse nonsense, and the strategies' specifications; no torch."""
+"""Typed options, the command line, the checks of the options, and the specifications of the strategies, all without
+torch."""

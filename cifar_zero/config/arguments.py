@@ -1,5 +1,5 @@
-"""Splits a command line into its options and their values, as they are written. Types come later, from the fields of
-Recipe, Placement and Output; here an option is a name, and a value is a text."""
+"""Splits a command line into the names and values of its options, both as strings. Types come later, from the fields of
+Recipe, Placement and Output."""
 
 import re
 from collections.abc import Sequence
@@ -15,36 +15,37 @@ SWITCHES = {
 }
 """Options that need no value."""
 
-PLOT = "OUT/schedule.png"  # what --plot_schedule without a value names, with the folder --out
+PLOT = "OUT/schedule.png"  # stands for schedule.png in the folder --out, if --plot_schedule has no value
 
 OPTIONAL = {**dict.fromkeys(SWITCHES, True), "help": "", "plot_schedule": PLOT}
-"""Options that need no value, and the value that they have without one."""
+"""Options that need no value, and the value that each gets without one."""
 
 LISTS = {"logger", "trainable", "wandb_tags", "lora.target"}
 """Options that take several values."""
 
 IGNORED = {"local_rank"}  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
 
-CALLBACKS = "trainer.callbacks"  # the one option that names classes: jsonargparse gets it as it is written
+CALLBACKS = "trainer.callbacks"  # the only option that names classes; jsonargparse gets it unchanged
 
 
 @dataclass
 class Arguments:
-    """What a command line says."""
+    """The options of a command line, before they have types."""
 
-    options: dict[str, Any] = field(default_factory=dict)  # value by option: a text, a list of texts, or true
+    options: dict[str, Any] = field(default_factory=dict)  # value by option: a string, a list of strings, or true
     recipes: list[str] = field(default_factory=list)  # the files of --config, in their order
     callbacks: list[str] = field(default_factory=list)  # --trainer.callbacks and its values, word by word
 
     @property
     def consent(self) -> Consent:
-        """What the command line allows to run code."""
+        """The consent to run code that the command line gives."""
         return Consent(str(self.options.get("trust", False)).lower() == "true", tuple(self.callbacks))
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Returns the options of a command line; of one that is repeated, the last counts. Raises UsageError: a value is
-    missing, or is one too many."""
+    """Returns the options of a command line. If an option is repeated, the last one counts, but all --config files
+    count. Raises UsageError if an option has no value or too many values, or if the command line does not begin with an
+    option."""
     found, values, name = Arguments(), dict[str, list[str]](), ""
     for word in argv:
         is_option = re.match(r"--?[A-Za-z]", word) is not None
@@ -72,7 +73,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _value(name: str, given: list[str]) -> Any:
-    """Returns the value of an option."""
+    """Returns the value of an option from the words that were given for it."""
     if name in LISTS and (len(given) != 1 or not given[0].startswith("[")):
         return given
     if not given and name in OPTIONAL:

@@ -1,8 +1,9 @@
-"""Parses the command line and YAML recipes into a checked `Settings`, with jsonargparse; no torch, no Lightning.
+"""Parses the command line and YAML recipes into a checked `Settings` with jsonargparse, without torch or Lightning.
 
 The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
---optimizer.betas '[0.8, 0.999]'`), so their names are read first, and then the parser is built for them. Until then
-options are texts by flag, in one flat mapping, which recipes, a DeepSpeed configuration and flags override in turn.
+--optimizer.betas '[0.8, 0.999]'`). Their names are therefore read first, and the parser is built for them. Until then,
+options are untyped values in one flat mapping by flag. Recipes, a DeepSpeed configuration and flags override this
+mapping in turn.
 """
 
 import json
@@ -43,14 +44,15 @@ from cifar_zero.core.errors import UsageError, short
 from cifar_zero.models import MODELS, register_user_model
 
 Before = Callable[[Settings], dict[str, Any] | None]
-"""Returns the options, by flag, of the run that a command line continues; gets what it says of that run."""
+"""A function that returns the options, by flag, of the earlier run that a command line continues, or None. Its argument
+holds the options of the command line that identify the earlier run."""
 
 ONLY_FLAGS = ("config", "print_config", "help")
-"""Options that no recipe has."""
+"""Options of the command line that a recipe cannot set."""
 
 
 def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Settings:
-    """Returns the settings of a command line, by default this process's; see `settings_of_arguments`."""
+    """Returns the settings of a command line, by default this process's command line; see `settings_of_arguments`."""
     return settings_of_arguments(read_arguments(sys.argv[1:] if argv is None else argv), before)
 
 
@@ -58,9 +60,12 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
     """Returns the settings of a command line. Recipes (`--config`) override the defaults in their order, and flags
     override the recipes. `--help` and `--print_config` print and exit.
 
-    Recipes and flags override what `before` returns: the configuration of an earlier run, as `read_recipe` does. That
-    run's options of its strategy do not count under another one, and `--strategy auto` is its own. Raises UsageError
-    for an unknown key, a value of the wrong type, or an unreadable recipe.
+    Raises UsageError for an unknown key, a value of the wrong type, or an unreadable recipe.
+
+    Args:
+        before: returns the configuration of an earlier run, in the form that `read_recipe` returns. Recipes and flags
+            override it. Under another strategy, the earlier run's strategy options do not apply. `--strategy auto`
+            keeps the earlier run's strategy.
     """
     given = {**arguments.options}
     asked_help, prints = given.pop("help", None), given.pop("print_config", False)
@@ -101,39 +106,40 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
 
 
 def strategy_flags(strategy: str) -> list[str]:
-    """Returns the flags that choose a strategy, or a raw DeepSpeed configuration (*.json)."""
+    """Returns the flags that choose a strategy by its name, or a raw DeepSpeed configuration by its path (*.json)."""
     if strategy.endswith(".json"):
         return ["--strategy", Placement.strategy, "--ds_config", strategy]
     return ["--strategy", strategy]
 
 
 def dump(given: Settings) -> str:
-    """Returns the settings as a YAML recipe, from which `--config` repeats the run."""
+    """Returns the settings as a YAML recipe. `--config` with this recipe repeats the run."""
     tree = tree_of(given)
     for key in REGISTRIES:
         tree[key] = {"name": tree[key]["name"], **tree[key]["options"]}
-    return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # by JSON, because YAML has no tuples
+    return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # through JSON, because YAML has no tuples
 
 
 def read_recipe(file: str | Path) -> dict[str, Any]:
-    """Returns the options, by flag, of a recipe or of a run's config.yaml. Raises UsageError: it cannot be one."""
+    """Returns the options, by flag, of a recipe or of a run's config.yaml. Raises UsageError if the file cannot be a
+    recipe."""
     tree = plain_data.read_yaml(Path(file), f"--config {file}")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
     check_no_consent(tree, f"--config {file}")
     options = flat(tree)
-    own_model = ":" in str(options.get("model"))  # an argument's default may be None
+    own_model = ":" in str(options.get("model"))  # an argument of the user's model may have the default None
     for option, value in options.items():
         if option in ONLY_FLAGS:
             raise UsageError(f"--config {file}: {option} is of the command line only: leave it out")
         may_be_empty = option.startswith("trainer.") or (own_model and option.startswith("model."))
-        if value is None and not may_be_empty:  # which jsonargparse (4.53) would take for any type
+        if value is None and not may_be_empty:  # jsonargparse (4.53) would accept None for any type
             raise UsageError(f"--config {file}: {option} has no value")
     return options
 
 
 def _allow_code(given: Mapping[str, Any]) -> None:
-    """Allows the code of the user that the command line itself names: a model, a transform of the images."""
+    """Allows the user's code that the command line itself names, which may be a model or a transform of the images."""
     if transform := given.get("augment.transform"):
         user_code.allow(transform, "--augment.transform")
     model = given.get("model", "")
@@ -142,11 +148,12 @@ def _allow_code(given: Mapping[str, Any]) -> None:
 
 
 def _merged(recipes: Sequence[dict[str, Any]], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the options of recipes and flags, of which the later ones count, and what --ds_config says."""
+    """Returns the options of recipes and flags, in which later ones override earlier ones, and the options that the
+    flag --ds_config sets."""
     options: dict[str, Any] = {}
     for recipe in recipes:
         theirs = str(recipe.get("ds_config", ""))
-        if Path(theirs).is_file():  # a finished run has no more need of it
+        if Path(theirs).is_file():  # a finished run's file may be gone, and is not needed
             options = _overridden(options, ds_config.options_of(theirs))
         options = _overridden(options, recipe)
     said: dict[str, Any] = {}
@@ -156,7 +163,7 @@ def _merged(recipes: Sequence[dict[str, Any]], given: dict[str, Any]) -> tuple[d
 
 
 def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
-    """Returns options overridden by others; a new model, optimizer or schedule drops the old one's options."""
+    """Returns options overridden by others. A new model, optimizer or schedule drops the options of the old one."""
     for key in REGISTRIES:
         if key in by and by[key] != options.get(key, by[key]):
             options = {option: value for option, value in options.items() if not option.startswith(f"{key}.")}
@@ -164,7 +171,8 @@ def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
 
 
 def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
-    """Returns what a command line says of an earlier run; its other options are not looked at yet."""
+    """Returns settings with only those options of a command line that identify an earlier run. The other options are
+    not checked yet."""
     named = ("resume", "out", "name", "strategy", "ds_config")
     early = make_settings(
         **{option: str(options[option]) for option in named if option in options},
@@ -176,7 +184,8 @@ def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
 
 
 def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns an earlier run's configuration as far as it holds under the strategy that is given."""
+    """Returns those options of an earlier run that also apply under the given strategy. `--strategy auto` is removed
+    from `given`."""
     if given.get("strategy") == AUTO:
         del given["strategy"]
     if all(given.get(key, base.get(key)) == base.get(key) for key in ("strategy", "ds_config")):
@@ -186,7 +195,8 @@ def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns options as jsonargparse takes them: optimizer.lr within optimizer, whose own value is its `name`."""
+    """Returns options in jsonargparse's nested form: optimizer.lr becomes an entry of optimizer, and the value of
+    optimizer itself becomes the entry `name`."""
     tree: dict[str, Any] = {}
     for option, value in options.items():
         path = option
@@ -202,10 +212,11 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-@cache  # an acceptance parses a hundred command lines
+@cache  # one acceptance run parses a hundred command lines
 def _parser(entries: tuple[tuple[str, str, Any], ...], with_help: bool) -> ArgumentParser:
-    """Returns the parser of train; `entries` are key, name and options of the model, the optimizer and the schedule."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=with_help)  # which take a third of the time
+    """Returns the parser of train. `entries` are the key, name and options of the model, the optimizer and the
+    schedule."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=with_help)  # they take a third of the time
     parser = ArgumentParser(
         prog=command("train"),
         usage=help.USAGE,
@@ -240,7 +251,7 @@ def _parser(entries: tuple[tuple[str, str, Any], ...], with_help: bool) -> Argum
         default={},
         help="Any other option of Lightning's Trainer, such as --trainer.limit_test_batches 10.",
     )
-    # jsonargparse (4.53) adds --trainable+, which appends to the default alone and replaces what a recipe lists.
+    # jsonargparse (4.53) adds --trainable+, which appends to the default only and so replaces a recipe's list.
     for action in parser._actions:
         action.option_strings = [flag for flag in action.option_strings if not flag.endswith("+")]
     for flag in [flag for flag in parser._option_string_actions if flag.endswith("+")]:

@@ -1,7 +1,9 @@
-"""DeepSpeed configurations: that of DeepSpeedExamples, and a user's own (`--ds_config FILE.json`), of which batch,
-accumulation, clipping, precision, optimizer and scheduler become train's options; all else goes to the engine as it is.
+"""Reads DeepSpeed configurations: the one of DeepSpeedExamples, and a user's own file (`--ds_config FILE.json`). Batch
+size, accumulation, clipping, precision, optimizer and scheduler of the user's file become options of train. Everything
+else goes to the engine unchanged.
 
-Names, defaults and meanings are DeepSpeed's (0.19.8); "auto" leaves a value to the flags, as in Hugging Face's Trainer.
+Names, defaults and meanings are DeepSpeed's (0.19.8). The value "auto" leaves an option to the flags, as in Hugging
+Face's Trainer.
 """
 
 import json
@@ -25,34 +27,36 @@ RENAMED = {
     "train_batch_size": "batch_size",
     "gradient_accumulation_steps": "accumulate",
 }
-"""Keys whose value is that of an option."""
+"""DeepSpeed keys that become an option of train, and the name of that option."""
 
 OFFLOADS = ("offload_optimizer", "offload_param")
-"""The sections of what is offloaded."""
+"""Sections of `zero_optimization` that configure offloading."""
 
 REFUSED = {
-    # These two could run code that a file names: they import modules, and unpickle "universal" checkpoints unchecked.
+    # These two could run code that the file names: the first imports modules, the second unpickles "universal"
+    # checkpoints unchecked.
     "torch_autocast": "--precision bf16-mixed",
     "checkpoint": "--resume, which reads the checkpoints of every strategy",
-    # Checkpoints rely on it that neighbouring ranks share the experts.
+    # The checkpoints require that neighbouring ranks share the experts.
     "use_data_before_expert_parallelism": "--model.ep_size",
 }
 """Keys that are refused, and what to use instead."""
 
 REFUSED_IF_ENABLED = {
-    # These write files or send the run's figures elsewhere: a file says only how a run computes.
+    # These write files or send metrics elsewhere, whereas the configuration may only change how a run computes.
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), "--logger"),
     "autotuning": "cifar-zero sweep",
 }
 """Sections that are refused unless their `enabled` is false, and what to use instead."""
 
 NAMES_FILE = ("_file", "_path", "_dir")
-"""Ends of the keys that name a file or a folder to write or read: flops_profiler.output_file, data_cluster_path."""
+"""Suffixes of the keys that name a file or folder to write or read, such as flops_profiler.output_file,
+data_cluster_path."""
 
-DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # of offloading: DeepSpeed's OffloadDeviceEnum
+DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # values of DeepSpeed's OffloadDeviceEnum
 
 OURS: dict[str, dict[str, Any]] = {
-    "adam": {"name": "adamw", "weight_decay": 0.0},  # engine._configure_basic_optimizer; adam_w_mode false is Adam
+    "adam": {"name": "adamw", "weight_decay": 0.0},  # see DeepSpeed's engine._configure_basic_optimizer
     "adamw": {"name": "adamw", "weight_decay": 0.0},
     "lion": {"name": "lion", "lr": 0.001, "betas": [0.9, 0.999]},
     "sgd": {"name": "sgd", "momentum": 0.0},
@@ -60,12 +64,13 @@ OURS: dict[str, dict[str, Any]] = {
     "warmuplr": {"name": "warmup_lr"},
     "warmupdecaylr": {"name": "warmup_decay_lr", "warmup_max_lr": 0.001},
 }
-"""DeepSpeed's and torch's optimizers and schedules, in lower case, with those of their defaults that are not ours."""
+"""Optimizers and schedules of DeepSpeed and torch by their name in lower case: the corresponding entry of this
+project's registries, and those DeepSpeed or torch defaults that differ from the entry's defaults."""
 
 
 def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
     """Returns the configuration of DeepSpeedExamples' CIFAR-10 program, ready for `deepspeed.initialize`. A run uses
-    all of it but batch, clipping, optimizer and scheduler, which are options."""
+    all of it except batch size, clipping, optimizer and scheduler, which are options of the run."""
     content = json.loads(EXAMPLES.read_text())
     content["zero_optimization"]["stage"] = stage
     for key in ("bf16", "fp16"):
@@ -74,8 +79,8 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
 
 
 def options_of(file: str) -> dict[str, Any]:
-    """Returns what a DeepSpeed configuration says of train's options, by flag. Raises UsageError, see `_read`, or if an
-    optimizer or a schedule has no counterpart."""
+    """Returns the options of train that a DeepSpeed configuration file sets, by flag. Raises UsageError if the file is
+    refused (see `_read`), or if its optimizer or scheduler has no counterpart in this project."""
     raw = _read(file)
     said = _without_auto(raw)
     found = {option: said[key] for key, option in RENAMED.items() if key in said}
@@ -90,9 +95,9 @@ def options_of(file: str) -> dict[str, Any]:
     if optimizer:
         optimizer["weight_decay_on"] = "all"
         adam_w_mode, by_torch = optimizer.pop("adam_w_mode", True), optimizer.pop("torch_adam", False)
-        if not adam_w_mode and raw["optimizer"]["type"].lower() == "adam":
+        if not adam_w_mode and raw["optimizer"]["type"].lower() == "adam":  # without decoupled weight decay it is Adam
             optimizer["name"] = "adam"
-        elif by_torch:  # whose AdamW decays by default
+        elif by_torch:  # torch's AdamW decays the weights by default
             optimizer["weight_decay"] = raw["optimizer"]["params"].get("weight_decay", 0.01)
     if "warmup_max_lr" in schedule:
         optimizer["lr"] = schedule.pop("warmup_max_lr")
@@ -102,12 +107,16 @@ def options_of(file: str) -> dict[str, Any]:
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Returns options as flags."""
+    """Returns options as command-line flags and their values."""
     return [part for option, value in options.items() for part in (f"--{option}", str(value))]
 
 
 def check_flags(settings: Settings, said: Mapping[str, Any]) -> None:
-    """Raises UsageError if a flag has overridden what the file `said`; names the first."""
+    """Raises UsageError for the first flag that has overridden an option of the DeepSpeed configuration file.
+
+    Args:
+        said: options that the file sets, by flag.
+    """
     given = flat(settings)
     for option, value in said.items():
         if given[option] != value:
@@ -118,17 +127,18 @@ def check_flags(settings: Settings, said: Mapping[str, Any]) -> None:
 
 
 def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what DeepSpeed's engine gets of a configuration: without what becomes options."""
+    """Returns the part of a DeepSpeed configuration that the engine gets, without the keys that become options of
+    train."""
     raw = {key: value for key, value in content.items() if key not in (*RENAMED, "optimizer", "scheduler")}
     zero = raw["zero_optimization"] = {**_section(raw, "zero_optimization")}
-    if zero.pop("cpu_offload", False):  # even if it is false, DeepSpeed prints a warning three times
+    if zero.pop("cpu_offload", False):  # DeepSpeed prints a warning three times, even if it is false
         zero.setdefault("offload_optimizer", {"device": "cpu"})
     return raw
 
 
 def spec_of(placement: Placement) -> Spec:
-    """Returns what the strategy of a placement does, or the raw configuration that replaces it. Raises UsageError, see
-    `_read`, or if the stage or the place of something offloaded is unknown."""
+    """Returns the `Spec` of a placement's strategy, or of the raw configuration that replaces the strategy. Raises
+    UsageError if the file is refused (see `_read`), or if its ZeRO stage or an offload device is unknown."""
     file = placement.ds_config
     if not file:
         return STRATEGIES[placement.strategy]
@@ -155,8 +165,8 @@ def spec_of(placement: Placement) -> Spec:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """Returns the content of a file. Raises UsageError: it is not a DeepSpeed configuration, or sets what is
-    refused."""
+    """Returns the content of a DeepSpeed configuration file. Raises UsageError if the file is not a DeepSpeed
+    configuration, or sets a refused key."""
     raw = plain_data.read_json(Path(file), f"--ds_config {file}")
     if not isinstance(raw, dict):
         raise UsageError(f"--ds_config {file} must hold a JSON object")
@@ -170,7 +180,8 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns an object within another; empty without one. Raises UsageError: it is something else."""
+    """Returns the object under a key, or an empty dict if there is none. Raises UsageError if the value is not an
+    object."""
     section = content.get(key) or {}
     if not isinstance(section, dict):
         raise UsageError(f"--ds_config: {key} must be an object, not {section}")
@@ -178,7 +189,7 @@ def _section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _names_of_files(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the names of all options that name a file, apart from the disk to offload to."""
+    """Yields the dotted names of all options that name a file, except the path of the NVMe disk to offload to."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _names_of_files(value, f"{prefix}{key}.")
@@ -194,8 +205,9 @@ def _without_auto(value: Any) -> Any:
 
 
 def _ours(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns the options of an optimizer or a schedule with its name here; nothing without one. A value that is "auto"
-    is left to the flags: neither DeepSpeed's default counts nor ours."""
+    """Returns the options of the file's optimizer or scheduler, with its name in this project, or an empty dict if the
+    file has none. An option that is "auto" is left out, so that the flags decide instead of DeepSpeed's or this
+    project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project."""
     section = _section(raw, key)
     if not section:
         return {}

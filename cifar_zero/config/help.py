@@ -1,5 +1,5 @@
-"""The help of the command line: all options, or on one screen those that most people need. Refuses unknown names and
-values of the wrong type, and names what was probably meant."""
+"""Formats the help of the command line: all options, or on one screen the options that most people need. Also refuses
+unknown names and values of the wrong type, and suggests what was probably meant."""
 
 import argparse
 import re
@@ -65,14 +65,15 @@ OWNED = {name: f"--{name}" for name in SAME} | {
 
 
 def epilog() -> str:
-    """Returns the end of the whole help: examples, and all optimizers and strategies."""
+    """Returns the end of the full help: examples, and lists of all optimizers and strategies."""
     optimizers = _listed({name: summary(entry) for name, entry in OPTIMIZERS.items()})
     strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
     return EPILOG.format(optimizers=optimizers, strategies=strategies)
 
 
 def short(parser: ArgumentParser) -> str:
-    """Returns what most people need of the help, on one screen: of each flag the choices or the first sentence."""
+    """Returns the short help, which fits one screen. It lists the flags of COMMON, each with its choices or the first
+    sentence of its help text."""
     actions = parser._option_string_actions
     names = {key: choices(key) for key in REGISTRIES} | {"strategy": [*STRATEGIES, AUTO]}
     lines = [f"usage: {USAGE}" % {"prog": parser.prog}]
@@ -96,7 +97,7 @@ def short(parser: ArgumentParser) -> str:
 
 
 def summary(entry: Any) -> str:
-    """Returns the first line of the documentation of a model, optimizer or schedule."""
+    """Returns the first line of the docstring of a model, optimizer or schedule."""
     return (entry.__doc__ or "").splitlines()[0]
 
 
@@ -106,10 +107,10 @@ def _listed(lines: dict[str, str]) -> str:
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the help as it is written, followed by the default."""
+    """Shows help texts as they are written, followed by the default value."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = re.sub(r"%(?!\()", "%%", action.help or "")  # "94 %" is text, %(default)s is not
+        text = re.sub(r"%(?!\()", "%%", action.help or "")  # "94 %" is text, %(default)s is a placeholder
         shown = action.default is not False and action.default not in (argparse.SUPPRESS, None, "", {})
         return f"{text} (default: %(default)s)" if shown and action.option_strings else text
 
@@ -121,7 +122,8 @@ def choices(key: str) -> list[str]:
 
 
 def chosen(options: Mapping[str, Any], key: str) -> str:
-    """Returns the name of the model, optimizer or schedule among options. Raises UsageError: it is unknown."""
+    """Returns the name of the chosen model, optimizer or schedule, which `options` may leave at the default. Raises
+    UsageError if the name is unknown."""
     name = str(options.get(key, getattr(Recipe(), key).name))
     if name in REGISTRIES[key]:
         return name
@@ -146,8 +148,8 @@ def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
 
 
 def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for the first value that is not of its option's type. jsonargparse (4.53) says which one only
-    in the text of its error, so each value is parsed alone."""
+    """Raises UsageError for the first value that does not have the type of its option. jsonargparse (4.53) names the
+    option only in the text of its error, so each value is parsed alone."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
         if hint is None or action.dest not in options:
@@ -162,7 +164,7 @@ def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
 
 
 def _described(hint: Any) -> str:
-    """Returns a type in words: int or one of ['auto']."""
+    """Returns a type in words, for example: int or one of ['auto']."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Literal:
         return f"one of {[*inner]}"

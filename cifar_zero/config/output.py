@@ -1,6 +1,5 @@
-"""What a training leaves behind: run folders, checkpoints, curves and figures. The docstring under each field is its
-text in `--help`; numbers are at least 0 unless `limited` says more.
-"""
+"""The output options: run folders, checkpoints, logging and plots. The docstring under each field is its `--help` text;
+numbers are at least 0 unless `limited` sets other limits."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,14 +21,14 @@ class Output:
 
     resume: str = ""
     """Resume from a checkpoint: its path, a run folder, last (the newest run of this name), or auto (like last if this
-    name has a checkpoint, otherwise from the start). All other options are that run's, as far as flags do not override
+    name has a checkpoint, otherwise from the start). All other options are taken from that run unless flags override
     them; strategy and number of ranks may differ."""
 
     save_every_n_steps: int = 0
     """Also update last.ckpt every N optimizer steps. 0: only at the end of each epoch."""
 
     save_top_k: int = limited(1, at_least=-1)
-    """How many of the best checkpoints to keep. -1: one of each validation. 0: none; last.ckpt is always kept."""
+    """How many of the best checkpoints to keep, in addition to last.ckpt. -1: one per validation. 0: none."""
 
     logger: list[LoggerName] = field(default_factory=lambda: ["tensorboard"])
     """Loggers, one or more: tensorboard, csv (csv/metrics.csv in the run folder), wandb; or none."""
@@ -38,10 +37,11 @@ class Output:
     """Weights & Biases: project."""
 
     wandb_run_name: str = ""
-    """Weights & Biases: name of the run. Empty: that of the run folder."""
+    """Weights & Biases: name of the run. Empty: the name of the run folder."""
 
     wandb_group: str = ""
-    """Weights & Biases: group of runs that are shown together. Empty: WANDB_RUN_GROUP, or none."""
+    """Weights & Biases: group of runs that are shown together. Empty: the environment variable WANDB_RUN_GROUP, or no
+    group."""
 
     wandb_tags: list[str] = field(default_factory=list)
     """Weights & Biases: tags, one or more."""
@@ -50,11 +50,12 @@ class Output:
     """Also log the norm of each parameter's gradient (grad_norm/*) and its histogram, every --log_interval steps."""
 
     test_figures: bool = True
-    """Draw the confusion matrix and the worst mistakes after the test. false: a short run ends seconds earlier."""
+    """Draw the confusion matrix and the worst mistakes after the test. false: draw nothing, which ends a short run
+    seconds earlier."""
 
     check_steps: int = 0
-    """Check so many optimizer steps, spread over the training: loss, gradient, update and buffers must be those of
-    plain PyTorch. A checked step takes about four times as long. Writes step_check.json. 0: none."""
+    """Number of optimizer steps to check, spread over the training: loss, gradient, update and buffers must match plain
+    PyTorch. A checked step takes about four times as long. Writes step_check.json. 0: none."""
 
     log_interval: int = limited(100, at_least=1)
     """Optimizer steps between two logged points of the training metrics."""
@@ -64,11 +65,12 @@ class Output:
     the folder --out."""
 
     check_gradients: bool = False
-    """Compare autograd's derivatives with finite differences, one of each parameter, print the table, and exit."""
+    """Compare autograd's derivatives with finite differences, one derivative per parameter, print the table, and
+    exit."""
 
     debug: bool = False
     """Print the full traceback of an error."""
 
     warmup_steps: int = 20
-    """Optimizer steps at the start that the figures of speed leave out, at most half of the run; --bench_steps runs
-    them before the timed steps."""
+    """Optimizer steps at the start that speed measurements leave out, at most half of the run; --bench_steps runs them
+    before the timed steps."""

@@ -1,6 +1,6 @@
-"""Where and how a training runs: the options that leave its maths alone. Precision is one of them: it changes only
-rounding. The docstring under each field is its text in `--help`; numbers are at least 0 unless `limited` says more.
-"""
+"""The placement: where and how a training runs. These options do not change its maths; precision is one of them,
+because it changes only rounding. The docstring under each field is its `--help` text; numbers are at least 0 unless
+`limited` sets other limits."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,27 +39,29 @@ class ZeROConfig:
     """ZeRO 1 to 3, under the names of DeepSpeed's configuration"""
 
     overlap_comm: bool = False
-    """Reduce gradients during the backward pass, on a CUDA stream of their own; stage 3 also gathers so. Has a history
-    of wrong losses (DeepSpeed issues 4298, 5347, 8061): check with cifar-zero compare."""
+    """Reduce gradients during the backward pass, on a separate CUDA stream; ZeRO 3 also gathers parameters this way.
+    This option has a history of wrong losses (DeepSpeed issues 4298, 5347, 8061): check it with cifar-zero compare."""
 
     reduce_bucket_size: int = limited(50_000_000, at_least=1)
-    """Elements of gradients reduced at a time; at most the model, and even. Smaller: less memory, more messages."""
+    """Gradient bucket size in elements, rounded up to an even number and clamped to the model size. Smaller: less
+    memory, more messages."""
 
     round_robin_gradients: bool = False
-    """Stages 1 and 2: deal parameters out in turn, so that all ranks offload gradients at the same time."""
+    """ZeRO 1 and 2: assign parameters to ranks round-robin, so that all ranks offload gradients at the same time."""
 
     prefetch_bucket_size: int = 50_000_000
-    """Stage 3, like all below: elements of the parameters that are gathered ahead of their use. 0: none."""
+    """ZeRO 3, like all options below: parameter elements that are gathered ahead of their use. 0: none."""
 
     max_live_parameters: int = 1_000_000_000
-    """Elements of gathered parameters on a device beyond which none are gathered ahead."""
+    """Gathered parameter elements on a device beyond which no parameters are gathered ahead of their use."""
 
     sub_group_size: int = limited(1_000_000_000, at_least=1)
     """Elements that the optimizer updates at a time. Smaller sub-groups let SuperOffload overlap its updates with the
     backward pass at a finer grain, and let --offload.ratio split the optimizer more exactly."""
 
     param_persistence_threshold: int = 100_000
-    """Largest parameter, in elements, that every rank keeps whole. 0: none, for less memory and more messages."""
+    """Size in elements up to which every rank keeps a parameter whole. 0: no parameters, for less memory and more
+    messages."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,21 @@ class OffloadConfig:
     on the GPU (Twin-Flow of ZeRO-Offload++). Below 1 only with ZeRO 3, AdamW and a constant learning rate."""
 
     pin_memory: bool = False
-    """Keep offloaded tensors in pinned (page-locked) CPU memory: faster copies, which can overlap with computation."""
+    """Keep offloaded tensors in pinned (page-locked) CPU memory, which makes copies faster and lets them overlap with
+    computation."""
 
     cpuadam_cores_perc: float = limited(0.8, over=0, at_most=1)
-    """Share of the process's cores, above 0 to 1, on which SuperOffload runs its optimizer in a separate process."""
+    """Share of the process's CPU cores, above 0 and at most 1, on which SuperOffload runs its optimizer in a separate
+    process."""
 
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """strategy: none of these options holds under another one"""
+    """strategy: a run resumed under another strategy does not keep these options"""
 
     strategy: str = "baseline"
     """How the run is spread over devices, and what is sharded or offloaded (names below). auto: the strategy that
-    cifar-zero plan recommends for this machine; a resumed run keeps its own."""
+    cifar-zero plan recommends for this machine; a resumed run keeps its strategy."""
 
     ds_config: str = ""
     """Your own DeepSpeed configuration (JSON file) instead of a strategy. Its batch, clipping, precision, optimizer and
@@ -93,12 +97,13 @@ class StrategyOptions:
     """Directory on a local NVMe disk; required by deepspeed_stage_3_offload_nvme."""
 
     tensor_parallel_size: int = 0
-    """Ranks that split each layer of a vit_* and compute the same images, for tensor_parallel and fsdp2. The others
-    compute other images; fsdp2 shards over them too. 0: all ranks under tensor_parallel, 1 under fsdp2."""
+    """For tensor_parallel and fsdp2: ranks that split each layer of a vit_* model and compute the same images. Other
+    groups of ranks compute other images, and fsdp2 also shards over these groups. 0: all ranks under tensor_parallel, 1
+    under fsdp2."""
 
     pipeline_parallel_size: int = 0
-    """Ranks that divide the blocks of a vit_* and compute the same images, for pipeline; the others compute other
-    images. 0: all ranks."""
+    """For pipeline: ranks that divide the blocks of a vit_* model and compute the same images. Other groups of ranks
+    compute other images. 0: all ranks."""
 
     zero: ZeROConfig = field(default_factory=ZeROConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -110,8 +115,8 @@ class DeviceOptions:
 
     devices: int | Literal["auto"] = limited("auto", at_least=1)
     """Ranks per node: one per GPU, or processes on the CPU. auto: the largest number of GPUs that divides the batch
-    into micro-batches of 32 images or more, or one CPU process. torchrun and SLURM set it by the ranks that they
-    start."""
+    into micro-batches of 32 images or more, or one CPU process. Under torchrun and SLURM, it is the number of ranks
+    that they start."""
 
     num_nodes: int = limited(1, at_least=1)
     """Number of nodes. For more than one, start the run on each node with torchrun, DeepSpeed's launcher or SLURM."""
@@ -125,32 +130,34 @@ class DeviceOptions:
     """Device type. auto: the GPU if there is one, otherwise the CPU."""
 
     accumulate: int = limited(1, at_least=1)
-    """Micro-batches per optimizer step whose gradients are accumulated."""
+    """Micro-batches per optimizer step, whose gradients are accumulated."""
 
     precision: Precision = "32-true"
-    """Number format. *-mixed: DeepSpeed and fsdp2 run a model cast to 16 bits, with float32 master weights; the other
+    """Number format. *-mixed: DeepSpeed and fsdp2 cast the model to 16 bits and keep float32 master weights; the other
     strategies use autocast. auto: on a GPU bf16-mixed, or 16-mixed if it has no bfloat16; 32-true on the CPU."""
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """how this program's models compute; a module of somebody else decides this itself"""
+    """computation of this program's models; a user's own module decides this itself"""
 
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, a quarter to a third more computation."""
+    """Discard each block's activations and recompute them in the backward pass: less memory, but a quarter to a third
+    more computation."""
 
     activation_offload: bool = False
     """Store the tensors that the forward pass saves for the backward pass in pinned CPU memory instead of GPU memory.
-    With --activation_checkpointing, only the inputs of the blocks."""
+    With --activation_checkpointing, these are only the inputs of the blocks."""
 
     compile: bool = False
     """Compile the model with torch.compile."""
 
     channels_last: bool = False
-    """Use the channels_last memory format on a GPU too; faster for convolutions in half precision."""
+    """Use the channels_last memory format on a GPU too, which is faster for convolutions in half precision."""
 
     fast_loop: bool = True
-    """Train with this project's loop: less overhead per batch. false: Lightning's own loop, with the same results."""
+    """Train with this project's loop, which has less overhead per batch. false: Lightning's own loop, with the same
+    results."""
 
     cuda_graphs: bool = False
     """Compile the model and replay its forward and backward passes as one CUDA graph each. Speeds up small models,
@@ -159,20 +166,20 @@ class ComputeOptions:
 
 @dataclass(frozen=True)
 class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
-    """Where and how a training runs."""
+    """The options that decide where and how a training runs."""
 
     data: DataAccess = field(default_factory=DataAccess)
 
     @property
     def world_size(self) -> int:
-        """Ranks over all nodes; devices must be a number."""
+        """Number of ranks over all nodes. `devices` must be a number, not auto."""
         assert self.devices != "auto"
         return self.devices * self.num_nodes
 
     @property
     def ranks_per_model(self) -> int:
-        """Ranks that together hold one model and compute the same images."""
-        spec = STRATEGIES[self.strategy]  # the default, baseline, next to a raw DeepSpeed configuration
+        """Number of ranks that together hold one model and compute the same images."""
+        spec = STRATEGIES[self.strategy]  # with a raw DeepSpeed configuration the default, baseline
         if spec.size and getattr(self, spec.size):
             return getattr(self, spec.size)
         if spec.one_replica:
@@ -181,7 +188,8 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
 
     @property
     def replicas(self) -> int:
-        """Models that train on images of their own; raises UsageError if the ranks cannot be divided so."""
+        """Number of models that train on different images. Raises UsageError if the ranks cannot be divided into such
+        replicas."""
         replicas, left = divmod(self.world_size, self.ranks_per_model)
         if left:
             given = f"--{STRATEGIES[self.strategy].size} {self.ranks_per_model}"
@@ -190,7 +198,7 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the ranks are CPU processes; accelerator must not be auto."""
+        """Whether the ranks are CPU processes. `accelerator` must not be auto."""
         return self.accelerator == "cpu"
 
     @property

@@ -1,7 +1,6 @@
-"""The maths of a training, whatever the place where it runs. The docstring under each field is its text in `--help`;
-numbers are at least 0 unless `limited` says more. A resumed run keeps its recipe, but for the fields that say
-`may_change_on_resume`.
-"""
+"""The recipe: the options that decide the maths of a training, wherever it runs. The docstring under each field is its
+`--help` text; numbers are at least 0 unless `limited` sets other limits. A resumed run keeps its recipe, except for the
+fields with `may_change_on_resume`."""
 
 import math
 from dataclasses import dataclass, field
@@ -28,27 +27,30 @@ Padding = Literal["black", "reflect"]
 Views = Literal["none", "mirror", "mirror_translate"]
 
 NORMALIZATIONS = {
-    "half": "0.5,0.5",  # of the PyTorch CIFAR tutorial: pixels from -1 to 1
+    "half": "0.5,0.5",  # the PyTorch CIFAR tutorial's, for pixels from -1 to 1
     "cifar": "0.4914,0.4822,0.4465,0.2470,0.2435,0.2616",  # of CIFAR-10's training images
-    "imagenet": "0.485,0.456,0.406,0.229,0.224,0.225",  # of ImageNet's, as torchvision's weights expect
+    "imagenet": "0.485,0.456,0.406,0.229,0.224,0.225",  # of ImageNet, for torchvision's weights
 }
-"""Mean and standard deviation of the pixels, from 0 to 1: of all channels, or three of each."""
+"""Mean and standard deviation of pixels from 0 to 1: one of each for all channels, or three means followed by three
+standard deviations."""
 
 
 class Inputs(NamedTuple):
-    """Square RGB images whose pixels, from 0 to 1, become (pixel - mean) / std."""
+    """The size and normalisation of square RGB images. Pixels from 0 to 1 become (pixel - mean) / std."""
 
     side: int  # height and width in pixels
     mean: tuple[float, ...]  # of all channels, or of red, green and blue
     std: tuple[float, ...]
 
     def as_many(self, images: int) -> int:
-        """Returns the number of these images, at least one, that have as many pixels as images of CIFAR's size."""
+        """Returns how many images of this size have together as many pixels as `images` images of CIFAR's size; at
+        least one."""
         return max(1, images * IMAGE_SHAPE[1] * IMAGE_SHAPE[2] // self.side**2)
 
 
 def inputs(side: int = IMAGE_SHAPE[1], normalization: str = "half") -> Inputs:
-    """Returns the inputs of --data.image_size and --data.normalize; raises UsageError if the latter is invalid."""
+    """Returns the inputs for --data.image_size and --data.normalize. Raises UsageError if the normalisation is
+    invalid."""
     try:
         numbers = [float(number) for number in NORMALIZATIONS.get(normalization, normalization).split(",")]
     except ValueError:
@@ -79,7 +81,7 @@ class DataRecipe:
     source: SourceName = field(default="auto", metadata=MAY_CHANGE)
     """Dataset. auto: CIFAR-10 from disk or by download; if neither is possible, the embedded digits, with a warning.
     All other sources never fall back. folder: your own images, <root>/train/<class>/*.png|jpg and
-    <root>/test/<class>/*. digits: handwritten digits in CIFAR-10's shape. synthetic: random ones, for benchmarks."""
+    <root>/test/<class>/*. digits: handwritten digits in CIFAR-10's shape. synthetic: random images, for benchmarks."""
 
     val_fraction: float = limited(0.1, below=1)
     """Share of the training images held out for validation, chosen by seed and stratified by class. 0: train on all."""
@@ -88,7 +90,8 @@ class DataRecipe:
     """Number of training images of the synthetic source."""
 
     image_size: int = limited(32, at_least=32)
-    """Side in pixels to which the images of a folder source are scaled; those of all other sources have 32."""
+    """Side in pixels to which the images of a folder source are scaled; images of all other sources have 32 x 32
+    pixels."""
 
     normalize: str = "half"
     """Mean and standard deviation of the pixels (from 0 to 1), which become (pixel - mean) / std. half: 0.5 and 0.5.
@@ -97,7 +100,7 @@ class DataRecipe:
 
     @property
     def inputs(self) -> Inputs:
-        """The images as the model sees them."""
+        """Size and normalisation of the images that the model gets."""
         return inputs(self.image_size, self.normalize)
 
 
@@ -110,8 +113,8 @@ class AugmentConfig:
     of the images in even epochs, the other half in odd epochs."""
 
     crop: int = 0
-    """Padding in pixels on each side, up to half of the image's, from which a random crop of the original size is
-    taken. 0: off."""
+    """Pixels of padding on each side, at most half of the image's side, before a random crop to the original size. 0:
+    off."""
 
     padding: Padding = "black"
     """Content of the padding of --augment.crop: black pixels, or the image mirrored at its edges (reflect)."""
@@ -120,24 +123,25 @@ class AugmentConfig:
     """Side in pixels of a square at a random position that is set to the mean of --data.normalize. 0: off."""
 
     mixup: float = 0.0
-    """Mixup: blend each image and its label with another image; the share is drawn from Beta(MIXUP, MIXUP). 0: off. If
-    cutmix is on as well, each image gets one of the two with probability 1/2."""
+    """Mixup: blend each image with another image, and their labels likewise; the weight of the other image is drawn
+    from Beta(MIXUP, MIXUP). 0: off. If cutmix is on as well, each image gets one of the two with probability 1/2."""
 
     cutmix: float = 0.0
-    """CutMix: paste a rectangle of another image into each image. Its share of the area is drawn from Beta(CUTMIX,
-    CUTMIX) and it is clipped at the borders; the labels are mixed in proportion to the pixels. 0: off."""
+    """CutMix: paste a rectangle of another image into each image. The rectangle's share of the area is drawn from
+    Beta(CUTMIX, CUTMIX), and the rectangle is clipped at the image's borders; the labels are mixed in proportion to the
+    pixels. 0: off."""
 
     erasing: float = limited(0.0, at_most=1)
     """Probability that a random rectangle, 0.02 to 0.33 of an image, is blanked out to the mean. 0: off."""
 
     policy: Literal["none", "randaugment", "autoaugment", "trivialaugment"] = "none"
     """Random operations on the pixels by torchvision.transforms.v2: RandAugment, AutoAugment (the policy of CIFAR-10)
-    or TrivialAugmentWide, drawn for groups of images: 64 different ones in each epoch."""
+    or TrivialAugmentWide. They are drawn once per group of images, for 64 groups in each epoch."""
 
     transform: str = ""
     """Transform of your own, as FILE.py:NAME or PACKAGE.MODULE:NAME: a function or an instance that maps uint8 images
-    (N, 3, H, W) to as many of the same shape, such as a Compose of torchvision.transforms.v2. It is drawn for groups of
-    images, after --augment.policy. Only the command line may name one, as it is code."""
+    (N, 3, H, W) to uint8 images of the same shape, such as a Compose of torchvision.transforms.v2. It is called once
+    per group of images, after --augment.policy. Only the command line may name a transform, because it is code."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class Training:
     max_steps: int = limited(-1, at_least=-1, may_change_on_resume=True)
     """Maximum number of optimizer steps; training stops at whichever of this and --epochs comes first. -1: no limit."""
 
-    batch_size: int = limited(4, at_least=1, at_most=2**31 - 1)  # far above a data set: sizes fit torch's int64
+    batch_size: int = limited(4, at_least=1, at_most=2**31 - 1)  # far above any dataset, and sizes fit torch's int64
     """Global batch size: images per optimizer step, over all ranks and accumulated micro-batches (DeepSpeed's
     train_batch_size). The micro-batch of a rank is batch_size / (ranks x accumulate), where ranks that share one model
     (tensor_parallel, pipeline) count as one."""
@@ -176,8 +180,8 @@ class Training:
     """Maximum global L2 norm of the gradient. 0: no clipping."""
 
     loss: LossName = field(default="cross_entropy", metadata=MAY_CHANGE)
-    """What training minimises, and train/loss, val/loss and test/loss show. mse: squared distance of the scores from 1
-    for the class and 0 for the others. bce: binary cross-entropy, each class against the rest."""
+    """Loss that training minimises, and that train/loss, val/loss and test/loss show. mse: squared distance of the
+    scores from 1 for the class and 0 for the others. bce: binary cross-entropy, each class against the rest."""
 
     reduce_on_plateau: int = limited(0, may_change_on_resume=True)
     """Divide the learning rate by 10 after this many validations in a row (one per epoch) without a lower val/loss.
@@ -191,11 +195,11 @@ class Training:
     he: normal, for ReLU (He et al. 2015). Both set the biases to 0. default: torch's defaults."""
 
     monitor: Monitor = field(default="val/acc", metadata=MAY_CHANGE)
-    """Metric of the validations that decides which checkpoints are the best, and when --early_stopping stops; losses
-    and errors are best when low, the others when high."""
+    """Validation metric that decides which checkpoints are the best, and when --early_stopping stops. Losses and errors
+    are best when low, all other metrics when high."""
 
     bench_steps: int = limited(0, may_change_on_resume=True)
-    """Benchmark: run this many timed steps after a warm-up, print the figures and skip the test. 0: train normally."""
+    """Benchmark: run this many timed steps after a warm-up, print the speed and skip the test. 0: train normally."""
 
 
 @dataclass(frozen=True)
@@ -210,18 +214,18 @@ class Regularization:
     """Stop after this many validations in a row (one per epoch) without a better --monitor. 0: never."""
 
     ema: float = limited(0.0, below=1, may_change_on_resume=True)
-    """Decay of an exponential moving average of the weights; it averages over about 1 / (1 - decay) optimizer steps, so
-    0.999 over a thousand. Validation, test, the best checkpoint and exports use the average. 0: off."""
+    """Decay of an exponential moving average of the weights, which averages over about 1 / (1 - decay) optimizer steps:
+    over a thousand for 0.999. Validation, test, the best checkpoint and exports use the average. 0: off."""
 
     swa_from: float = limited(0.0, below=1, may_change_on_resume=True)
-    """Stochastic weight averaging: the point of training, from 0 to below 1 of its length, from which the weights at
-    the end of each epoch (and of training) are averaged with equal weight. From its first epoch on, the average is used
+    """Stochastic weight averaging: the share of the training, from 0 to below 1, after which the weights at the end of
+    each epoch (and of training) are averaged with equal weight. From the first averaged epoch on, the average is used
     as with --ema. 0: off."""
 
     tta: Views = field(default="none", metadata=MAY_CHANGE)
     """Test-time augmentation: average the scores of several views of each image in the test, but not in validation.
-    mirror: the image and its mirror image. mirror_translate: 6 views: these two, and both shifted by one pixel up and
-    left, and down and right; the unshifted views have half of the total weight."""
+    mirror: the image and its mirror image. mirror_translate: 6 views, which are these two, both shifted by one pixel up
+    and left, and both shifted down and right. The unshifted views have half of the total weight."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,8 @@ class FineTuning:
 
     weights: str = field(default="", metadata=MAY_CHANGE)
     """Start from existing weights: a run folder, a checkpoint of any strategy, a safetensors file, or a torch state
-    dict. Tensors with another name or shape are initialised and listed. Optimizer and step count start fresh."""
+    dict. Parameters without a tensor of the same name and shape are initialised and listed. Optimizer and step count
+    start fresh."""
 
     delta: str = field(default="", metadata=MAY_CHANGE)
     """Delta to apply on top of --weights: a file written by cifar-zero export --to delta."""
@@ -242,7 +247,8 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class Recipe(FineTuning, Regularization, Training):
-    """The maths of a training. The defaults are the PyTorch tutorial's, plus a validation split."""
+    """The options that decide the maths of a training. The defaults are those of the PyTorch tutorial, plus a
+    validation split."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataRecipe = field(default_factory=DataRecipe)
@@ -254,10 +260,10 @@ class Recipe(FineTuning, Regularization, Training):
 
     @property
     def only_measures(self) -> bool:
-        """Whether the run is a benchmark: a few steps, no checkpoint, no test."""
+        """Whether the run is a benchmark, which runs a few steps and has no checkpoint and no test."""
         return bool(self.bench_steps)
 
     @property
     def model_name(self) -> str:
-        """The model's name as part of a path: torchvision-resnet18, my_net.py-MyNet."""
+        """The model's name as part of a path, for example torchvision-resnet18 or my_net.py-MyNet."""
         return Path(self.model.name).name.replace(":", "-")  # some file systems allow no colon

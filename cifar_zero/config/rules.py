@@ -1,8 +1,9 @@
-"""Refuses what cannot run, before anything is launched, in one line that says what to use instead: values that make no
-sense on any machine, models that do not fit, and what this computer lacks. What a strategy cannot do stands in
-strategy_rules.py.
+"""Refuses a run that cannot work, before anything is launched: values that make no sense on any machine, models that do
+not fit the images, and requirements that this computer does not meet. strategy_rules.py refuses what a strategy cannot
+do.
 
-A check raises UsageError. Nothing here imports torch, except for a model of torchvision.
+A check raises UsageError with one line that names what to use instead. Nothing here imports torch, except to try out a
+model.
 """
 
 import ctypes.util
@@ -27,21 +28,22 @@ from cifar_zero.core.usage import check_numbers, nearest, refuse
 from cifar_zero.models import IMAGE_SHAPE, MODELS
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 
-MOST_NAME_BYTES = 200  # file systems end at 255, and a suffix may follow
+MOST_NAME_BYTES = 200  # file systems allow 255 bytes, and a suffix may follow
 
 CPU_RANK_BYTES = 1_000_000_000
-"""Memory of one CPU rank of the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed 0.19)."""
+"""Memory in bytes of one CPU rank in the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed
+0.19)."""
 
 
 def check(run: Run) -> None:
-    """Refuses what cannot run on this computer."""
+    """Raises UsageError if the run cannot work on this computer."""
     strategy_rules.check(run)
     check_here(run)
     check_model(run)
 
 
 def check_values(settings: Settings) -> None:
-    """Refuses values of the right type that make no sense on any machine."""
+    """Raises UsageError for values of the right type that make no sense on any machine."""
     recipe, placement, output = settings.recipe, settings.placement, settings.output
     strategies, lora = [*STRATEGIES, AUTO], recipe.lora
     meant = nearest(placement.strategy, strategies)
@@ -69,7 +71,7 @@ def check_values(settings: Settings) -> None:
             f"--delta {recipe.delta} needs --weights: those that the run which wrote it started from": (
                 recipe.delta != "" and not recipe.weights
             ),
-            # A recipe must not replace other files.
+            # A recipe must not be able to overwrite a file that is not a plot.
             f"--plot_schedule {output.plot_schedule}: give the name of a .png file": (
                 output.plot_schedule != "" and not output.plot_schedule.endswith(".png")
             ),
@@ -83,7 +85,8 @@ def check_values(settings: Settings) -> None:
 
 
 def _check_numbers(settings: Settings) -> None:
-    """Refuses numbers beyond their limits, in the settings and in the options of model, optimizer and schedule."""
+    """Raises UsageError for a number beyond its limits, in the settings or in the options of model, optimizer and
+    schedule."""
     for part in (settings.recipe, settings.placement, settings.output):
         groups = {"": part, **{f"{name}.": getattr(part, name) for name in sections(type(part))}}
         for prefix, options in groups.items():
@@ -112,13 +115,13 @@ def _check_images(settings: Settings) -> None:
 
 
 def of_validation(settings: Settings) -> list[str]:
-    """Returns the flags that were given and need a validation."""
+    """Returns the options that need a validation and differ from their default."""
     names, defaults = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k"), Settings()
     return [name for name in names if settings.option(name) != defaults.option(name)]
 
 
 def check_plain_name(name: str) -> None:
-    """Refuses a --name with a directory in it, or that cannot be a folder's; an empty one is fine."""
+    """Raises UsageError if a --name contains a directory or cannot be the name of a folder. An empty name is valid."""
     if not name.isprintable() or len(os.fsencode(name)) > MOST_NAME_BYTES:
         raise UsageError(f"--name {short(repr(name), 60)} must be one line of at most {MOST_NAME_BYTES} bytes")
     if name and (Path(name).name != name or name in (".", "..")):
@@ -126,7 +129,8 @@ def check_plain_name(name: str) -> None:
 
 
 def check_model(run: Run) -> None:
-    """Refuses a model that cannot train on these micro-batches; runs a model of another package to find out."""
+    """Raises UsageError if the model cannot train on the run's micro-batches. To find out, a model from outside this
+    project is built and run once, and so is every model if the images are not 32 x 32 pixels."""
     model, side = run.recipe.model, run.data.image_size
     if ":" in model.name or side != IMAGE_SHAPE[1]:
         from cifar_zero.models.external import check
@@ -139,10 +143,10 @@ def check_model(run: Run) -> None:
 
 
 def check_here(run: Run) -> None:
-    """Refuses what this computer lacks and another one may have."""
+    """Raises UsageError if this computer lacks something that the run needs and that another computer may have."""
     placement, optimizer, spec = run.placement, run.recipe.optimizer.name, run.spec
     assert placement.devices != "auto"
-    launched = "LOCAL_WORLD_SIZE" in os.environ  # the ranks of a launcher have already taken their memory
+    launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory
     fit = max(1, free_memory_bytes() // CPU_RANK_BYTES)
     compiles = spec.offload_optimizer != "" and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
     splits_layers = spec.size == "tensor_parallel_size" and placement.ranks_per_model > 1
@@ -172,7 +176,8 @@ def _lacks(package: str) -> bool:
 
 
 def check_nvme(path: str) -> None:
-    """Refuses a missing directory, and a computer without libaio, which DeepSpeed's I/O is compiled against."""
+    """Raises UsageError if the directory is missing, or if the computer lacks libaio, against which DeepSpeed compiles
+    its asynchronous I/O."""
     refuse(
         {
             "--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk": not path,

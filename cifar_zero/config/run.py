@@ -1,4 +1,4 @@
-"""The resolved run: what the user asked for, and what it came to on this computer; no torch."""
+"""The resolved run: the user's settings, with every open option decided on this computer. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,20 +10,21 @@ from cifar_zero.core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Settings):
-    """A run with nothing left open; `training.resolve.resolve` makes it, once per process. In its options devices is a
-    number, accelerator cpu or gpu, precision a format, resume and weights are paths."""
+    """A run with every open option decided; `training.resolve.resolve` makes it, once per process. Among its options,
+    devices is a number, accelerator is cpu or gpu, precision is a number format, and resume and weights are paths."""
 
     spec: Spec  # of the strategy, or of the raw DeepSpeed configuration
     num_classes: int  # width of the model's output
 
     @classmethod
     def of(cls, given: Settings, spec: Spec, num_classes: int) -> "Run":
-        """Returns the run of settings whose open options are decided."""
+        """Returns the run of settings in which every open option is decided."""
         return cls(**{**vars(given), "spec": spec, "num_classes": num_classes})
 
     @property
     def micro_batch(self) -> int:
-        """Images in one forward pass of a replica; raises UsageError if the batch size cannot be divided so."""
+        """Images per forward pass of one replica. Raises UsageError if the batch size cannot be divided into
+        micro-batches."""
         return micro_batch_size(self.recipe.batch_size, self.placement.replicas, self.placement.accumulate)
 
     @property
@@ -32,13 +33,17 @@ class Run(Settings):
         return self.placement.on_cpu
 
     def under(self, strategy: str) -> "Run":
-        """Returns the same run under a named strategy."""
+        """Returns the same run under another strategy, which is given by name."""
         return replace(self.changed(strategy=strategy, ds_config=""), spec=STRATEGIES[strategy])
 
 
 def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
-    """Returns the images per forward pass of one rank; `batch_size` is images per optimizer step, over all ranks.
-    Raises UsageError if batch_size = micro-batch x world_size x accumulate has no solution in whole images."""
+    """Returns the images per forward pass of one rank. Raises UsageError if batch_size = micro-batch x world_size x
+    accumulate has no solution in whole images.
+
+    Args:
+        batch_size: images per optimizer step, over all ranks.
+    """
     parts = world_size * accumulate
     if batch_size % parts:
         below = batch_size // parts * parts
@@ -56,8 +61,8 @@ def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
 
 
 def with_accelerator(settings: Settings, on_gpu: bool, has_bfloat16: Callable[[], bool] = lambda: True) -> Settings:
-    """Returns the configuration for GPUs or for the CPU, with auto precision replaced. `has_bfloat16` is asked only for
-    auto precision on GPUs."""
+    """Returns the settings for GPUs or for the CPU, with precision auto replaced. `has_bfloat16` is called only for
+    precision auto on GPUs."""
     precision = settings.placement.precision
     if not on_gpu:
         if precision == "auto":

@@ -1,4 +1,5 @@
-"""What a user asks for: a recipe, a placement and an output; by `resolve` they become a `Run`. No torch."""
+"""The settings that a user asks for: a recipe, a placement and an output. `resolve` turns them into a `Run`. Imports no
+torch."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
@@ -17,17 +18,18 @@ Owner = Literal["recipe", "placement", "output"]
 OWNERS: dict[Owner, type] = {"recipe": Recipe, "placement": Placement, "output": Output}
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-"""Registry of each option that is a name with options of its own, a `Choice` of the recipe."""
+"""The registry for each `Choice` of the recipe, which is a name together with the options of that entry."""
 
 FALLBACK_SUFFIX = "-digits-fallback"
-"""Suffix of the name of a run on the embedded digits because CIFAR-10 was not available."""
+"""Suffix of the run's name if the run uses the embedded digits because CIFAR-10 was not available."""
 
 PLACED = ("model.ep_size",)
-"""Options of a model that say where its parts are, and so belong to the placement."""
+"""Options of a model that decide where its parts are placed. They belong to the placement."""
 
 
 def sections(part: type) -> dict[str, type]:
-    """Returns the sections with dotted flags of a part, such as zero and offload, and their types."""
+    """Returns the sections of a part, such as zero and offload, with their types. The flags of a section have dotted
+    names."""
     return {
         option.name: option.default_factory
         for option in fields(part)
@@ -42,7 +44,8 @@ class DataConfig(DataAccess, DataRecipe):
 
 @dataclass(frozen=True)
 class Consent:
-    """What may run code: only the command line can allow it, no recipe, run folder or checkpoint."""
+    """The user's consent to run code. Only the command line can give it, never a recipe, a run folder or a
+    checkpoint."""
 
     trust: bool = False  # load checkpoints that could run code (--trust)
     callbacks: tuple[str, ...] = ()  # the flags --trainer.callbacks, which name classes to import
@@ -50,31 +53,32 @@ class Consent:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks for. Each option belongs to one of the three parts."""
+    """The options that a user asks for. Each option belongs to the recipe, the placement or the output."""
 
     recipe: Recipe = field(default_factory=Recipe)
     placement: Placement = field(default_factory=Placement)
     output: Output = field(default_factory=Output)
     consent: Consent = Consent()
-    named: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # the options that are not left out
+    named: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # options that were set explicitly
 
     @property
     def data(self) -> DataConfig:
-        """The images, and where they are."""
+        """The data options of the recipe and of the placement together."""
         return DataConfig(**vars(self.recipe.data), **vars(self.placement.data))
 
     @property
     def run_name(self) -> str:
-        """--name, or <model>-<strategy> without one."""
+        """The run's --name, or <model>-<strategy> if that is empty."""
         return self.output.name or f"{self.recipe.model_name}-{self.placement.strategy_name}"
 
     @property
     def fell_back(self) -> bool:
-        """Whether the run is on the embedded digits because CIFAR-10 was not available."""
+        """Whether the run uses the embedded digits because CIFAR-10 was not available."""
         return self.data.source == "digits" and self.run_name.endswith(FALLBACK_SUFFIX)
 
     def with_images_of(self, source: SourceName) -> Self:
-        """Returns the settings with --data.source auto decided; on the digits, the run's name says so."""
+        """Returns the settings with --data.source auto replaced by `source`. If that is digits, the run's name gets
+        FALLBACK_SUFFIX."""
         if self.data.source != "auto":
             return self
         name = self.output.name
@@ -83,12 +87,13 @@ class Settings:
         return self.changed(data=replace(self.data, source=source), name=name)
 
     def option(self, name: str) -> Any:
-        """Returns the value of an option by its name, without a section."""
+        """Returns the value of an option by its name. The option must not be in a section."""
         return getattr(getattr(self, owner_of(name)), name)
 
     def changed(self, **options: Any) -> Self:
-        """Returns the settings with other values of some options: `changed(devices=2, seed=1)`. `data` is a
-        DataConfig, whose fields go to the recipe and to the placement."""
+        """Returns the settings with some options changed, for example `changed(devices=2, seed=1)`. The option `data`
+        takes a DataConfig, whose fields are divided between recipe and placement. Raises TypeError for an unknown
+        option."""
         parts = {}
         for owner, part in OWNERS.items():
             given = {name: value for name, value in options.items() if name in _names(part)}
@@ -102,26 +107,27 @@ class Settings:
 
 
 def make_settings(**options: Any) -> Settings:
-    """Returns the default settings with other values of some options, see `Settings.changed`."""
+    """Returns the default settings with some options changed; see `Settings.changed`."""
     return Settings().changed(**options)
 
 
 def settings_of(tree: Mapping[str, Any]) -> Settings:
-    """Returns the settings of `tree_of`'s result. Raises TypeError if it has unknown options, of another version of the
-    program, and UsageError if it sets `trust`."""
+    """Returns the settings from a dictionary that `tree_of` made. Raises TypeError if it has unknown options, because
+    another version of the program wrote it, and UsageError if it sets `trust`."""
     check_no_consent(tree, "the checkpoint's configuration")
     types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(REGISTRIES, Choice)}
     return make_settings(**{key: types[key](**value) if key in types else value for key, value in tree.items()})
 
 
 def tree_of(given: Settings) -> dict[str, Any]:
-    """Returns all options by name, sections as dictionaries: what a checkpoint records and config.yaml shows."""
+    """Returns all options by name, with sections as dictionaries. A checkpoint records this dictionary, and config.yaml
+    shows it."""
     return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output), "data": asdict(given.data)}
 
 
 def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns every option and its value by its flag: data.root, optimizer.lr, seed; model is the model's name. Takes
-    settings, or the content of a recipe or of a checkpoint's record."""
+    """Returns every option and its value by flag, for example data.root, optimizer.lr and seed. The value of `model` is
+    the model's name. Accepts settings, or the content of a recipe or of a checkpoint's record."""
     found: dict[str, Any] = {}
     if isinstance(given, Settings):
         given = tree_of(given)
@@ -132,7 +138,7 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
             inner = {}
             if key in REGISTRIES and "name" in options:
                 inner[key] = options.pop("name")
-                options = options.pop("options", options)  # in a record; config.yaml has them next to the name
+                options = options.pop("options", options)  # nested in a record, next to the name in config.yaml
             inner |= {f"{key}.{option}": setting for option, setting in options.items()}
         for flag, setting in inner.items():
             found[flag] = list(setting) if isinstance(setting, tuple) else setting
@@ -140,7 +146,11 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def owner_of(flag: str) -> Owner:
-    """Returns the part that an option belongs to; `flag` is without dashes: seed, optimizer.lr, data.root."""
+    """Returns the part that an option belongs to. Raises KeyError for an unknown option.
+
+    Args:
+        flag: the option without dashes, for example seed, optimizer.lr or data.root.
+    """
     if flag in PLACED:
         return "placement"
     name, _, option = flag.partition(".")
@@ -151,7 +161,7 @@ def owner_of(flag: str) -> Owner:
 
 
 def may_change_on_resume(flag: str) -> bool:
-    """Returns whether a resumed run may have another value of an option: one of the placement or the output may."""
+    """Returns whether a resumed run may change an option. Options of the placement and the output may always change."""
     if owner_of(flag) != "recipe":
         return True
     name, _, option = flag.partition(".")
@@ -162,7 +172,8 @@ def may_change_on_resume(flag: str) -> bool:
 
 
 def check_no_consent(tree: Mapping[str, Any], source: str) -> None:
-    """Raises UsageError if options that were read from a file, `source`, set `trust`: no file may let code run."""
+    """Raises UsageError if options that were read from a file set `trust`, because no file may allow code to run.
+    `source` names the file in the error."""
     if "trust" in tree:
         raise UsageError(f"{source} sets trust, which only the command line may: take it out and add --trust")
 

@@ -1,7 +1,7 @@
-"""Refuses what a strategy cannot do: devices and formats, optimizers, averages of the weights, models that it splits,
-experts, resuming, and DeepSpeed's switches of ZeRO (--zero) and of offloading (--offload).
+"""Refuses what a strategy cannot do. The rules are about devices and number formats, optimizers, weight averaging,
+splitting a model, experts, resuming, and DeepSpeed's options for ZeRO (--zero) and offloading (--offload).
 
-Each function returns rules: the error for the user, and whether the run breaks the rule.
+A function that returns `Rules` maps each error message for the user to whether the run breaks that rule.
 """
 
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
@@ -14,7 +14,7 @@ from cifar_zero.optimizers import OFFLOADED_BY
 
 
 def check(run: Run) -> None:
-    """Refuses what the strategy cannot do on any computer. Raises UsageError: names the first broken rule."""
+    """Raises UsageError for the first rule of the strategy that the run breaks. These rules hold on every computer."""
     for rules in (_devices, _graphs, _optimizers, _switches, _splitting, _experts):
         refuse(rules(run))
 
@@ -39,7 +39,7 @@ def _devices(run: Run) -> Rules:
 
 
 def _graphs(run: Run) -> Rules:
-    """A graph replays the same kernels on the same addresses."""
+    """Returns the rules of --cuda_graphs. A CUDA graph replays the same kernels on the same addresses."""
     placement = run.placement
     if not placement.cuda_graphs:
         return {}
@@ -66,9 +66,9 @@ def _optimizers(run: Run) -> Rules:
         decays_as_l2 = optimizer.name == "adam" and optimizer.options["weight_decay"] > 0
         rules |= {
             f"{strategy} runs only Adam and AdamW: add --optimizer adam": optimizer.name not in ("adam", "adamw"),
-            # Its process makes a DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
+            # SuperOffload creates DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
             f"{strategy} applies weight decay as AdamW does: use --optimizer adamw": decays_as_l2,
-            # It updates before it looks for an overflow, and cannot take that back (superoffload_stage3.py).
+            # SuperOffload updates before it checks for an overflow, and cannot undo it (superoffload_stage3.py).
             f"{strategy} in 16-mixed needs --gradient_clip_val: use bf16-mixed": (
                 loss_scaling and not run.recipe.gradient_clip_val
             ),
@@ -77,8 +77,9 @@ def _optimizers(run: Run) -> Rules:
 
 
 def _switches(run: Run) -> Rules:
-    """A switch must have an effect. With a ratio below 1 DeepSpeed (0.19.8, zero/stage3.py, `backup_optimizer`) updates
-    the part on the GPU by a torch.optim.AdamW with the learning rate of the first step."""
+    """Returns the rules of --zero and --offload, whose options must have an effect. With a ratio below 1, DeepSpeed
+    (0.19.8, zero/stage3.py, `backup_optimizer`) updates the part on the GPU with a torch.optim.AdamW that keeps the
+    learning rate of the first step."""
     spec, placement, recipe = run.spec, run.placement, run.recipe
     zero, offload = placement.zero != ZeROConfig(), placement.offload != OffloadConfig()
     constant = recipe.schedule.name == "constant" and not recipe.reduce_on_plateau
@@ -97,7 +98,7 @@ def _switches(run: Run) -> Rules:
 
 
 def _splitting(run: Run) -> Rules:
-    """Rules of one model on several ranks, and of float16 without loss scaling."""
+    """Returns the rules for a model that is split over several ranks, and for float16 without loss scaling."""
     spec, placement, model = run.spec, run.placement, run.recipe.model
     given, ranks = f"--strategy {placement.strategy}", placement.ranks_per_model
     rules: Rules = {
@@ -154,17 +155,18 @@ def _experts(run: Run) -> Rules:
 
 
 def check_can_resume(run: Run) -> None:
-    """Refuses --resume if the checkpoints of the strategy lack part of the state."""
+    """Raises UsageError for --resume if checkpoints of the strategy lack part of the state."""
     if run.output.resume and (why := why_not_resumed(run)):
         raise UsageError(f"--resume: {why}")
 
 
 def why_not_resumed(run: Run) -> str:
-    """Returns why a run cannot be resumed from its own checkpoint; empty if it can.
+    """Returns why a run cannot be resumed from a checkpoint that it wrote, or an empty string if it can.
 
-    DeepSpeed 0.19.8 keeps the state of Adam in SuperOffload's process, or in the `backup_optimizer` of a ratio, and
-    writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). Of a checkpoint of an optimizer on NVMe it
-    loads neither the parameters nor the groups that are too small for the disk (engine.py, `load_checkpoint`).
+    DeepSpeed 0.19.8 keeps Adam's state in SuperOffload's process, or in `backup_optimizer` for an offload ratio below
+    1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, it
+    restores from a checkpoint neither the parameters nor the groups that are too small for the disk (engine.py,
+    `load_checkpoint`).
     """
     spec, name = run.spec, run.placement.strategy_name
     if spec.super_offload or run.placement.offload.ratio < 1:
@@ -175,7 +177,8 @@ def why_not_resumed(run: Run) -> str:
 
 
 def check_micro_batch(run: Run) -> None:
-    """Refuses a batch size that does not divide, or gives another micro-batch than a raw DeepSpeed configuration."""
+    """Raises UsageError if the batch size cannot be divided into micro-batches, or if the micro-batch differs from that
+    of the raw DeepSpeed configuration."""
     ours, ranks = run.micro_batch, run.placement.replicas
     theirs = (run.spec.raw or {}).get("train_micro_batch_size_per_gpu", ours)
     if theirs != ours:

@@ -1,34 +1,36 @@
 """The registry of strategies: how each spreads a run over ranks, what it shards or offloads, and what it can do.
+Imports no torch, Lightning or DeepSpeed.
 
-A name that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) has the same meaning as there; `fsdp` runs torch's
-FSDP2, to which torch tells users of its FullyShardedDataParallel to migrate. A raw DeepSpeed configuration stands for
-a strategy too (ds_config.py). No torch, Lightning or DeepSpeed.
+Names that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) mean the same as in Lightning. `fsdp` runs torch's
+FSDP2, because torch tells users of FullyShardedDataParallel to migrate to FSDP2. A raw DeepSpeed configuration can
+replace a strategy (ds_config.py).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Device = Literal["", "cpu", "nvme"]  # the place that something is offloaded to; empty: it stays on the rank's device
+Device = Literal["", "cpu", "nvme"]  # where something is offloaded to; if empty, it stays on the rank's device
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a strategy does and can do."""
+    """Describes what a strategy does and what it can do."""
 
-    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # in `strategies`
+    family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # its code in `strategies`
     summary: str  # one line for the help and the documentation
     stage: int = 0  # ZeRO stage; 0 shards nothing
     offload_optimizer: Device = ""  # where the optimizer's state and update are
-    offload_parameters: Device = ""  # where the parameters rest
+    offload_parameters: Device = ""  # where the parameters are between their uses
     super_offload: bool = False  # DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's
-    size: Literal["", "tensor_parallel_size", "pipeline_parallel_size"] = ""  # the option for the ranks of one model
-    one_replica: bool = False  # without that option all ranks together hold one model and compute the same images
+    size: Literal["", "tensor_parallel_size", "pipeline_parallel_size"] = ""  # option: ranks per model
+    one_replica: bool = False  # if that option is 0, all ranks hold one model and compute the same images
     raw: Mapping[str, Any] | None = None  # content of a raw DeepSpeed configuration (--ds_config)
 
     @property
     def cuts_model(self) -> bool:
-        """Whether torch's strategies cut the model itself; these scale no loss and average no weights."""
+        """Whether the strategy splits or shards the model with torch's own APIs. Such a strategy has no loss scaling
+        and cannot average weights."""
         return self.family not in ("baseline", "deepspeed")
 
     @property
@@ -43,12 +45,12 @@ class Spec:
 
     @property
     def averages(self) -> bool:
-        """Whether --ema and --swa_from can average its weights."""
+        """Whether --ema and --swa_from can average the model's weights."""
         return not self.cuts_model and self.offload_parameters != "nvme"
 
     @property
     def graphs(self) -> bool:
-        """Whether --cuda_graphs can record its steps, which must not move parameters."""
+        """Whether --cuda_graphs can record the training steps, which must not move parameters."""
         return not self.cuts_model and self.stage < 3 and self.raw is None
 
 
@@ -100,4 +102,4 @@ STRATEGIES: dict[str, Spec] = {
     ),
 }
 
-AUTO = "auto"  # `train` replaces this name by the strategy that `plan` recommends, before it starts the ranks
+AUTO = "auto"  # before it starts the ranks, `train` replaces this name with the strategy that `plan` recommends

@@ -1,5 +1,5 @@
-"""A user's own LightningModule and its data on the command line: --module FILE.py:NAME, --datamodule FILE.py:NAME,
-their arguments, and a configuration of LightningCLI (--config)."""
+"""Reads a user's own LightningModule and data module from the command line: --module FILE.py:NAME, --datamodule
+FILE.py:NAME, their arguments, and a configuration of LightningCLI (--config)."""
 
 import json
 from collections.abc import Sequence
@@ -23,17 +23,19 @@ PARTS = ("module", "datamodule")
 
 APPLIED = {option.name for group in (StrategyOptions, DeviceOptions) for option in fields(group)}
 APPLIED |= {"max_steps", "gradient_clip_val", "seed", "trainer"}
-"""Options and sections of train that apply to somebody's own module: where it runs, length, clipping and seed."""
+"""Options and sections of train that also apply to a user's own module: strategy, devices, length, clipping, seed."""
 
 SECTIONS = {"model": "module", "data": "datamodule"}
-"""Sections of a configuration of LightningCLI with the arguments of a class, and the options that have them here."""
+"""Sections of a LightningCLI configuration that hold the arguments of a class, and the option that takes these
+arguments."""
 
 FROM_TRAINER = {
     "precision": "precision",
     "gradient_clip_val": "gradient_clip_val",
     "accumulate_grad_batches": "accumulate",
 }
-"""Options in its section `trainer` that change the maths, by their names here; the other ones are not read."""
+"""Options in the section `trainer` of a LightningCLI configuration that change the maths, and their names in this
+project. Other options of that section are not read."""
 
 ONE_OPTIMIZER = (
     "DeepSpeed has one optimizer, which it steps itself: leave automatic_optimization on, and give all parameters to "
@@ -43,15 +45,15 @@ ONE_OPTIMIZER = (
 
 @dataclass
 class Given:
-    """What a command line gives."""
+    """The options of a command line, divided into those of the user's classes and those of train."""
 
     theirs: dict[str, Any]  # options of the user's classes: module, module.lr, datamodule, ...
     ours: Arguments  # options of train
-    in_files: set[str]  # those of the user's classes that --config gives
+    in_files: set[str]  # options of the user's classes that --config sets
 
 
 def read_given(flags: Sequence[str]) -> Given:
-    """Returns what a command line gives; its options override those of --config."""
+    """Returns the options of a command line. Flags override the options of --config."""
     ours = read_arguments(flags)
     in_files: dict[str, Any] = {}
     for file in ours.recipes:
@@ -65,9 +67,10 @@ def read_given(flags: Sequence[str]) -> Given:
 
 
 def options_of_cli(file: str) -> dict[str, Any]:
-    """Returns the options in a configuration of LightningCLI: arguments of the module and of the data, and those of
-    FROM_TRAINER. Its class names are not read: --module and --datamodule name classes, because a file may not load
-    code. Raises UsageError: the file cannot be read, or sets the optimizer."""
+    """Returns the options in a LightningCLI configuration: arguments of the module and the data module, and the Trainer
+    options in FROM_TRAINER. Class names in the file are not read, because a file may not load code; --module and
+    --datamodule name the classes. Raises UsageError if the file cannot be read, or if it configures the optimizer or
+    its scheduler."""
     what = f"--config {file}"
     try:
         config = load_yaml(Path(file).read_text())
@@ -94,9 +97,16 @@ def options_of_cli(file: str) -> dict[str, Any]:
 
 
 def check_given(given: Given, needs_data: bool = True) -> None:
-    """Raises UsageError: an option is not for a user's module, a class or an argument does not exist, or the module has
-    no data, which it `needs` unless it gets a script's."""
-    for flag in given.ours.options:  # first: user's code takes seconds
+    """Checks the options that were given for a user's module.
+
+    Args:
+        needs_data: whether the module must have training data; false if a script provides the data.
+
+    Raises:
+        UsageError: if an option does not apply to a user's module, if a class or an argument does not exist, or if the
+            module needs data and has none.
+    """
+    for flag in given.ours.options:  # checked first, because importing the user's code takes seconds
         if flag.split(".")[0] not in APPLIED:
             known = [f"--{name}" for name in sorted(APPLIED)]
             meant = nearest(f"--{flag}", known, cutoff=0.65, otherwise=f"or use {', '.join(known)}")
@@ -112,8 +122,13 @@ def check_given(given: Given, needs_data: bool = True) -> None:
 
 
 def instance(part: str, arguments: Given, build: bool = True) -> Any:
-    """Returns the user's module or data, with the arguments among its options, as LightningCLI does; None without one.
-    Not to `build` it only checks the arguments, and returns the class or function that is named."""
+    """Returns the user's module or data module, built with its arguments among the options, as LightningCLI does.
+    Returns None if the command line names none.
+
+    Args:
+        build: whether to build it. Otherwise its arguments are only checked, and the named class or function is
+            returned.
+    """
     if part not in arguments.theirs:
         return None
     name = arguments.theirs[part]
@@ -135,8 +150,8 @@ def instance(part: str, arguments: Given, build: bool = True) -> Any:
 
 
 def _refuse_code(parser: ArgumentParser, arguments: Given) -> None:
-    """Raises UsageError if a file gives a text to an argument whose type is not plain data: jsonargparse (4.53) would
-    import what the text names."""
+    """Raises UsageError if a file gives a string to an argument whose type is not plain data, because jsonargparse
+    (4.53) would import what the string names."""
     for action in parser._actions:
         value = arguments.theirs.get(action.dest)
         kind = getattr(action, "_typehint", action.type)
@@ -146,8 +161,8 @@ def _refuse_code(parser: ArgumentParser, arguments: Given) -> None:
 
 
 def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
-    """Trains a user's module with Lightning's Trainer, or continues the training of a checkpoint. Raises UsageError for
-    manual optimization, several optimizers, or data without a batch."""
+    """Trains a user's module with Lightning's Trainer, or continues training from a checkpoint. Raises UsageError for
+    manual optimization, several optimizers, or data that have no batch for each rank."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:
@@ -155,7 +170,7 @@ def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = No
     except RuntimeError as error:
         if "only supported with manual optimization" not in str(error):
             raise
-        # Lightning (2.6.6) advises to use it, in optimizer._validate_multiple_optimizers_support.
+        # Lightning (2.6.6) recommends manual optimization here (optimizer._validate_multiple_optimizers_support).
         raise UsageError(f"--module has several optimizers: {ONE_OPTIMIZER}") from error
     if not trainer.num_training_batches:
         raise UsageError("--module: its training data have no batch for each rank; use more data or a smaller batch")

@@ -1,9 +1,11 @@
-"""Sources of images: each decodes its images into one cache that all ranks map into memory.
+"""Sources of images. Each source decodes its images into one cache, which all ranks map into memory.
 
-To add a source, name its classes in `CLASSES`, and write a module with three functions of its configuration, and one
-line in `_MODULES`:
-- `cache_key(config)`: the name of the directory for the decoded images, one for each set of inputs to keep;
-- `fingerprint(config)`: what the decoded images depend on; a cache with another one is out of date and replaced;
+To add a source, add its class names to `CLASSES`, add one line to `_MODULES`, and write a module with three functions:
+
+- `cache_key(config)` returns the name of the directory for the decoded images. Inputs that should be kept side by side
+  need different names.
+- `fingerprint(config)` returns a string for what the decoded images depend on. A cache with another fingerprint is out
+  of date and is replaced.
 - `build(config, directory)` fills the arrays of `cache.allocate(directory, ...)` for train and test.
 """
 
@@ -30,7 +32,7 @@ _MODULES = {
 }
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
-"""Ends of the names of image files."""
+"""Suffixes of the names of image files."""
 
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100 = """
@@ -50,12 +52,12 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "digits": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     "synthetic": tuple(f"class {label}" for label in range(10)),
 }
-"""Names of the classes, in the order of the labels, of each source but `folder`."""
+"""Class names of each source except `folder`, in the order of the labels."""
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """Returns the classes of the configured source, without decoding an image. Raises UsageError for a folder as
-    `folder.class_names` does."""
+    """Returns the class names of the configured source, without decoding an image. For a folder source, it raises
+    UsageError as `folder.class_names` does."""
     if config.source == "folder":
         from cifar_zero.data import folder
 
@@ -64,9 +66,13 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
 
 
 def prepare(config: DataConfig) -> SourceName:
-    """Prepares the decoded images and returns the name of the source that is used (`auto` is resolved). Any number of
-    ranks, nodes and runs may call this at once: one works, the others wait. Raises UsageError for what the user can fix
-    in the configuration or the data, RunError if the network, the archive or the disk fails."""
+    """Prepares the decoded images and returns the name of the source that is used, which is never `auto`. Any number of
+    ranks, nodes and runs may call this at once: one prepares the images, and the others wait.
+
+    Raises:
+        UsageError: if the user can fix the error in the configuration or the data.
+        RunError: if the network, the archive or the disk fails.
+    """
     if config.source != "auto":
         from cifar_zero.data import cache
 
@@ -86,7 +92,11 @@ def prepare(config: DataConfig) -> SourceName:
 
 
 def load(config: DataConfig, source: str) -> Dataset:
-    """Maps the images of `source`, the name that `prepare` returned; raises RunError if they are not prepared."""
+    """Maps the images of a source into memory. Raises RunError if they are not prepared.
+
+    Args:
+        source: the name that `prepare` returned.
+    """
     from cifar_zero.data import cache
 
     return cache.load(_directory(replace(config, source=source)))

@@ -1,8 +1,8 @@
-"""Augmentation and normalisation of whole blocks of images, on any device.
+"""Augments and normalises whole blocks of images, on any device.
 
-Inside, a block is (n, H, W, 3), as images are stored: the bytes of a line are contiguous and can be copied at once.
-Each step is a few operations on all images. The same draws give the same bits whatever the block and the device, so no
-operation here lets a processor fuse a multiplication with an addition (lerp and addcmul do).
+Internally, a block is (n, H, W, 3), as images are stored: the bytes of a row of pixels are contiguous and can be copied
+at once. Each step is a few operations on all images. The same draws give the same bits for every block size and device,
+so no operation here lets a processor fuse a multiplication with an addition, as lerp and addcmul do.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,13 @@ from cifar_zero.core.errors import UsageError, short
 from cifar_zero.data.draws import Draws, draw
 
 Transform = Callable[[Tensor], Tensor]
-"""Maps uint8 images (N, 3, H, W) to the same shape, as torchvision.transforms.v2: it draws once for a call."""
+"""A function that maps uint8 images (N, 3, H, W) to uint8 images of the same shape. Like a transform of
+torchvision.transforms.v2, it draws its random numbers once per call."""
 
 
 @dataclass
 class Augmentation:
-    """The augmentation and normalisation of the images of a split; with the defaults of --augment only the latter."""
+    """Augments and normalises the images of a split. With the defaults of --augment, it only normalises them."""
 
     config: AugmentConfig
     count: int  # images of the split
@@ -32,17 +33,19 @@ class Augmentation:
     inputs: Inputs = PLAIN
 
     def __post_init__(self) -> None:
-        self.transforms = transforms_of(self.config)  # drawn for groups of images
+        self.transforms = transforms_of(self.config)  # called once per group of images
 
     def draw(self, epoch: int) -> Draws:
-        """Draws what happens to each image in an epoch, by position in the split."""
+        """Draws the augmentation of each image for an epoch. The rows of the result are ordered by position in the
+        split."""
         return draw(self.config, self.count, self.seed, epoch, self.inputs.side)
 
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Returns a block of stored images as the model sees it: normalised float32 images, and labels.
+        """Returns a block of stored images, augmented and normalised for the model, and their labels.
 
-        From images uint8 (n, H, W, 3) and labels int64 (n,) to images float32 (n, H, W, 3) and the same labels; with
-        mixing from 2n images and labels, the partners last, to labels float32 (n, classes). `draws` has a row for each.
+        The input is images uint8 (n, H, W, 3) and labels int64 (n,). The result is images float32 (n, H, W, 3) and the
+        same labels. With mixing, the input is 2n images and labels, with the partners last, and the result is n images
+        and labels float32 (n, classes). `draws` has one row for each input image.
         """
         if draws.flip is not None or draws.crop is not None:
             images = flip_and_crop(images, draws.flip, draws.crop, self.config.crop, self.config.padding)
@@ -59,12 +62,13 @@ class Augmentation:
 
 
 def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normalises uint8 pixels (n, 3, H, W) in `dtype`, bit for bit like torchvision's ToTensor and Normalize.
-    Floating-point images have been normalised by a loader and are only cast. The arithmetic is float32 whatever `dtype`
-    is, as pixels 1/255 apart would become equal in bfloat16."""
+    """Normalises uint8 pixels (n, 3, H, W) bit for bit like torchvision's ToTensor and Normalize, and casts them to
+    `dtype`. Floating-point images have been normalised by a loader and are only cast. The arithmetic is always float32,
+    because pixels 1/255 apart would become equal in bfloat16."""
     if not images.is_floating_point():
-        # On a GPU torch divides by a Python number by multiplying with its reciprocal, which is off in 111 of the 256
-        # values. (x / 255 - 0.5) / 0.5 takes two passes: as 0.5 is a power of two, taking it in first changes no bit.
+        # On a GPU, torch divides by a Python number by multiplying with its reciprocal, which is off in 111 of the 256
+        # values. (x / 255 - 0.5) / 0.5 is computed in two passes, as x / 127.5 - 1. This changes no bit, because 0.5 is
+        # a power of two.
         images = images.float()
         if inputs.mean == inputs.std == (0.5,):
             images = images.div_(spread((127.5,), images)).sub_(1)
@@ -75,22 +79,24 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
 
 
 def spread(values: tuple[float, ...], images: Tensor) -> Tensor:
-    """Returns a value, or one per channel, as a float32 image (1, 3, H, W) that lies in memory like `images`: with a
-    (1, 3, 1, 1), torch's inner loop would be over three values, and take 5 times as long."""
+    """Returns a value, or one value per channel, as a float32 image (1, 3, H, W) with the memory layout of `images`.
+    With a tensor (1, 3, 1, 1), torch's inner loop would run over three values only and take 5 times as long."""
     image = torch.empty_like(images[:1], dtype=torch.float32)
     for channel, value in enumerate(values):
         image[:, channel :: len(values)] = value
     return image
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot look into torch.backends
+@torch.compiler.assume_constant_result  # torch.compile cannot trace torch.backends
 def memory_format(device: torch.device, channels_last: bool = False) -> torch.memory_format:
-    """Returns the memory format of batches (N, 3, H, W): channels last where oneDNN convolves on the CPU.
+    """Returns the memory format of batches (N, 3, H, W), which is channels_last on a CPU where oneDNN computes
+    convolutions.
 
-    Max-pooling is vectorised only for that format: with it a training step of Net took 14 % less for 512 images and 6 %
-    for 4. torch's own convolutions, faster for the smallest batches, take half as long again with it. Measured in
-    float32 on an AMD EPYC, torch 2.15. Elsewhere `channels_last` decides: cuDNN's tensor core kernels for half
-    precision prefer it (NVIDIA, Convolutional Layers User's Guide, "Tensor Layouts In Memory").
+    Max-pooling is vectorised only for channels_last: a training step of Net took 14 % less time with it for 512 images,
+    and 6 % less for 4 images. torch's own convolutions, which are faster for the smallest batches, take half as long
+    again in this format. Both were measured in float32 on an AMD EPYC with torch 2.15. On other devices `channels_last`
+    decides, because cuDNN's tensor core kernels for half precision prefer this format (NVIDIA, Convolutional Layers
+    User's Guide, "Tensor Layouts In Memory").
     """
     if device.type == "cpu":
         onednn = torch.backends.mkldnn
@@ -103,10 +109,13 @@ def memory_format(device: torch.device, channels_last: bool = False) -> torch.me
 def flip_and_crop(
     images: Tensor, flip: Tensor | None, crop: Tensor | None, border: int, padding: Padding = "black"
 ) -> Tensor:
-    """Returns images uint8 (n, H, W, 3), mirrored where `flip` (n,), then padded and cropped as torchvision does.
+    """Returns images uint8 (n, H, W, 3), mirrored where `flip` (n,) is true, then padded and cropped as torchvision
+    does.
 
-    `crop`, int (n, 2), are top left corners in the images with a border of so many pixels, which is black, or mirrors
-    the image at its outermost pixels (torch's reflection padding).
+    Args:
+        crop: int (n, 2), top left corner of each crop in the padded image.
+        border: padding in pixels on each side.
+        padding: black pixels, or the image mirrored at its outermost pixels (torch's reflection padding).
     """
     count, height, width, channels = images.shape
     variants = [images]
@@ -125,7 +134,7 @@ def flip_and_crop(
     if crop is not None:
         start.add_(crop[:, 0], alpha=per_line).add_(crop[:, 1], alpha=per_pixel)
     lines = start[:, None] + torch.arange(0, height * per_line, per_line, device=images.device)
-    # Row i of `anywhere` is the line of an image that begins at byte i of the canvas; a line is copied at once.
+    # Row i of `anywhere` is the line of pixels that begins at byte i of the canvas, so a line is copied at once.
     line_bytes = width * channels
     anywhere = canvas.as_strided((canvas.numel() - line_bytes + 1, line_bytes), (1, 1))
     return anywhere.index_select(0, lines.flatten()).view(images.shape)
@@ -139,17 +148,24 @@ def reflect(canvas: Tensor, border: int, dim: int) -> None:
 
 
 def blank_out(images: Tensor, boxes: Tensor) -> None:
-    """Sets boxes (n, 4) of normalised images (n, W, W, 3) to 0, the mean, in place: DeVries and Taylor's cutout."""
+    """Sets boxes (n, 4) of normalised images (n, W, W, 3) to 0, which is the mean, in place. This is DeVries and
+    Taylor's cutout."""
     vertical, horizontal = sides(boxes, images)
     keep = torch.maximum(1 - vertical, 1 - horizontal)
     images.view(keep.shape).mul_(keep)
 
 
 def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Blends partners into images with a weight inside a box, and the labels in proportion.
+    """Blends partner images into images, with a weight inside a box, and their labels in proportion.
 
-    From images float32 (2n, W, W, 3), which are overwritten, and labels int64 (2n,), the partners last, with boxes int
-    (n, 4) and weights float32 (n,), to images float32 (n, W, W, 3) and labels float32 (n, num_classes) with sums of 1.
+    Args:
+        images: float32 (2n, W, W, 3), with the partners last; they are overwritten.
+        labels: int64 (2n,), with the partners' labels last.
+        boxes: int (n, 4), the box of each image.
+        weights: float32 (n,), the partner's weight inside the box.
+
+    Returns:
+        Images float32 (n, W, W, 3), and labels float32 (n, num_classes) with sums of 1.
     """
     own, partners = images.chunk(2)
     vertical, horizontal = sides(boxes, own)
@@ -162,8 +178,9 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
 
 
 def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns 1 inside each box (n, 4) and 0 outside, along both sides of square images (n, W, W, 3): float32 (n, W, 1)
-    and, with a value for each channel, (n, 1, W * 3), whose product is the box."""
+    """Returns two masks of square images (n, W, W, 3), whose product is 1 inside each box (n, 4) and 0 outside. The
+    vertical mask is float32 (n, W, 1). The horizontal mask is float32 (n, 1, W * 3), with one value for each
+    channel."""
     start, stop = boxes.view(-1, 2, 2, 1).unbind(2)
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)
@@ -171,7 +188,7 @@ def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transforms_of(config: AugmentConfig) -> list[Transform]:
-    """Returns the transforms of --augment. Raises UsageError: the command line does not name the user's."""
+    """Returns the transforms of --augment. Raises UsageError if the command line does not name the user's transform."""
     transforms: list[Transform] = []
     if config.policy == "randaugment":
         transforms.append(v2.RandAugment())
@@ -185,8 +202,12 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
-    """Returns images uint8 (n, 3, H, W) after the transforms, called once for all images with the same seed, int64 (n,)
-    on the CPU. The generators, from which torchvision draws, are seeded for each group, and restored."""
+    """Returns images uint8 (n, 3, H, W) after the transforms, which are called once for all images with the same seed.
+    The random generators from which torchvision draws are seeded for each group, and restored afterwards.
+
+    Args:
+        seeds: int64 (n,) on the CPU, the seed of each image's group.
+    """
     result = torch.empty_like(images)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         for seed in seeds.unique().tolist():
@@ -202,8 +223,12 @@ def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Ten
 
 
 def check_transform(config: AugmentConfig, side: int) -> None:
-    """Tries the user's transform on a few images. Raises UsageError: the command line does not name it, it fails, it
-    changes the shape or the type of the images, or what it does to an image depends on the others."""
+    """Tries the user's transform on a few images.
+
+    Raises:
+        UsageError: if the command line does not name the transform, if it fails, if it changes the shape or dtype of
+            the images, or if its result for an image depends on the other images.
+    """
     (transform,) = transforms_of(AugmentConfig(transform=config.transform))
     flag = f"--augment.transform {config.transform}"
     brightness = torch.tensor([64, 128, 192, 255])[:, None, None, None]

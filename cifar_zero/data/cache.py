@@ -1,8 +1,8 @@
-"""The decoded cache: images are decoded once, then memory-mapped by every rank and every later run.
+"""The cache of decoded images. Images are decoded once, and then memory-mapped by every rank and every later run.
 
 One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
-`meta.json`. It is written next to its final place, flushed to the disk and renamed in one step: a reader sees a whole
-cache or none, even if a writer is killed.
+`meta.json`. The directory is written next to its final place, flushed to the disk and renamed in one step, so that a
+reader sees a whole cache or none, even if a writer is killed.
 """
 
 import errno
@@ -25,29 +25,31 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
 
-SCHEMA = 2  # version of this layout, 2 with the channels last; a cache of another version is replaced
+SCHEMA = 2  # version of this layout, in which channels are last; a cache of another version is replaced
 
 META = "meta.json"
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 PAGE_BYTES = 4096
-"""The checksum of images reads one byte in each block of this size, in 6 ms: disks are damaged by whole blocks. That of
-labels reads all: one that is out of range would end a run."""
+"""The checksum of images reads one byte in each block of this size, which takes 6 ms and suffices because disks are
+damaged by whole blocks. The checksum of labels reads all bytes, because a label that is out of range would end a
+run."""
 
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, tokenize.TokenError)
-"""Exceptions of reading a missing or damaged cache; the last one is NumPy's (2.4) for some headers of an array."""
+"""Exceptions that reading a missing or damaged cache raises. NumPy (2.4) raises the last one for some headers of an
+array."""
 
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Decoded images and labels, as read-only memory maps: ranks on one node share the same pages of memory. In memory
-    the three bytes of a pixel are adjacent, as in torch's channels_last: a line of an image is contiguous, and batches
-    in that format, which is faster on a CPU, need no copy."""
+    """Holds decoded images and labels as read-only memory maps, so that the ranks of a node share the same pages of
+    memory. The three bytes of a pixel are adjacent in memory, as in torch's channels_last. A row of pixels is therefore
+    contiguous, and batches in channels_last, which is faster on a CPU, need no copy."""
 
     name: str  # the source that the images come from (never `auto`)
     classes: tuple[str, ...]  # name of each class; a label is an index into it
-    train_images: NDArray[np.uint8]  # RGB, (N, 3, H, W), H and W 32 but for a folder source
+    train_images: NDArray[np.uint8]  # RGB, (N, 3, H, W); H and W are 32, except for a folder source
     train_labels: NDArray[np.int64]  # (N,)
     test_images: NDArray[np.uint8]  # RGB, (M, 3, H, W)
     test_labels: NDArray[np.int64]  # (M,)
@@ -57,11 +59,15 @@ class Dataset:
 def ensure(
     directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
 ) -> None:
-    """Makes `directory` hold the decoded images of `source` with this `fingerprint` of their inputs.
+    """Makes `directory` hold the decoded images of `source`, with this `fingerprint` of their inputs.
 
-    If it is missing, out of date or damaged, `build` is called with an empty directory and fills it by `allocate`. Any
-    number of processes may call this at once: one builds, the others wait. Raises
-    UsageError if the place cannot be written to, RunError if writing fails (a full disk), and what `build` raises.
+    If the cache is missing, out of date or damaged, `build` is called with an empty directory, which it fills with
+    `allocate`. Errors of `build` are passed on. Any number of processes may call this at once: one builds, and the
+    others wait.
+
+    Raises:
+        UsageError: if the place cannot be written to.
+        RunError: if writing fails, for example because the disk is full.
     """
     if _is_ready(directory, fingerprint):
         return
@@ -79,12 +85,16 @@ def ensure(
 
 
 def locked(path: Path, work: str) -> AcquireReturnProxy:
-    """Takes the lock file at `path` until the end of a `with` block; `work` says what its holder does ("prepares x").
-    The operating system releases the lock when its holder ends in any way, so a killed run blocks nobody. The file
-    stays: if it were removed, two processes could hold the lock."""
+    """Takes the lock file at `path` until the end of a `with` block. The operating system releases the lock when its
+    holder ends in any way, so a killed run blocks nobody. The file is not removed, because two processes could then
+    hold the lock.
+
+    Args:
+        work: what the holder of the lock does, such as "prepares x", for the message to a process that waits.
+    """
     lock = FileLock(path)
     try:
-        return lock.acquire(timeout=1.0)  # seconds, before the user is told
+        return lock.acquire(timeout=1.0)  # seconds until the user gets a message
     except Timeout:
         say(f"Waiting for another process that {work} (it holds {path}).")
         return lock.acquire()
@@ -93,15 +103,16 @@ def locked(path: Path, work: str) -> AcquireReturnProxy:
 def allocate(
     directory: Path, split: str, count: int, side: int = IMAGE_SHAPE[1]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, side, side), labels (count,)."""
+    """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, side, side) and labels
+    (count,)."""
     images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
     labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
     return images.transpose(0, 3, 1, 2), labels
 
 
 def load(directory: Path) -> Dataset:
-    """Maps the cache in `directory`, which `ensure` has prepared. Raises RunError if it is missing or damaged, or if
-    another process replaces it meanwhile, so that the files may be of two caches."""
+    """Maps the cache in `directory`, which `ensure` has prepared. Raises RunError if the cache is missing or damaged,
+    or if another process replaces it during this call, because the files could then be from two caches."""
     try:
         meta = _read_meta(directory)
         arrays = {name: _open(directory, name) for name in ARRAYS}
@@ -132,12 +143,12 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 def _write(
     directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
 ) -> None:
-    """Builds a new cache and replaces the old one. The caller holds the lock. Raises UsageError: the folder, which this
-    would remove, is not a cache."""
+    """Builds a new cache and replaces the old one. The caller holds the lock. Raises UsageError if the folder that
+    would be removed is not a cache."""
     temporary = atomic.staged(directory)
     for folder in (directory, temporary):
         _check_ours(folder)
-    atomic.discard(temporary)  # left by a killed writer: the holder of the lock is the only one
+    atomic.discard(temporary)  # left by a killed writer, because only the holder of the lock writes
     why = "the existing ones are out of date or damaged" if directory.exists() else "only once"
     say(f"Preparing the images of {source} in {directory} ({why}).")
     temporary.mkdir()
@@ -157,7 +168,7 @@ def _write(
 
 
 def _check_ours(folder: Path) -> None:
-    """Raises UsageError if a folder holds anything but the files of a cache; it may be missing or empty."""
+    """Raises UsageError if a folder holds anything but the files of a cache. The folder may be missing or empty."""
     ours = {META, *(f"{name}.npy" for name in ARRAYS)}
     foreign = sorted({entry.name for entry in folder.glob("*")} - ours)
     if foreign:

@@ -1,7 +1,7 @@
-"""The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32x32 pixels.
+"""The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32 x 32 pixels.
 
-torchvision checks and decodes them. It unpickles a file only if its MD5 is the published one, so no archive can run
-code.
+torchvision checks and decodes the archives. It unpickles a file only if its MD5 is the published one, so no archive can
+run code.
 """
 
 import socket
@@ -29,8 +29,8 @@ def fingerprint(config: DataConfig) -> str:
 
 
 def build(config: DataConfig, directory: Path) -> None:
-    """Finds or downloads the archive and decodes it. Raises DownloadError if it cannot be downloaded, RunError if it
-    does not hold the published files."""
+    """Finds or downloads the archive and decodes it. Raises DownloadError if it cannot be downloaded, and RunError if
+    it does not hold the published files."""
     published = {"cifar10": CIFAR10, "cifar100": CIFAR100}[config.source]
     splits = _read(published, config.root)
     if splits is None:
@@ -47,7 +47,7 @@ def build(config: DataConfig, directory: Path) -> None:
 
 
 def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
-    """Returns the training and test images of an extracted archive; None if a file is missing or has a wrong MD5."""
+    """Returns the training and test images of an extracted archive, or None if a file is missing or has a wrong MD5."""
     try:
         return [published(root, train=train) for train in (True, False)]
     except RuntimeError:
@@ -55,8 +55,8 @@ def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
 
 
 def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
-    """Returns the archive in the root, downloaded if it is missing or damaged. Several runs with caches of their own
-    may call this at once: one downloads."""
+    """Returns the archive in the root directory, and downloads it if it is missing or damaged. Several runs with
+    separate caches may call this at once: one downloads, and the others wait."""
     root = Path(config.root)
     root.mkdir(parents=True, exist_ok=True)
     archive = root / published.filename
@@ -69,12 +69,13 @@ def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
 
 
 class DownloadError(RunError):
-    """The file cannot be downloaded: no connection, a connection that breaks, or the wrong content."""
+    """Raised if a file cannot be downloaded, because there is no connection, the connection breaks, or the content is
+    wrong."""
 
 
 def download(url: str, target: Path, md5: str, fix: str) -> None:
-    """Downloads `url` to `<target>.part` and renames it to `target` when its MD5 is right. `fix` ends the message of a
-    DownloadError; an OSError comes from the disk."""
+    """Downloads `url` to `<target>.part` and renames it to `target` if its MD5 is right. Raises DownloadError if the
+    download fails, with a message that ends in `fix`, and OSError if the disk fails."""
     part = target.with_name(f"{target.name}.part")
     default_timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT_S)  # torchvision sets none, and a server that does not answer would block the run

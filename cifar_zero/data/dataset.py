@@ -1,4 +1,4 @@
-"""The split that a loader reads, and its order on every rank."""
+"""The images of a split that a loader reads, and the order in which each rank reads them."""
 
 import math
 import mmap
@@ -13,14 +13,15 @@ from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import free_memory_bytes
 
-IGNORED = -1  # label of an entry that only pads a batch: no loss and no metric counts it
+IGNORED = -1  # label of an entry that only pads a batch, which no loss and no metric counts
 
-MAPPED_SHARE = 0.9  # share of the free memory that mapped images may take and still stay there: a model needs some too
+MAPPED_SHARE = 0.9  # share of free memory up to which mapped images stay in it, because a model needs some too
 
 
 def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
-    """Returns the map of images that are too many to stay in memory, else None. From then on the kernel reads only the
-    pages in use. By default it reads 128 kB or more around an image, which leave the memory again before their use."""
+    """Returns the memory map of images that are too many to stay in memory, else None. From then on, the kernel reads
+    only the pages in use. By default it reads 128 kB or more around an image, and these pages leave memory before they
+    are used."""
     pages: mmap.mmap | None = getattr(images, "_mmap", None)
     if pages is None or images.nbytes <= free_memory_bytes() * MAPPED_SHARE:
         return None
@@ -29,10 +30,17 @@ def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
 
 
 class Split:
-    """Some of the stored images, by position: 0 ... count - 1, and at `count` a repeated one to be ignored."""
+    """A subset of the stored images, addressed by position. Positions 0 ... count - 1 are the split's images; position
+    `count` repeats an image, with the label IGNORED."""
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
-        """`images` (N, 3, H, W) and `labels` (N,) are all that is stored; `indices` (n >= 1,) are the split's."""
+        """Makes a split of the stored images.
+
+        Args:
+            images: all stored images (N, 3, H, W).
+            labels: all stored labels (N,).
+            indices: rows of the split's images (n,), with n at least 1.
+        """
         self.images = images
         self.indices = np.append(indices, indices[0])  # row of `images` at each position, (count + 1,)
         self.labels = np.append(labels[indices], IGNORED)  # label at each position, (count + 1,)
@@ -42,8 +50,8 @@ class Split:
 def stratified_split(
     labels: NDArray[np.int64], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns sorted indices (train, held out) into `labels` (N,): `fraction` of every class is held out, rounded, and
-    at least one image of each class stays in train."""
+    """Returns sorted indices (train, held out) into `labels` (N,). From every class, `fraction` is held out, rounded to
+    whole images, and at least one image of each class stays in train."""
     rng = np.random.default_rng(seed)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -55,7 +63,7 @@ def stratified_split(
 class Order:
     """The micro-batches of an epoch on one rank."""
 
-    epoch = 0  # the current one
+    epoch = 0  # the current epoch
     skipped = 0  # micro-batches that the next pass of a DataLoader skips
     sampler: "TrainOrder | None" = None  # Lightning calls its `set_epoch` before each epoch
 
@@ -75,13 +83,18 @@ class Order:
 
 
 class TrainOrder(Order):
-    """A new shuffle each epoch, that of torch's DistributedSampler (drop_last): rank r takes r, r + world_size, ...
+    """Shuffles anew in each epoch, like torch's DistributedSampler with drop_last: rank r takes r, r + world_size, ...
 
-    An epoch has only whole optimizer steps, floor(count / batch_size): DeepSpeed counts micro-batches to the next step
-    itself and would carry a remainder into the next epoch, whereas DDP steps at the epoch's end. As the ranks take
-    turns, step k sees the same set of images at every number of ranks and every accumulation.
-    `batch_size` counts the images of one optimizer step over all ranks, in `accumulate` micro-batches per rank. Without
-    `shuffle` every epoch has the stored order. Raises UsageError if the batch does not divide, or exceeds the split.
+    An epoch has only whole optimizer steps, floor(count / batch_size) of them. DeepSpeed counts the micro-batches until
+    the next step itself and would carry a remainder into the next epoch, whereas DDP steps at the end of the epoch.
+    Because the ranks take turns, step k sees the same set of images for every number of ranks and every accumulation.
+
+    Args:
+        batch_size: images of one optimizer step over all ranks, in `accumulate` micro-batches per rank.
+        shuffle: whether to shuffle; if not, every epoch has the stored order.
+
+    Raises:
+        UsageError: if the batch size cannot be divided into micro-batches, or is more than the number of images.
     """
 
     def __init__(
@@ -107,11 +120,12 @@ class TrainOrder(Order):
 
 
 class EvalOrder(Order):
-    """Every image once, unshuffled: rank r takes positions r, r + world_size, ...; all passes are the same.
+    """Reads every image once, unshuffled and in the same order in all passes: rank r takes positions r, r + world_size,
+    ...
 
-    All ranks get the same number of batches of the same size: ZeRO-3 gathers weights in every forward pass and would
-    hang if one rank had more. Missing images are padded with position `count`, the split's ignored entry. The batches
-    are as few as possible, of even size, with at most `max_batch_size` images per rank.
+    All ranks get the same number of batches of the same size, because ZeRO 3 gathers weights in every forward pass and
+    would hang if one rank had more batches. Missing images are padded with position `count`, the split's ignored entry.
+    There are as few batches as possible, of even size, with at most `max_batch_size` images per rank.
     """
 
     def __init__(self, count: int, max_batch_size: int, world_size: int, rank: int) -> None:

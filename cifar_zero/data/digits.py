@@ -27,18 +27,19 @@ TEST_PER_CLASS = 1_000
 VERSION = 1  # raise it with every change of the rendered pixels, so that old caches are replaced
 
 SEED = 20_090_408
-"""Seed of the split and of every variation; independent of the run's seed, so that all runs see the same images."""
+"""Seed of the split and of every variation. It is independent of the run's seed, so that all runs see the same
+images."""
 
 
 BATCH = 500  # images rendered at once: their float32 pixels (6 MB) fit a core's cache
 
-# The ranges of the variation: wide enough that position and colour say nothing about the class, small enough that a
-# person still reads nearly every image.
+# The ranges of the variation are wide enough that position and colour do not reveal the class, and small enough that a
+# person can still read nearly every image.
 ROTATION_RAD = 0.2  # 11 degrees either way; much more would turn a 1 towards a 7
 SCALE = (0.7, 1.0)  # of the image's side, 32 pixels
 SHEAR = 0.2
 SHIFT = 0.15  # of half the image's side: 2.4 pixels either way
-NOISE = (0.0, 0.3)  # half-width of the triangular noise of an image, where the pixels go from 0 to 1
+NOISE = (0.0, 0.3)  # half-width of an image's triangular noise, for pixels from 0 to 1
 
 
 def cache_key(config: DataConfig) -> str:
@@ -70,9 +71,10 @@ def build(config: DataConfig, directory: Path) -> None:
 def render(
     originals: NDArray[np.float32], labels: NDArray[np.int64], per_class: int, seed: int
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-    """Yields batches of (images (m, 3, 32, 32), labels (m,)), `per_class` of each class, in a shuffled order.
+    """Yields batches of images (m, 3, 32, 32) and labels (m,) in a shuffled order, with `per_class` images of each
+    class in total.
 
-    `originals` are (n, 8, 8) with ink from 0 to 1; each is used as often as any other of its class, to within one.
+    `originals` are (n, 8, 8) with ink from 0 to 1. The originals of a class are used equally often, to within one.
     """
     rng = np.random.default_rng(seed)
     per_label = [np.resize(rng.permutation(np.flatnonzero(labels == k)), per_class) for k in np.unique(labels)]
@@ -83,7 +85,7 @@ def render(
 
 
 def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.Tensor:
-    """Turns, scales, shears and moves each original: ink (m, 1, 32, 32), float32 from 0 to 1."""
+    """Turns, scales, shears and moves each original. Returns ink (m, 1, 32, 32), float32 from 0 to 1."""
     count = len(originals)
     angle = rng.uniform(-ROTATION_RAD, ROTATION_RAD, count)
     scale = rng.uniform(*SCALE, count)
@@ -99,16 +101,17 @@ def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.
 
 
 def _colour(strokes: torch.Tensor, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Paints ink (m, 1, 32, 32) on a background, each of a random colour, with noise: (m, 3, 32, 32)."""
+    """Paints ink (m, 1, 32, 32) on a background, each in a random colour, and adds noise. Returns images uint8 (m, 3,
+    32, 32)."""
     count = len(strokes)
     paper = rng.random((count, 1, 3), dtype=np.float32)
     candidates = rng.random((count, 8, 3), dtype=np.float32)
-    # The candidate farthest from the paper's colour, so that nearly every digit is visible.
+    # The ink gets the candidate farthest from the paper's colour, so that nearly every digit is visible.
     farthest = np.square(candidates - paper).sum(axis=2).argmax(axis=1)
     ink = candidates[np.arange(count), farthest]
     paper_t, ink_t = (torch.from_numpy(colour.reshape(count, 3, 1, 1)) for colour in (paper, ink))
     images = torch.addcmul(paper_t, strokes, ink_t - paper_t)
-    # Two uniform bytes make a triangular distribution, several times faster to draw than a normal one.
+    # Two uniform bytes make a triangular distribution, which is several times faster to draw than a normal one.
     raw = rng.integers(0, 2**64, size=images.numel() // 4, dtype=np.uint64).view(np.uint8)
     noise = torch.from_numpy(raw).view(2, *images.shape).float()
     width = torch.from_numpy(rng.uniform(*NOISE, (count, 1, 1, 1)).astype(np.float32))

@@ -1,7 +1,7 @@
 """The random draws for each image of an epoch: one table for all ranks, looked up by position in the split.
 
-The table depends only on the seed and the epoch. An image gets the same augmentation in whichever rank and micro-batch
-it is, and a run that is resumed in the middle of an epoch continues as if it had never stopped.
+The table depends only on the seed and the epoch. An image therefore gets the same augmentation on every rank and in
+every micro-batch, and a run that is resumed in the middle of an epoch continues as if it had never stopped.
 """
 
 import math
@@ -17,12 +17,14 @@ from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.models import IMAGE_SHAPE
 
 GROUPS = 64
-"""Groups of images of an epoch which share the draws of a policy. torchvision's transforms draw once a call; a call for
-each image took 10 times as long (RandAugment: 1,800 and 18,800 images/s, one core of an AMD EPYC, torchvision 0.30)."""
+"""Number of groups of images per epoch that share the draws of a policy. torchvision's transforms draw once per call,
+and one call for each image took 10 times as long (RandAugment: 1,800 instead of 18,800 images/s, one core of an AMD
+EPYC, torchvision 0.30)."""
 
 
 class Draws(NamedTuple):
-    """One row per image; None for what is off. A box is top, bottom, left and right, bottom and right excluded."""
+    """Random draws with one row per image. A column is None if its augmentation is off. A box is (top, bottom, left,
+    right), where bottom and right are excluded."""
 
     flip: Tensor | None = None  # bool (n,): whether the image is mirrored
     crop: Tensor | None = None  # int64 (n, 2): top left corner in the padded image, each from 0 to twice the border
@@ -31,7 +33,7 @@ class Draws(NamedTuple):
     box: Tensor | None = None  # int64 (n, 4): box in which the partner is mixed in, the whole image for mixup
     weight: Tensor | None = None  # float32 (n,): share of the partner in that box, 1 for cutmix
     erasing: Tensor | None = None  # int64 (n, 4): box that is set to the mean
-    group: Tensor | None = None  # int64 (n,), on the CPU: seed of policy and user's transform, one of GROUPS an epoch
+    group: Tensor | None = None  # int64 (n,), on the CPU: seed of the transforms, one of GROUPS seeds in each epoch
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
         """Returns the table with `change` applied to every column."""
@@ -39,15 +41,15 @@ class Draws(NamedTuple):
 
 
 def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = IMAGE_SHAPE[1]) -> Draws:
-    """Draws the table of an epoch of a split of `count` images of `side` x `side` pixels, on the CPU. By numpy's
-    generator: it accepts the seed and the epoch as two numbers, torch's only one, and has the beta distribution. The
-    global generators are not used."""
+    """Draws, on the CPU, the table of an epoch for a split of `count` images of `side` x `side` pixels. It uses numpy's
+    generator, which accepts the seed and the epoch as two numbers and has the beta distribution; torch's generator
+    accepts only one number. The global generators are not used."""
     rng = _generator(seed, epoch)
     drawn: dict[str, Any] = {}
     if config.flip == "random":
         drawn["flip"] = rng.integers(0, 2, count, dtype=bool)
     elif config.flip == "alternating":
-        # Keller Jordan, airbench (github.com/KellerJordan/cifar10-airbench): each image is seen both ways alternately.
+        # Each image is seen both ways alternately (Keller Jordan, github.com/KellerJordan/cifar10-airbench).
         drawn["flip"] = _generator(seed, 0).integers(0, 2, count, dtype=bool) ^ bool(epoch % 2)
     if config.crop:
         drawn["crop"] = rng.integers(0, 2 * config.crop + 1, (count, 2))
@@ -66,8 +68,8 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = I
 def _mixing(
     config: AugmentConfig, rng: np.random.Generator, count: int, side: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draws boxes (count, 4) and the partner's weights (count,) in them: of mixup (Zhang et al. 2018), of cutmix (Yun
-    et al. 2019), or of one of them with probability 1/2."""
+    """Draws boxes (count, 4) and the partner's weights (count,) inside them, for mixup (Zhang et al. 2018), for cutmix
+    (Yun et al. 2019), or for either of them with probability 1/2."""
     boxes = np.tile(np.array([0, side, 0, side]), (count, 1))
     weights = np.ones(count, np.float32)
     if config.cutmix:
@@ -83,7 +85,8 @@ def _mixing(
 
 
 def _boxes(rng: np.random.Generator, sides: NDArray[np.int64], side: int) -> NDArray[np.int64]:
-    """Draws squares (count, 4) of `sides` pixels (count,) with a centre anywhere in the image, cut at its borders."""
+    """Draws squares (count, 4) whose sides in pixels are `sides` (count,). The centre of a square is anywhere in the
+    image, and the square is cut at the image's borders."""
     start = rng.integers(0, side, (len(sides), 2)) - (sides // 2)[:, None]
     ends = np.stack([start, start + sides[:, None]], axis=2)  # (count, vertical or horizontal, start or stop)
     return ends.clip(0, side).reshape(-1, 4)
@@ -91,7 +94,7 @@ def _boxes(rng: np.random.Generator, sides: NDArray[np.int64], side: int) -> NDA
 
 def _rectangles(rng: np.random.Generator, count: int, side: int) -> NDArray[np.int64]:
     """Draws rectangles (count, 4) within the image, with the area and the aspect ratio of random erasing (Zhong et al.
-    2017, torchvision's defaults); a longer side than the image's is cut."""
+    2017, torchvision's defaults). A side that is longer than the image's is cut."""
     area, log_aspect = rng.uniform(0.02, 0.33, count), rng.uniform(math.log(0.3), math.log(3.3), count)
     aspect = np.exp(log_aspect / 2)[:, None] ** [1, -1]
     lengths = (side * np.sqrt(area)[:, None] * aspect).round().clip(1, side).astype(np.int64)

@@ -21,10 +21,11 @@ SPLITS = ("train", "test")
 _LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
 FORMATS = ("PNG", "JPEG")
-"""Pillow tries only these decoders, whatever a file's name says: others start programs (EPS: Ghostscript)."""
+"""Pillow tries only these decoders, whatever the suffix of a file, because others start programs (EPS: Ghostscript)."""
 
 MAX_PIXELS = 8192 * 8192
-"""Most pixels of an image: 200 MB as RGB for each core that decodes, and more than a camera's 50 megapixels."""
+"""Largest number of pixels of an image. It takes 200 MB as RGB on each core that decodes, and exceeds a camera's 50
+megapixels."""
 
 CHUNK = 64  # images that a thread takes at a time: enough that handing them out costs nothing
 
@@ -32,9 +33,12 @@ Image.MAX_IMAGE_PIXELS = None  # Pillow would warn from 89 million pixels on, an
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """Returns the names of the directories under train/, sorted. Raises UsageError if a directory is missing or
-    unreadable or has control characters in its name, there are fewer than two classes, a class has no images, or test/
-    has other classes than train/."""
+    """Returns the names of the directories under train/, sorted.
+
+    Raises:
+        UsageError: if a directory is missing or unreadable, if its name has control characters, if there are fewer than
+            two classes, if a class has no images, or if test/ has other classes than train/.
+    """
     train, test = (_folders(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:
         found = "none"
@@ -60,7 +64,8 @@ def cache_key(config: DataConfig) -> str:
 
 
 def fingerprint(config: DataConfig) -> str:
-    """Returns a hash of all images' class, name, size and time (0.3 s for 60,000). Raises UsageError."""
+    """Returns a hash of the class, name, size and modification time of all images (0.3 s for 60,000 images). Raises
+    UsageError if the folders are not valid, or if an image cannot be read."""
     digest = hashlib.sha256(repr(class_names(config)).encode(errors="surrogateescape"))
     for split in SPLITS:
         for path, label in _labelled_files(config, split):
@@ -83,7 +88,7 @@ def build(config: DataConfig, directory: Path) -> None:
 
 
 def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
-    """Returns the path and label of each image of a split, by class and then by name."""
+    """Returns the path and label of each image of a split, sorted by class and then by name."""
     found: list[tuple[str, int]] = []
     for label, name in enumerate(class_names(config)):
         found += [(path, label) for path in sorted(_image_files(Path(config.root) / split / name))]
@@ -101,7 +106,8 @@ def _image_files(directory: Path) -> Iterator[str]:
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """Yields the entries of a directory, without hidden files (.DS_Store, .ipynb_checkpoints)."""
+    """Yields the entries of a directory, except hidden files (.DS_Store, .ipynb_checkpoints). Raises UsageError if the
+    directory cannot be read."""
     try:
         with os.scandir(directory) as entries:
             yield from (entry for entry in entries if not entry.name.startswith("."))
@@ -110,7 +116,7 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
-    """Reads an image file of any size and mode as RGB pixels (3, side, side), uint8, in the camera's orientation.
+    """Reads an image file of any size and mode as RGB pixels uint8 (3, side, side), in the camera's orientation.
 
     Transparency is ignored. An image of another size is scaled to `side` pixels on its shorter side (bilinear with
     antialiasing, torchvision's default) and cropped at its centre. Raises UsageError if the file cannot be read as a
@@ -135,8 +141,8 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
 
 
 def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:
-    """Decodes image files into the rows of `images` (N, 3, side, side), on all cores; `title` is the progress bar's.
-    Raises UsageError for the first unreadable image."""
+    """Decodes image files on all cores into the rows of `images` (N, 3, side, side), with a progress bar that has the
+    given title. Raises UsageError for the first unreadable image."""
 
     def decode_row(row: int) -> None:
         images[row] = decode(paths[row], images.shape[2])
@@ -144,8 +150,8 @@ def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None
     interval_s = 0.1
     if not sys.stderr.isatty():  # a log file, a cluster's job output
         interval_s = 10.0
-    # Threads, as Pillow decodes outside the interpreter's lock. Not processes: the children of a killed run would
-    # survive it and keep the cache's lock.
+    # Threads suffice, because Pillow decodes outside the interpreter's lock. Processes would not do, because the
+    # children of a killed run would survive it and keep the cache's lock.
     with ThreadPool(os.cpu_count()) as pool:
         decoded = pool.imap(decode_row, range(len(paths)), CHUNK)
         for _ in tqdm(decoded, title, len(paths), mininterval=interval_s):

@@ -1,6 +1,6 @@
-"""The loaders of --data.loader. memory: micro-batches cut from blocks of images that a GPU or the host stores, without
-Python per image unless it has to come from the disk. torch: the PyTorch tutorial's transforms, image by image, in a
-DataLoader with worker processes."""
+"""The loaders of --data.loader. The memory loader cuts micro-batches from blocks of images that a GPU or the host
+stores, and runs Python code per image only for images on the disk. The torch loader applies the PyTorch tutorial's
+transforms image by image, in a DataLoader with worker processes."""
 
 import math
 import mmap
@@ -23,28 +23,31 @@ from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.draws import Draws
 
 BLOCK_IMAGES = {"cpu": 128, "cuda": 1024}
-"""Images that are gathered, augmented and normalised at once, rounded up to whole micro-batches, by type of device;
-fewer if they have more than 32 x 32 pixels.
+"""Number of images that are gathered, augmented and normalised at once, by type of device, rounded up to whole
+micro-batches. Images with more than 32 x 32 pixels have smaller blocks.
 
-Measured on one core of an AMD EPYC with 1 MB of second-level cache, torch 2.15: 128 and 256 images are about equal;
-fewer cost more for calling each operation, more cost more for memory. On a GPU: not measured.
+The CPU's number was measured on one core of an AMD EPYC with 1 MB of second-level cache, with torch 2.15: 128 and 256
+images are about equal, smaller blocks spend more time on calling each operation, and larger ones on memory access. The
+GPU's number was not measured.
 """
 
 GROUPED_BLOCK = 16
-"""How much larger a block is with a policy or the user's transform, which is called once for each of its groups."""
+"""Factor by which a block is larger with a policy or the user's transform, which is called once for each group of
+images in the block."""
 
 STRETCH_BLOCKS = 64
-"""Blocks that are looked up at once in the tables of an epoch: enough that a GPU does not wait for the copies, and few
-enough that an epoch starts without delay."""
+"""Number of blocks that are looked up at once in the tables of an epoch. It is large enough that a GPU does not wait
+for the copies, and small enough that an epoch starts without delay."""
 
 RESIDENT_SHARE = 1 / 4
-"""Share of a GPU's free memory for stored images: the model's is allocated later. CIFAR-10 takes 184 MB."""
+"""Share of a GPU's free memory that stored images may take; the model's memory is allocated later. CIFAR-10 takes 184
+MB."""
 
 
 class Stored:
-    """Stored images (N, 3, H, W), uint8, for batches on a device. On a GPU if they take at most RESIDENT_SHARE of its
-    free memory, else on the host. For devices other than GPUs the batches stay on the CPU. `take` returns blocks on
-    `device`, and its row numbers have to be on `rows_device`."""
+    """Stores images uint8 (N, 3, H, W) for batches on a device. They are on the GPU if they take at most RESIDENT_SHARE
+    of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU. `take` returns
+    blocks on `device` and needs row numbers on `rows_device`."""
 
     def __init__(self, images: NDArray[np.uint8], device: torch.device | str) -> None:
         with warnings.catch_warnings():
@@ -61,11 +64,11 @@ class Stored:
         self._map = None
         if self.rows_device.type == "cpu":
             self._map = map_beyond_memory(images)
-        self._start = getattr(images, "offset", 0)  # of the first image in the map, in bytes
+        self._start = getattr(images, "offset", 0)  # offset of the first image in the map, in bytes
 
     def take(self, rows: Tensor) -> Tensor:
-        """Returns the images at row numbers int64 (n,): uint8 (n, H, W, 3)."""
-        if self._map is not None:  # the disk reads them at once; `index_select` waits for one page after another
+        """Returns the images uint8 (n, H, W, 3) in the rows int64 (n,)."""
+        if self._map is not None:  # reads all rows at once, whereas `index_select` waits for each page
             size = self._images[0].nbytes
             for start in (self._start + rows * size).tolist():
                 page = start - start % mmap.PAGESIZE
@@ -73,28 +76,29 @@ class Stored:
         block = self._images.index_select(0, rows)
         if self.rows_device.type == self.device.type:
             return block
-        # From pinned memory the copy is queued, and the host gathers the next block while the GPU works. torch reuses
-        # pinned memory only after the copies queued from it.
+        # The copy from pinned memory is only queued, so the host gathers the next block while the GPU works. torch
+        # reuses pinned memory only after the copies that are queued from it.
         return block.pin_memory().to(self.device, non_blocking=True)
 
 
 class Resumable:
     """Tracks a loader's position in its epoch, for Lightning's checkpoints."""
 
-    batch_sampler: Order  # the order, under the name where Lightning and DeepSpeed look for the batch size
-    _given = 0  # micro-batches that this epoch has given so far; 0 at its end
+    batch_sampler: Order  # the order, under the name from which Lightning and DeepSpeed read the batch size
+    _given = 0  # micro-batches yielded in this epoch so far; 0 at its end
     _resumed: Mapping[str, int] = {}
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what Lightning saves in a checkpoint: the epoch and the micro-batches given in it so far."""
+        """Returns what Lightning saves in a checkpoint: the epoch and the number of micro-batches yielded in it so
+        far."""
         return {"epoch": self.batch_sampler.epoch, "given": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Makes the next pass continue where another loader was, if the epoch is the same."""
+        """Makes the next pass continue at the position of the loader that saved the state, if the epoch is the same."""
         self._resumed = state
 
     def _begin(self) -> int:
-        """Starts a pass, whose epoch is known by now; returns the number of micro-batches to skip."""
+        """Starts a pass, whose epoch is already set, and returns the number of micro-batches to skip."""
         self._given = 0
         if self._resumed.get("epoch") == self.batch_sampler.epoch:
             self._given = self._resumed["given"]
@@ -102,16 +106,19 @@ class Resumable:
         return self._given
 
     def _count(self) -> None:
-        """Counts a micro-batch, just before it is given."""
+        """Counts a micro-batch just before it is yielded."""
         self._given = (self._given + 1) % len(self.batch_sampler)
 
 
 class MemoryLoader(Resumable):
-    """Iterable over (images, labels) in the given order, on the device.
+    """Yields (images, labels) in the given order, on the device.
 
-    Images are float32 (m, 3, H, W), normalised, in `memory_format`; labels int64 (m,), see `Split`, or with mixup or
-    cutmix float32 (m, classes). Several micro-batches are made at once, as views of one block. `stored` are the split's
-    images on a device, by default on the CPU; without an augmentation they are normalised to [-1, 1].
+    Images are float32 (m, 3, H, W), normalised, in `memory_format`. Labels are int64 (m,), see `Split`, or float32 (m,
+    classes) with mixup or cutmix. Several micro-batches are made at once, as views of one block.
+
+    Args:
+        stored: the split's images on a device, by default on the CPU.
+        augmentation: by default, images are only normalised to [-1, 1].
     """
 
     def __init__(
@@ -138,7 +145,7 @@ class MemoryLoader(Resumable):
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""
+        """Yields the micro-batches of an epoch, or the rest of them if a loaded state has begun this epoch."""
         self._begin()
         size = self.batch_sampler.batch_size
         for rows, labels, draws in self._plan():
@@ -149,7 +156,8 @@ class MemoryLoader(Resumable):
                 yield batch
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
-        """Yields the stored rows, labels and draws of each block, those of mixed-in partners after its own."""
+        """Yields the stored rows, labels and draws of each block. Entries of mixed-in partners follow the block's own
+        entries."""
         device, rows_device = self._stored.device, self._stored.rows_device
         table = self._augmentation.draw(self.batch_sampler.epoch)
         for stretch in self.batch_sampler.positions()[self._given :].split(self._block * STRETCH_BLOCKS):
@@ -170,7 +178,7 @@ class MemoryLoader(Resumable):
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):
-    """A split's images one by one, after the tutorial's transforms: float32 (3, H, W), normalised."""
+    """A dataset of a split's images after the tutorial's transforms: float32 (3, H, W), normalised."""
 
     def __init__(self, split: Split, inputs: Inputs) -> None:
         self._split = split
@@ -187,27 +195,27 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
 
 class TorchLoader(Resumable, DataLoader[Any]):
-    """A DataLoader that can continue in the middle of an epoch, and looks up the order at the first batch.
+    """A DataLoader that can continue in the middle of an epoch. It reads the order only at the first batch.
 
-    Lightning (2.6.6) asks for the iterator of a resumed run before it sets the epoch: DataLoader's own iterator would
-    look up the order too early. Yields (images float32 (m, 3, H, W), labels int64 (m,)).
+    Lightning (2.6.6) creates the iterator of a resumed run before it sets the epoch, so DataLoader's own iterator would
+    read the order too early. Yields (images float32 (m, 3, H, W), labels int64 (m,)).
     """
 
     batch_sampler: Order
 
     def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN, pin: bool = False) -> None:
-        # Not the global generator: dropout would differ from that with the memory loader.
+        # With the global generator, dropout would differ from dropout with the memory loader.
         options: Any = {"num_workers": workers, "persistent_workers": workers > 0, "generator": torch.Generator()}
-        # Pinned, so that the host does not wait for the copy to a GPU.
+        # Batches are in pinned memory, so that the host does not wait for the copy to a GPU.
         super().__init__(TransformedImages(split, inputs), batch_sampler=order, pin_memory=pin, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Yields an epoch, or its rest if the loader whose state was loaded has begun it."""
+        """Yields the micro-batches of an epoch, or the rest of them if a loaded state has begun this epoch."""
         self.batch_sampler.skipped = self._begin()
         try:
             for batch in super().__iter__():
                 self._count()
                 yield batch
         except ConnectionError as error:
-            # A batch's tensors come from its worker; torch (2.15) does not say that the worker was killed meanwhile.
+            # A batch's tensors come from its worker; torch (2.15) does not report that the worker was killed meanwhile.
             raise RunError(f"{KILLED_WORKER}; {FEWER_WORKERS}") from error

@@ -1,4 +1,5 @@
-"""The `synthetic` source: random pixels of any number of images, to measure speed; there is nothing to learn."""
+"""The `synthetic` source: any number of images of random pixels, to measure speed. A model cannot learn anything from
+them."""
 
 from pathlib import Path
 

@@ -1,10 +1,11 @@
 """The registry of models: plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class scores.
 
-Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is their help. It imports
-its network when it builds the model, so that the command line knows every option without importing torch.
+Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is the model's help text. An
+entry imports its torch module only when it builds the model, so that the command line has every option without
+importing torch.
 """
 
-# No postponed annotations here: jsonargparse would execute the TYPE_CHECKING imports, torch, to resolve them.
+# There are no postponed annotations here, because jsonargparse would import torch (see TYPE_CHECKING) to resolve them.
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
@@ -30,8 +31,8 @@ class Layout(NamedTuple):
     """The size of a vision transformer."""
 
     width: int  # of a token
-    depth: int  # blocks
-    heads: int  # of the attention
+    depth: int  # number of blocks
+    heads: int  # attention heads of a block
 
 
 LAYOUTS: dict[Size, Layout] = {
@@ -49,26 +50,29 @@ LAYOUTS: dict[Size, Layout] = {
 
 @dataclass
 class MixtureOptions(Options):
-    """The options of all mixtures of a model."""
+    """The options that all mixtures of experts of a model share."""
 
     num_experts: list[int] = field(default_factory=lambda: [2])
-    """Experts of each mixture, a number for each; different ones make a pyramid (PR-MoE with mlp_type residual)."""
+    """Number of experts of each mixture, one number for each; different numbers make a pyramid (PR-MoE with mlp_type
+    residual)."""
 
     ep_size: int = limited(1, at_least=1)
-    """Ranks over which the experts of a mixture are distributed; needs DeepSpeed's stages 0 to 2. 1: every rank holds
-    all experts."""
+    """Ranks over which the experts of a mixture are distributed; more than 1 needs DeepSpeed with ZeRO stages 0 to 2.
+    1: every rank holds all experts."""
 
     mlp_type: Literal["standard", "residual"] = "standard"
-    """residual: a dense network next to the experts processes every token, and the shares of both are learnt."""
+    """residual: a dense layer next to the experts processes every token, and the weights of both outputs are learnt."""
 
     top_k: Literal[1, 2] = 1
-    """Experts per token."""
+    """Number of experts per token."""
 
     capacity_factor: float = limited(1.0, over=0)
-    """Most tokens of a micro-batch for an expert in training, as a multiple of its even share; others are dropped."""
+    """Largest number of tokens of a micro-batch that an expert processes in training, as a multiple of its even share;
+    other tokens are dropped."""
 
     eval_capacity_factor: float = 0.0
-    """The same in evaluation, where the last are dropped; 0: none are, so that images do not affect each other."""
+    """The same factor in evaluation, where the last tokens are dropped. 0: no tokens are dropped, so that images do not
+    affect each other."""
 
     min_capacity: int = 0
     """Lower bound of an expert's capacity, in tokens."""
@@ -78,7 +82,8 @@ class MixtureOptions(Options):
     the gate's input is multiplied by random numbers close to 1."""
 
     load_balance: float = 0.01
-    """Weight of the load-balancing loss, 1 for a mixture with even load; 0: no such loss, as in DeepSpeedExamples."""
+    """Weight of the load-balancing loss, which is 1 for a mixture with even load. 0: no such loss, as in
+    DeepSpeedExamples."""
 
     def __post_init__(self) -> None:
         if not self.num_experts or min(self.num_experts) < 1:
@@ -95,15 +100,16 @@ class MixtureOptions(Options):
 
 @dataclass
 class Model(Options):
-    """An entry of the registry, with its options set."""
+    """An entry of the registry, with the values of its options."""
 
     network: ClassVar[str]
-    """Module of models/, and what in it takes the number of classes and this entry, and returns the network."""
+    """A module of models/ and a name in it. The name's class or function takes the number of classes and this entry,
+    and returns the model."""
 
-    tokens_per_image: ClassVar[int] = 0  # patches of an image that a transformer computes with; 0 for other models
+    tokens_per_image: ClassVar[int] = 0  # number of a transformer's patches; 0 for other models
 
     def build(self, num_classes: int) -> "nn.Module":
-        """Returns the model with freshly initialised weights and `num_classes` scores."""
+        """Returns the model with freshly initialised weights and `num_classes` output scores."""
         module, _, name = self.network.partition(".")
         return getattr(import_module(f"cifar_zero.models.{module}"), name)(num_classes, self)
 
@@ -129,7 +135,7 @@ class MLP(Model):
     network = "net.MLP"
 
     hidden: list[int] = field(default_factory=lambda: [512])
-    """Neurons of each hidden layer, starting at the pixels; []: no hidden layer."""
+    """Number of neurons of each hidden layer, from the pixels to the scores. []: no hidden layer."""
 
     activation: Literal["relu", "tanh", "sigmoid", "gelu"] = "relu"
     """Non-linearity after each hidden layer."""
@@ -148,13 +154,13 @@ class MLP(Model):
 
 @dataclass
 class Scalable(Model):
-    """A model in any width."""
+    """A model whose width can be scaled."""
 
     width: float = limited(1.0, over=0)
     """Width of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
 
     def scaled(self, channels: int) -> int:
-        """Returns the channels of a layer that has `channels` in the paper, at least one."""
+        """Returns the number of channels of a layer that has `channels` in the paper; at least one."""
         return max(1, round(channels * self.width))
 
 
@@ -177,12 +183,13 @@ class SpeedNet(Scalable):
 
 @dataclass
 class EdgeCases(Model):
-    """a small model of what has broken strategies before: tied, reused, frozen and unused parameters"""
+    """a small model of patterns that have broken strategies: tied, reused, frozen and unused parameters"""
 
     network = "edge_cases.EdgeCases"
 
     unused: bool = False
-    """Leave a branch out of every fourth forward pass in training, so that it gets no gradient from it."""
+    """Leave a branch out of every fourth forward pass in training, so that the branch gets no gradient from this
+    pass."""
 
 
 @dataclass
@@ -207,7 +214,7 @@ class ViT(Model):
     size: ClassVar[Size]
 
     depth: int = 0
-    """Blocks of attention and MLP; 0: as many as a model of this size has."""
+    """Number of blocks of attention and MLP. 0: as many as a model of this size has."""
 
     dropout: float = limited(0.0, below=1)
     """Share of the embedded patches and of the output of each attention and MLP that is dropped in training."""
@@ -231,10 +238,12 @@ class ViTMoE(Model, MixtureOptions):
     dropout: ClassVar[float] = 0.0
 
     num_experts: list[int] = field(default_factory=lambda: [4])
-    """Experts of each mixture: one number for each of them (half of the blocks), or one for all."""
+    """Number of experts of each mixture: one number per mixture, which half of the blocks have, or one number for
+    all."""
 
     size: Size = "tiny"
-    """Size without its experts, in millions of parameters: tiny (5.4), small (21), base (85), large (302), 1b, 13b."""
+    """Size of the model without its experts, with millions of parameters: tiny (5.4), small (21), base (85), large
+    (302), 1b, 13b."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -248,15 +257,16 @@ class ViTMoE(Model, MixtureOptions):
 
 
 def _harmless(value: Any) -> bool:
-    """Returns whether an option can name neither a file nor an address nor code: options also come from files of other
-    authors."""
+    """Returns whether the value of an option can name neither a file nor an address nor code. Other values are refused,
+    because options may come from files of other authors."""
     if isinstance(value, (list, tuple)):
         return all(map(_harmless, value))
     return value is None or isinstance(value, (bool, int, float))
 
 
 class ThirdParty(Model):
-    """A model that is not written for this program: it is built whole, and tried out on shapes before a run."""
+    """A model that was not written for this program. It is built whole before it is sharded, and is tried out on shapes
+    before a run."""
 
 
 @dataclass
@@ -267,15 +277,15 @@ class External(ThirdParty):
     architecture: ClassVar[str]
 
     kwargs: dict[str, Plain] = field(default_factory=dict)
-    """Options of the function that builds it, for instance --model.kwargs.dropout 0.1: numbers, true or false, and
-    lists of them."""
+    """Options of the torchvision function that builds the model, for instance --model.kwargs.dropout 0.1: numbers, true
+    or false, and lists of them."""
 
     image_size: int = 0
-    """Side in pixels to which the images are scaled, for a model that needs larger ones; 0: not scaled."""
+    """Side in pixels to which the images are scaled, for a model that needs larger images. 0: not scaled."""
 
     weights: str = ""
-    """Start from torchvision's pretrained weights, with a new head for another number of classes: DEFAULT, or a name
-    that they have there, such as IMAGENET1K_V1. Most expect --data.normalize imagenet. Empty: initialised weights."""
+    """Start from torchvision's pretrained weights, with a new head for another number of classes: DEFAULT, or one of
+    torchvision's names, such as IMAGENET1K_V1. Most expect --data.normalize imagenet. Empty: initialised weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,7 +295,8 @@ class External(ThirdParty):
 
 
 class UserModel(ThirdParty):
-    """A model in the user's own code; its fields are the arguments of what builds it, without limits."""
+    """A model in the user's own code. Its fields are the arguments of the class or function that builds it, and have no
+    limits."""
 
     make: ClassVar[Callable[..., Any]]
     takes_classes: ClassVar[bool]
@@ -302,11 +313,12 @@ class UserModel(ThirdParty):
         return built(partial(type(self).make, **options))
 
 
-PREFIX = "torchvision:"  # before the name of a classifier of torchvision: torchvision:resnet50
+PREFIX = "torchvision:"  # before the name of a torchvision classifier, as in torchvision:resnet50
 
 
 class Models(dict[str, type[Model]]):
-    """The registry by name. It lists the models of this folder; torchvision's are entries too."""
+    """The registry of models by name. It lists the models of this folder; a name with torchvision's prefix is an entry
+    too."""
 
     def __missing__(self, name: str) -> type[Model]:
         if name not in self:
@@ -341,12 +353,17 @@ MODELS = Models(
 
 
 def register_user_model(name: str) -> None:
-    """Adds the model that FILE.py:NAME or PACKAGE.MODULE:NAME names: a class, or a function that returns a module.
+    """Adds a model of the user to the registry. It is a class, or a function that returns a module.
 
-    It maps images (N, 3, H, W) to scores (N, classes). Its arguments are options with plain values, but for those whose
-    default is no plain value, such as a class; it gets the number of classes if it has an argument `num_classes`. Only
-    the command line may name one, since it is code. Raises UsageError: it cannot be imported, or one of its arguments
-    has no default or is called `name`.
+    The model maps images (N, 3, H, W) to scores (N, classes). Its arguments become options, except those whose default
+    is not a plain value, such as a class. An argument `num_classes` gets the number of classes. Only the command line
+    may name such a model, because it is code.
+
+    Args:
+        name: FILE.py:NAME or PACKAGE.MODULE:NAME.
+
+    Raises:
+        UsageError: if the model cannot be imported, or if one of its arguments has no default or is called `name`.
     """
     make = user_code.load(name, "--model")
     arguments = dict(inspect.signature(make).parameters)
@@ -362,7 +379,7 @@ def register_user_model(name: str) -> None:
         if not isinstance(argument.default, bool | int | float | str | list | tuple | dict | None):
             continue
         default: Any = field(default_factory=partial(deepcopy, argument.default))
-        # Not of another type, such as Callable: jsonargparse would import what a recipe names.
+        # Other types, such as Callable, are not kept, because jsonargparse would import what a recipe names.
         kind = argument.annotation if is_plain(argument.annotation) else type(argument.default)
         options.append((argument.name, Plain if kind is type(None) else kind, default))
     summary = (make.__doc__ or f"the model {name}").strip()
@@ -371,5 +388,5 @@ def register_user_model(name: str) -> None:
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
-    """Builds the model `name` of MODELS with the options of its entry. Raises ValueError: an option is invalid."""
+    """Builds the model `name` of MODELS with the options of its entry. Raises ValueError if an option is invalid."""
     return MODELS[name](**options).build(num_classes)

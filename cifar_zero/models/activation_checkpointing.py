@@ -20,11 +20,11 @@ def checkpoint_blocks(net: nn.Module) -> None:
     """Makes each block of a model recompute its activations in the backward pass, in place.
 
     The blocks are the children of the model's outermost lists (nn.Sequential, nn.ModuleList), which transformers,
-    ResNets and most models of torchvision have. A list of plain layers, such as VGG's, is cut into pieces of
-    about the square root of its length (Chen et al. 2016, section 4.1): a single layer would save nothing.
+    ResNets and most models of torchvision have. A list of plain layers, such as VGG's, is cut into pieces of about the
+    square root of its length (Chen et al. 2016, section 4.1), because checkpointing single layers would save nothing.
 
-    Only functions are replaced, no modules, so that parameters keep their names. Losses and weights stay the same bit
-    for bit. Raises UsageError: the model has no blocks.
+    Only functions are replaced and no modules, so that parameters keep their names. Losses and weights stay the same
+    bit for bit. Raises UsageError if the model has no blocks.
     """
     found = False
     for layers in _outermost_lists(net):
@@ -47,7 +47,8 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleLis
 
 
 def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
-    """Each piece begins with a layer that has parameters: an in-place activation would overwrite the stored input."""
+    """Returns the layers in pieces. Each piece begins with a layer that has parameters, because an in-place activation
+    would overwrite the stored input."""
     pieces: list[list[nn.Module]] = [[]]
     for layer in layers:
         if len(pieces[-1]) >= math.isqrt(len(layers)) and [*layer.parameters()]:
@@ -66,8 +67,9 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 @contextmanager
 def _leaving_no_trace(block: nn.Module) -> Generator[None]:
-    """Context of a block's second forward pass: its batch norms do not update their statistics, and its gates keep the
-    routing of the first pass, whose loss is in the graph; that of the second would keep all recomputed activations."""
+    """A context for a block's second forward pass. In it, batch norms do not update their statistics, and gates keep
+    the routing of the first pass, whose loss is in the graph. The loss of the second routing would keep all recomputed
+    activations in memory."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     routings = [(gate, gate.routing) for gate in gates(block)]

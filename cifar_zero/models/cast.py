@@ -1,7 +1,8 @@
 """Models in half precision whose batch norms keep their running statistics in float32.
 
-A training step moves a running statistic by a tenth of its distance to the batch's. In bfloat16, of 8 bits, a distance
-under 2 to 4 % is rounded away. torch (2.15) accepts float32 statistics only with float32 weights.
+A training step moves a running statistic by a tenth of its distance to the batch's statistic. In bfloat16, with its 8
+bits of precision, a distance under 2 to 4 % is rounded away. torch (2.15) accepts float32 statistics only with float32
+weights.
 """
 
 from collections.abc import Callable
@@ -17,14 +18,15 @@ STATISTICS = ("running_mean", "running_var")
 
 
 def cast_buffers(net: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating-point buffers, but for the statistics of batch norms, in place."""
+    """Casts the floating-point buffers of a model in place, except the running statistics of batch norms."""
     for name, buffer in net.named_buffers():
         if buffer.is_floating_point() and not name.endswith(STATISTICS):
             buffer.data = buffer.data.to(dtype)
 
 
 def keep_batch_norm_float32(net: nn.Module) -> None:
-    """Makes each batch norm cast its weights to the dtype of its statistics for its forward pass, in place."""
+    """Makes each batch norm cast its weights to the dtype of its running statistics during its forward pass, in
+    place."""
     for norm in net.modules():
         if isinstance(norm, _BatchNorm) and norm.running_mean is not None and "forward" not in vars(norm):
             vars(norm)["forward"] = partial(_forward, norm, norm.forward)

@@ -1,4 +1,5 @@
-"""A small model made of what has broken strategies before; each trap names the report that it stands for."""
+"""A small model built from patterns that have broken strategies. Each pattern cites the DeepSpeed issues that report
+it."""
 
 import torch
 import torch.nn.functional as F
@@ -7,25 +8,28 @@ from torch import Tensor, nn
 from cifar_zero import models
 
 WIDTH = 37
-"""Features of the hidden layers: prime, so that every strategy has to pad its shards."""
+"""Number of features of the hidden layers. It is prime, so that every strategy has to pad its shards."""
 
 
 class EdgeCases(nn.Module):
-    """Maps images (N, 3, 32, 32) to class scores; 12 thousand parameters. With `unused` every fourth micro-batch leaves
-    a branch without gradient. The branch needs one from the step's other micro-batches: torch's optimizers skip a
-    parameter without gradient, ZeRO updates it as if that were zero."""
+    """Maps images (N, 3, 32, 32) to class scores, with 12 thousand parameters.
+
+    With `unused`, every fourth micro-batch leaves a branch without a gradient. The branch needs a gradient from the
+    other micro-batches of the step, because torch's optimizers skip a parameter without a gradient, whereas ZeRO
+    updates it as if its gradient were zero.
+    """
 
     def __init__(self, num_classes: int, options: models.EdgeCases):
         super().__init__()
-        # A frozen part, which is in no partition (DeepSpeed issue 4055).
+        # Frozen, and so in no partition (DeepSpeed issue 4055).
         self.stem = nn.Conv2d(3, 7, 3, stride=2, padding=1).requires_grad_(False)
-        # A bias before batch normalisation: its gradient is rounding alone.
+        # A bias before batch normalisation: its gradient is nothing but rounding error.
         self.conv = nn.Conv2d(7, 11, 3, stride=2, padding=1)
         self.conv_norm = nn.BatchNorm2d(11)
-        # Half of all elements in one tensor, cut in the middle by every partition into ranks.
+        # One tensor with half of all elements, which every partition into ranks cuts in the middle.
         self.project = nn.Linear(11 * 4 * 4, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        # Used twice in a forward pass: two gradients for one hook (DeepSpeed issues 8224 and 8245).
+        # Used twice in a forward pass, so that one hook gets two gradients (DeepSpeed issues 8224 and 8245).
         self.twice = nn.Linear(WIDTH, WIDTH)
         # Tied: one tensor with two names (DeepSpeed issues 966 and 3824).
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -33,7 +37,8 @@ class EdgeCases(nn.Module):
         self.second.weight = self.first.weight
         # Without a gradient in some micro-batches (DeepSpeed issues 545 and 1266).
         self.branch = nn.Linear(WIDTH, WIDTH)
-        # One element. Without dimensions FSDP2 (torch 2.15) refuses it, and DeepSpeed (0.19.8) fails at the start.
+        # One element in one dimension: FSDP2 (torch 2.15) refuses a tensor without dimensions, and DeepSpeed (0.19.8)
+        # fails at the start.
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(WIDTH, num_classes)
         self._unused = options.unused

@@ -1,4 +1,4 @@
-"""Image classifiers of torchvision, by their names there, and their pretrained weights."""
+"""Image classifiers of torchvision under torchvision's names, and their pretrained weights."""
 
 import re
 from collections import OrderedDict
@@ -18,14 +18,14 @@ Shape = tuple[int, int, int, int]
 
 
 def external(num_classes: int, options: models.External) -> nn.Module:
-    """Returns a model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError: torchvision has
-    no such classifier, or the classifier no such option."""
+    """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError if
+    torchvision has no such classifier, or if the classifier has no such option."""
     known = torchvision.models.list_models(module=torchvision.models)
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)
         raise ValueError(f"torchvision has no classifier of that name, {closest}")
     given = {"num_classes": num_classes, **options.kwargs}
-    try:  # an option of ours that is also given is a TypeError
+    try:  # options that are also set here raise TypeError
         net = built(lambda: torchvision.models.get_model(options.architecture, weights=None, **given))
     except TypeError as error:
         raise ValueError(f"kwargs do not fit: {short(error)}") from error
@@ -36,30 +36,30 @@ def external(num_classes: int, options: models.External) -> nn.Module:
 
 
 def pretrained(options: models.External) -> dict[str, Tensor]:
-    """Returns torchvision's weights by the model's own names: from torch's cache, or else downloaded into it. torch
-    compares a download with the hash in its name (not what is cached already), and loads nothing but tensors. Raises
-    UsageError: there are none of that name, the download fails, or the file is damaged."""
+    """Returns torchvision's pretrained weights by the model's parameter names, from torch's cache or by download. torch
+    compares a download with the hash in its name, but not a file in the cache, and loads nothing but tensors. Raises
+    UsageError if there are no weights of that name, if the download fails, or if the file is damaged."""
     known = torchvision.models.get_model_weights(options.architecture).__members__
     if options.weights not in known:
         raise UsageError(f"--model.weights {options.weights}: {nearest(options.weights, known)}")
     entry = known[options.weights]
     try:
         weights = entry.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
-    except Exception as error:  # of the network, the disk, the hash or the format
+    except Exception as error:  # an error of the network, the disk, the hash or the format
         raise UsageError(
             f"--model.weights {options.weights}: cannot load {entry.url} ({short(error)}): put that file into "
             f"{torch.hub.get_dir()}/checkpoints, or start from another one with --weights FILE"
         ) from error
-    # Files of DenseNets have the names of an older version, see torchvision's densenet.py.
+    # Files of DenseNets have the parameter names of an older version, see torchvision's densenet.py.
     older, prefix = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])"), "net." if options.image_size else ""
     return {prefix + older.sub(r"\1\2", name): value for name, value in weights.items()}
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns a model on the default device, built on the CPU if it cannot be built there."""
+    """Returns a model on the default device. If it cannot be built there, it is built on the CPU and moved."""
     try:
         return build()
-    except RuntimeError:  # some compute shapes from tensors, which have no values on the meta device
+    except RuntimeError:  # some models compute shapes from tensors, which have no values on the meta device
         with torch.device("cpu"):
             net = build()
         return net.to(torch.get_default_device())
@@ -68,7 +68,8 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 def check(entry: models.Model, num_classes: int, images: Shape) -> None:
     """Builds a model and runs it on training images, without values (torch's meta device) if that is possible.
 
-    Raises ValueError: it cannot be built, does not accept such images, or does not return (N, num_classes) scores.
+    Raises ValueError if the model cannot be built, does not accept such images, or does not return (N, num_classes)
+    scores.
     """
     try:
         _try_out(entry, num_classes, images, "meta")

@@ -1,4 +1,4 @@
-"""Initial weights: the same on every device, and by Xavier's or He's scheme instead of torch's layers' own."""
+"""Initial weights that are the same on every device, drawn by torch's layers or by Xavier's or He's scheme."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +16,13 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)  # they fill a tensor
+RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)  # operations that fill a tensor
 
 
 class DrawnOnCPU(TorchDispatchMode):
-    """Takes random numbers for tensors on a GPU from the CPU's generator. Otherwise a model that a strategy builds on
-    the GPU would start from other weights than one built on the CPU: fsdp2's, or that of a run without a GPU."""
+    """Draws random numbers for tensors on a GPU from the CPU's generator. Otherwise, a model that a strategy builds on
+    the GPU would start from other weights than a model that is built on the CPU, as under fsdp2 or in a run without a
+    GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -33,11 +34,11 @@ class DrawnOnCPU(TorchDispatchMode):
 
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
-    """Draws the weights of all convolutions and linear layers again, and sets their biases to zero; with the scheme
-    `default` all weights stay as torch's layers drew them.
+    """Draws the weights of all convolutions and linear layers again, and sets their biases to zero. With the scheme
+    `default`, all weights stay as torch's layers drew them.
 
-    DeepSpeed's zero.Init replaces `Module.apply` by its own, which gathers a sharded layer, draws it and shards it
-    again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
+    `Module.apply` also initialises sharded layers, because DeepSpeed's zero.Init replaces it by a function that gathers
+    a layer, draws it and shards it again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
     """
     if scheme == "default":
         return

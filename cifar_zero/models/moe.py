@@ -1,8 +1,8 @@
 """A mixture of experts in plain torch: a gate sends each token to one or two of several experts of the same shape.
 
-The maths is that of DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020; Switch
-Transformer, Fedus et al. 2021). The gate is used under every strategy; here all experts are on one device, and
-strategies/deepspeed/experts.py distributes them over ranks.
+The maths is the same as in DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020;
+Switch Transformer, Fedus et al. 2021). Every strategy uses this gate. The layer in this file has all experts on one
+device, and strategies/deepspeed/experts.py distributes them over ranks.
 """
 
 import math
@@ -17,31 +17,33 @@ from torch import Tensor, nn
 from cifar_zero.models import MixtureOptions
 
 JITTER = 0.01
-"""Jitter multiplies what the gate sees by random numbers from 1 - JITTER to 1 + JITTER (DeepSpeed's, Switch's)."""
+"""Jitter multiplies the gate's input by random numbers from 1 - JITTER to 1 + JITTER, as in DeepSpeed and Switch
+Transformer."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The routing of one forward pass: S tokens, E experts, k of them for each token."""
+    """The routing of S tokens to E experts in one forward pass, with k experts for each token."""
 
-    experts: Tensor  # int64 (k, S), each token's experts, the most probable first; -1 where it was dropped
-    slots: Tensor  # int64 (k, S), the token's place among those of its expert
-    weights: Tensor  # float32 (k, S), of the experts' outputs; 0 where it was dropped
-    capacity: int  # places of an expert
+    experts: Tensor  # int64 (k, S), each token's experts, the most probable first; -1 where the token was dropped
+    slots: Tensor  # int64 (k, S), each token's place among the places of its expert
+    weights: Tensor  # float32 (k, S), weights of the experts' outputs; 0 where the token was dropped
+    capacity: int  # number of places of each expert
     tokens: Tensor  # int64 (E,), tokens that each expert receives
-    probabilities: Tensor  # float32 (S, E), of the gate, detached
+    probabilities: Tensor  # float32 (S, E), the gate's probabilities, detached
     load_balance_loss: Tensor  # float32 scalar, 1 if the load is even, up to E if one expert receives all tokens
 
 
 class Gate(nn.Module):
-    """Chooses the experts of each token, in float32 whatever the precision of the model, or in float64.
+    """Chooses the experts of each token. It computes in float32 whatever the precision of the model, or in float64 for
+    float64 tokens.
 
-    In training, tokens beyond an expert's capacity are dropped: with one expert per token random ones, with two the
-    last of the batch, second choices first. In evaluation nothing is random, and by default nothing is dropped, so that
-    an image's scores do not depend on the others of its batch.
+    In training, tokens beyond an expert's capacity are dropped. With one expert per token, the dropped tokens are
+    random; with two, they are the last of the batch, and second choices are dropped first. In evaluation nothing is
+    random, and by default nothing is dropped, so that an image's scores do not depend on the other images of its batch.
     """
 
-    routing: Routing | None = None  # of the last forward pass, for the loss and the metrics
+    routing: Routing | None = None  # routing of the last forward pass, for the loss and the metrics
 
     def __init__(self, hidden_size: int, num_experts: int, options: MixtureOptions):
         super().__init__()
@@ -50,7 +52,7 @@ class Gate(nn.Module):
         self.options = options
 
     def forward(self, tokens: Tensor) -> Routing:
-        """Routes tokens (S, hidden_size)."""
+        """Returns the routing of tokens (S, hidden_size), and keeps it in `routing`."""
         with torch.autocast("cuda" if tokens.is_cuda else "cpu", enabled=False):
             if tokens.dtype != torch.float64:
                 tokens = tokens.float()
@@ -85,7 +87,8 @@ class Gate(nn.Module):
         )
 
     def _choices(self, logits: Tensor) -> Tensor:
-        """(k, S): the most probable expert, and in training a second one drawn by Gumbel's trick, as in DeepSpeed."""
+        """Returns each token's experts (k, S): the most probable one, and with top_k 2 a second one. In training, the
+        second expert is drawn by Gumbel's trick as in DeepSpeed, and so is the first with RSample."""
         noisy = logits
         if self.training and (self.options.noisy_gate_policy == "RSample" or self.options.top_k == 2):
             noisy = logits + gumbel(logits)
@@ -95,13 +98,14 @@ class Gate(nn.Module):
         return torch.stack([first, noisy.scatter(1, first[:, None], -math.inf).argmax(dim=1)])
 
     def _capacity(self, masks: Tensor) -> int:
-        """Places of an expert, computed in training from shapes only, without waiting for the device."""
+        """Returns the number of places of an expert. In training it is computed from shapes only, without waiting for
+        the device."""
         routes, tokens, experts = masks.shape
         factor = self.options.eval_capacity_factor
         if self.training:
             factor = self.options.capacity_factor
         if factor:
-            # Rounded up, but not because of the factor's last digits.
+            # Rounds up, but not because of rounding error in the factor.
             share = math.ceil(tokens * routes * factor / experts - 1e-6)
             return min(max(share, self.options.min_capacity, 1), tokens)
         if torch.compiler.is_exporting():  # an exported program cannot wait for a value
@@ -109,8 +113,8 @@ class Gate(nn.Module):
         return self._largest(masks.sum((0, 1)).max())
 
     def run(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Returns what the layer of this gate computes from x. If shapes depend on values, it is left out of the graphs
-        of torch.compile: each new shape would recompile it."""
+        """Returns what the layer of this gate computes from x. If shapes depend on values, the layer is left out of the
+        graphs of torch.compile, because each new shape would recompile it."""
         known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
         if torch.compiler.is_compiling() and not known:
             disable: Any = torch.compiler.disable
@@ -118,14 +122,15 @@ class Gate(nn.Module):
         return layer(x)
 
     def _largest(self, count: Tensor) -> int:
-        """The most tokens that any expert is sent; overridden where ranks have to agree."""
+        """Returns the largest number of tokens of any expert. Subclasses override this method where ranks have to
+        agree."""
         return int(count)
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer of experts on one device; tokens (..., hidden_size) in and out. Every expert runs on as many places as
-    its capacity, padded with zeros, and so gets a gradient in each step. DeepSpeed gives all experts of a layer the
-    same initial weights; here each draws its own, in `make_expert`."""
+    """A layer of experts on one device that maps tokens (..., hidden_size) to the same shape. Every expert runs on as
+    many places as its capacity, padded with zeros, and so gets a gradient in each step. DeepSpeed gives all experts of
+    a layer the same initial weights; here each expert draws other weights, in `make_expert`."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, make_expert: Callable[[], nn.Module], options: MixtureOptions
@@ -139,7 +144,8 @@ class MixtureOfExperts(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The weighted outputs of each token's experts; for a dropped token zeros, or only its residual."""
+        """Returns the weighted outputs of each token's experts. A dropped token gets zeros, or with mlp_type residual
+        only the output of the dense layer."""
         return self.gate.run(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -161,10 +167,11 @@ class MixtureOfExperts(nn.Module):
 
 
 def gates(net: nn.Module) -> tuple[Gate, ...]:
-    """Returns the gates of a model, in the order of its layers; with experts on several ranks or not."""
+    """Returns the gates of a model in the order of its layers, whether its experts are on one rank or on several."""
     return tuple(module for module in net.modules() if isinstance(module, Gate))
 
 
 def gumbel(like: Tensor) -> Tensor:
-    """Returns Gumbel noise: the argmax of logits with it added is distributed as their softmax."""
+    """Returns Gumbel noise in the shape of `like`. The argmax of logits plus this noise is distributed as the softmax
+    of the logits."""
     return -torch.empty_like(like).exponential_().log()

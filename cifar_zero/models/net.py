@@ -1,4 +1,4 @@
-"""The tutorial's model, the same with mixtures of experts, and the multi-layer perceptron."""
+"""The tutorial's model, a variant of it with mixtures of experts, and the multi-layer perceptron."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from cifar_zero.models import MixtureOptions
 from cifar_zero.models.moe import MixtureOfExperts
 
 TOKEN_WIDTH = 84  # width of the tokens of NetMoE's mixtures
-PIXELS = 3 * 32 * 32  # inputs of the first layer: all numbers of an image
+PIXELS = 3 * 32 * 32  # inputs of the first layer: all pixel values of an image
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "gelu": nn.GELU}
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
         self.fc3 = nn.Linear(84, num_classes)  # 850
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
+        """Returns class scores (N, num_classes) for images (N, 3, 32, 32) in [-1, 1]."""
         x = self.pool(F.relu(self.conv1(x)))  # (N, 6, 28, 28) -> (N, 6, 14, 14)
         x = self.pool(F.relu(self.conv2(x)))  # (N, 16, 10, 10) -> (N, 16, 5, 5)
         x = x.flatten(1)  # (N, 400)
@@ -38,8 +38,8 @@ class Net(nn.Module):
 
 
 class NetMoE(Net):
-    """Net with a row of mixtures of experts, 84 -> 84, and a linear layer in place of its last layer, as in
-    DeepSpeedExamples' CIFAR-10 program; each image is one token."""
+    """Net with a row of mixtures of experts (84 -> 84) and a linear layer in place of its last layer, as in
+    DeepSpeedExamples' CIFAR-10 program. Each image is one token."""
 
     def __init__(self, num_classes: int, options: MixtureOptions):
         super().__init__(num_classes)
@@ -54,7 +54,7 @@ class NetMoE(Net):
 
 
 class MLP(nn.Sequential):
-    """Linear layers and non-linearities: class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
+    """Linear layers and non-linearities that map images (N, 3, 32, 32) in [-1, 1] to class scores (N, num_classes)."""
 
     def __init__(self, num_classes: int, options: models.MLP):
         layers: list[nn.Module] = [nn.Flatten()]  # (N, 3072)

@@ -1,8 +1,8 @@
-"""Residual networks (He et al. 2016, ImageNet's table 1) for images of 32 x 32 pixels, of torchvision's blocks.
+"""Residual networks (He et al. 2016, ImageNet's table 1) for images of 32 x 32 pixels, made of torchvision's blocks.
 
-The first layer is one convolution of 3 x 3 without stride, and no max-pooling follows, as in the paper's own networks
-for CIFAR (section 4.2): a stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are
-torchvision's, whose bottleneck has its stride in the 3 x 3 convolution.
+The first layer is a 3 x 3 convolution without stride, and no max-pooling follows, as in the paper's own networks for
+CIFAR (section 4.2). A stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are the
+same as in torchvision, whose bottleneck has its stride in the 3 x 3 convolution.
 """
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
 }
-"""Type of the blocks and their number in each stage, by the number of layers with weights."""
+"""Type of the blocks and number of blocks in each stage, by the number of layers with weights."""
 
 
 class ResNet(nn.Module):
@@ -39,9 +39,9 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(channels[3] * block.expansion, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores (N, num_classes) of images (N, 3, H, W) in [-1, 1]."""
+        """Returns class scores (N, num_classes) for images (N, 3, H, W) in [-1, 1]."""
         x = self.relu(self.bn1(self.conv1(x)))  # (N, 64, H, W)
-        x = self.layer1(x)  # (N, 64, H, W); of bottlenecks four times the channels, here and below
+        x = self.layer1(x)  # (N, 64, H, W); bottlenecks have four times the channels, here and below
         x = self.layer2(x)  # (N, 128, H/2, W/2)
         x = self.layer3(x)  # (N, 256, H/4, W/4)
         x = self.layer4(x)  # (N, 512, H/8, W/8)
@@ -51,7 +51,8 @@ class ResNet(nn.Module):
 def _stage(
     block: type[BasicBlock] | type[Bottleneck], before: int, channels: int, blocks: int, stride: int
 ) -> nn.Sequential:
-    """`blocks` blocks, of which the first brings (N, before, H, W) to (N, channels x expansion, H/stride, W/stride)."""
+    """Returns a stage of `blocks` blocks. The first block maps (N, before, H, W) to (N, channels x expansion, H/stride,
+    W/stride)."""
     after = channels * block.expansion
     first = block(before, channels, stride)
     if stride != 1 or before != after:  # a convolution of 1 x 1 as the shortcut (the paper's option B)

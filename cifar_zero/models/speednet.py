@@ -1,7 +1,8 @@
-"""The small model of the CIFAR-10 speed records: VGG-like, after a first layer that whitens patches of the images.
+"""The small model of the CIFAR-10 speed records. It is VGG-like, after a first layer that whitens patches of the
+images.
 
-After Keller Jordan's airbench94 (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv 2404.00498;
-github.com/KellerJordan/cifar10-airbench, airbench94_muon.py), whose constants these are.
+The model and its constants follow Keller Jordan's airbench94 (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single
+GPU", arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, airbench94_muon.py).
 """
 
 from itertools import pairwise
@@ -14,19 +15,21 @@ from cifar_zero import models
 
 PATCH = 2  # side in pixels of the patches that the first layer whitens
 WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a patch of 3 colours, and its negative
-CHANNELS = (64, 256, 256)  # of the three blocks, at width 1
+CHANNELS = (64, 256, 256)  # output channels of the three blocks, at width 1
 
 SCORE_SCALE = 16
-"""Scores are divided by this and the root of the number of channels: by 256 at the reference's 256 channels, where its
-learning rates are from. So these fit every width: a step of the head changes the scores by the same amount."""
+"""Scores are divided by this number times the square root of the number of channels. With the 256 channels of the
+reference, from which the learning rates are, the divisor is 256. The same learning rates then fit every width, because
+a step of the head changes the scores by the same amount."""
 
 NORM_MOMENTUM = 0.4
 """Weight of the newest micro-batch in the running statistics of batch norms (torch's default is 0.1). In a training of
-200 steps the weights behind older statistics are outdated."""
+200 steps, older statistics come from outdated weights."""
 
 WHITENING_EPS = 5e-4
-"""Added to the variance of each principal direction, as a share of the mean variance: the last ones are noise and must
-not be amplified. The reference adds it to patches that have variance 1; as a share it is the same for ours."""
+"""Added to the variance of each principal direction, as a share of the mean variance, because the last directions are
+noise and must not be amplified. The reference adds the same number to patches that have variance 1; as a share, it has
+the same effect on the patches here."""
 
 
 class SpeedNet(nn.Module):
@@ -41,7 +44,8 @@ class SpeedNet(nn.Module):
         self.head = Head(sizes[-1], num_classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores (N, num_classes) of images (N, 3, H, W) in [-1, 1], here of 32 x 32 pixels."""
+        """Returns class scores (N, num_classes) for images (N, 3, H, W) in [-1, 1]. The shapes below are for 32 x 32
+        pixels."""
         x = F.gelu(self.whiten(x))  # (N, 24, 31, 31)
         x = self.blocks(x)  # (N, 256, 3, 3)
         x = F.max_pool2d(x, (x.shape[2], x.shape[3])).flatten(1)  # (N, 256)
@@ -53,7 +57,8 @@ class SpeedNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions of 3 x 3, each with a batch norm and GELU; a max-pool halves the side after the first."""
+    """Two 3 x 3 convolutions, each with a batch norm and GELU. Max-pooling after the first convolution halves the
+    side."""
 
     def __init__(self, before: int, after: int):
         super().__init__()
@@ -63,21 +68,22 @@ class Block(nn.Module):
         self.norm2 = norm(after)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, before, H, W) -> (N, after, H // 2, W // 2)."""
+        """Maps (N, before, H, W) to (N, after, H // 2, W // 2)."""
         x = F.gelu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
         return F.gelu(self.norm2(self.conv2(x)))
 
 
 class IdentityConv(nn.Conv2d):
-    """A convolution whose first filters each pass one channel of the input through (Dirac); the others are torch's."""
+    """A convolution whose first filters each pass one channel of the input through (Dirac). The other filters are
+    initialised by torch."""
 
-    def reset_parameters(self) -> None:  # called by the constructor, before ZeRO-3 shards them
+    def reset_parameters(self) -> None:  # called by the constructor, before ZeRO 3 shards the weights
         super().reset_parameters()
         nn.init.dirac_(self.weight.detach()[: self.in_channels])
 
 
 class Head(nn.Linear):
-    """A linear layer whose weights have variance 1."""
+    """A linear layer whose initial weights have variance 1."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -86,23 +92,23 @@ class Head(nn.Linear):
 
 
 def norm(channels: int) -> nn.BatchNorm2d:
-    """Returns a batch norm that learns a bias and no scale."""
+    """Returns a batch norm that learns a bias but no scale."""
     made = nn.BatchNorm2d(channels, eps=1e-12, momentum=NORM_MOMENTUM)
     made.weight.requires_grad_(False)
     return made
 
 
 def whitening_filters(images: Tensor) -> Tensor:
-    """Returns the principal directions of the images' patches, divided by their standard deviations, and the negatives:
-    float32 (WHITENED, 3, PATCH, PATCH), from images, float (N, 3, H, W).
+    """Returns the principal directions of the patches of images, float (N, 3, H, W), divided by their standard
+    deviations, and then the same directions with a negative sign: float32 (WHITENED, 3, PATCH, PATCH).
 
-    A convolution with them gives patches whose second moments are the identity, up to `WHITENING_EPS`: the mean is not
-    subtracted, as in the reference.
+    A convolution with these filters gives patches whose second moments are the identity, up to `WHITENING_EPS`. The
+    mean is not subtracted, as in the reference.
     """
-    patches = F.unfold(images, PATCH)  # (N, 12, patches of an image), colour by colour as a filter has them
+    patches = F.unfold(images, PATCH)  # (N, 12, patches of an image), colour by colour as in a filter
     covariance = (patches @ patches.mT).mean(0).double().cpu() / patches.shape[2]
     variances, directions = torch.linalg.eigh(covariance)  # directions in columns
-    # Either sign is valid; this one is the same in every linear algebra library.
+    # Either sign is valid; this choice is the same in every linear algebra library.
     largest = directions.gather(0, directions.abs().argmax(dim=0, keepdim=True))
     directions = directions * largest.sign() / (variances + WHITENING_EPS * variances.mean()).sqrt()
     filters = directions.T.reshape(-1, 3, PATCH, PATCH).float()

@@ -1,6 +1,7 @@
 """VGG-16 (Simonyan and Zisserman 2015, configuration D) with batch normalisation.
 
-Layers and their names are those of torchvision's vgg16_bn: at width 1 the weights of one fit the other.
+The layers and their names are the same as in torchvision's vgg16_bn, so that at width 1 the weights of one fit the
+other.
 """
 
 from torch import Tensor, nn
@@ -9,7 +10,8 @@ from torchvision.models.vgg import cfgs, make_layers
 from cifar_zero import models
 
 POOLED_SIDE = 7
-"""Side in pixels of the pooled feature map, whatever the images' size: that of images of 224 x 224 pixels."""
+"""Side in pixels of the pooled feature map, whatever the size of the images. Images of 224 x 224 pixels have this side
+without pooling."""
 
 HIDDEN = 4096  # neurons of each of the two hidden linear layers
 
@@ -34,7 +36,7 @@ class VGG16(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores (N, num_classes) of images (N, 3, H, W) in [-1, 1], H and W at least 32."""
-        x = self.features(x)  # (N, 512, H/32, W/32): of 32 x 32 pixels one position
+        """Returns class scores (N, num_classes) for images (N, 3, H, W) in [-1, 1], with H and W at least 32."""
+        x = self.features(x)  # (N, 512, H/32, W/32), one position for 32 x 32 pixels
         x = self.avgpool(x)  # (N, 512, 7, 7)
         return self.classifier(x.flatten(1))  # (N, 25088) -> (N, num_classes)

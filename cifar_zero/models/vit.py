@@ -1,4 +1,4 @@
-"""A plain vision transformer for small images (Dosovitskiy et al. 2021; mean pooling as Beyer et al. 2022)."""
+"""A plain vision transformer for small images (Dosovitskiy et al. 2021), with mean pooling as in Beyer et al. 2022."""
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +8,13 @@ from cifar_zero import models
 from cifar_zero.models import PATCH_SIDE
 from cifar_zero.models.moe import MixtureOfExperts
 
-MLP_RATIO = 4  # width of an MLP's hidden layer, as a multiple of the tokens'
+MLP_RATIO = 4  # width of an MLP's hidden layer, as a multiple of the tokens' width
 
 
 class ViT(nn.Module):
     """Patches -> tokens -> blocks of attention and MLP -> mean over the tokens -> class scores.
 
-    With experts every second MLP is a mixture of MLPs (GShard; V-MoE, Riquelme et al. 2021). Dropout is that of Vaswani
+    With experts, every second MLP is a mixture of MLPs (GShard; V-MoE, Riquelme et al. 2021). Dropout follows Vaswani
     et al. 2017, section 5.4.
     """
 
@@ -37,14 +37,15 @@ class ViT(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores (N, num_classes) of images (N, 3, 32, 32) in [-1, 1]."""
+        """Returns class scores (N, num_classes) for images (N, 3, 32, 32) in [-1, 1]."""
         x = self.patches(x).flatten(2).transpose(1, 2)  # (N, 64, width)
         x = self.blocks(self.dropout(x + self.positions))
         return self.head(self.norm(x).mean(dim=1))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and with a residual connection; tokens (N, tokens, width) in and out."""
+    """Attention and an MLP, each after a norm and with a residual connection. Maps tokens (N, tokens, width) to the
+    same shape."""
 
     def __init__(self, width: int, heads: int, mlp: nn.Module, dropout: float = 0.0):
         super().__init__()
@@ -60,7 +61,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; tokens (N, tokens, width) in and out."""
+    """Multi-head self-attention. Maps tokens (N, tokens, width) to the same shape."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -74,7 +75,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Sequential):
-    """Two linear layers around a GELU; (..., width) in and out."""
+    """Two linear layers with a GELU between them. Maps (..., width) to the same shape."""
 
     def __init__(self, width: int):
         super().__init__(nn.Linear(width, MLP_RATIO * width), nn.GELU(), nn.Linear(MLP_RATIO * width, width))

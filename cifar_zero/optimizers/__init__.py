@@ -1,8 +1,8 @@
-"""The registry of optimizers: each a dataclass whose fields are the `--optimizer.<option>` flags, and which builds the
-optimizer when asked.
+"""The registry of optimizers. Each is a dataclass whose fields are the `--optimizer.<option>` flags and whose method
+`build` makes the optimizer.
 
 The strategy chooses the implementation: torch's own, or DeepSpeed's on the CPU where the optimizer is offloaded.
-Reading the registry imports neither torch nor DeepSpeed.
+Importing the registry imports neither torch nor DeepSpeed.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,14 @@ from typing import Any, ClassVar, Literal
 from cifar_zero.core.usage import Options, limited
 
 Implementation = Literal["torch", "torch_fused", "torch_fused_dtensor", "deepspeed_cpu"]
-"""The code that updates the weights, chosen by the strategy: torch's, torch's in one call for all parameters on CUDA,
-the same for parameters that are DTensors, or DeepSpeed's for an optimizer offloaded to the CPU."""
+"""The code that updates the weights, which the strategy chooses. torch is torch's optimizer. torch_fused updates all
+parameters in one call of torch on CUDA, and torch_fused_dtensor does the same for parameters that are DTensors.
+deepspeed_cpu is DeepSpeed's code for an optimizer that is offloaded to the CPU."""
 
 
 @dataclass
 class OptimizerOptions(Options):
-    """What every optimizer has."""
+    """The options that every optimizer has."""
 
     lr: float = 0.001
     """Learning rate."""
@@ -26,13 +27,15 @@ class OptimizerOptions(Options):
     """L2 penalty, added to the gradient."""
 
     weight_decay_on: Literal["matrices", "all"] = "matrices"
-    """Parameters that decay. matrices: weights of two and more dimensions, no biases and norms. all: all."""
+    """Parameters that decay. matrices: weights of two and more dimensions, without biases and norms. all: all
+    parameters."""
 
-    fused_as: ClassVar[tuple[Implementation, ...]] = ()  # where torch can update all parameters in one call
+    fused_as: ClassVar[tuple[Implementation, ...]] = ()  # for which torch updates all parameters in one call
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """Returns the optimizer of `parameters`, or of groups of them: the class of `torch_updates` for it, or torch's
-        of the same name, where DeepSpeed has none."""
+        """Returns the optimizer of `parameters`, or of parameter groups. Its class is the one of `torch_updates` for
+        this optimizer if there is one, else torch's class of the same name. Subclasses with an implementation of
+        DeepSpeed override this method."""
         import torch
 
         from cifar_zero.optimizers import torch_updates
@@ -45,7 +48,8 @@ class OptimizerOptions(Options):
         return kind(parameters, **options)
 
     def torch_options(self) -> dict[str, Any]:
-        """The fields as torch's optimizers take them; `weight_decay_on` acts through the groups instead."""
+        """Returns the fields as torch's optimizers take them. `weight_decay_on` is left out, because it acts through
+        the groups."""
         options = {**vars(self)}
         del options["weight_decay_on"]
         if "betas" in options:
@@ -61,7 +65,7 @@ class SGD(OptimizerOptions):
     """Share of the last update that is kept."""
 
     nesterov: bool = False
-    """Nesterov's form of momentum."""
+    """Use Nesterov's form of momentum."""
 
     fused_as = ("torch_fused",)  # `_fused_sgd_` accepts no DTensors (torch 2.15)
 
@@ -87,7 +91,7 @@ class Adam(OptimizerOptions):
         if implementation == "deepspeed_cpu":
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-            # By default DeepSpeed's class decouples the weight decay: its Adam is AdamW.
+            # By default DeepSpeed's class decouples the weight decay, so that its Adam is AdamW.
             return DeepSpeedCPUAdam(parameters, adamw_mode=isinstance(self, AdamW), **self.torch_options())
         return super().build(parameters, implementation)
 
@@ -97,7 +101,7 @@ class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019)"""
 
     weight_decay: float = 0.01
-    """Weight decay, subtracted from the weights next to the gradient's update."""
+    """Weight decay, subtracted from the weights in addition to the gradient's update."""
 
 
 @dataclass
@@ -127,7 +131,7 @@ class RMSprop(OptimizerOptions):
     """Share of the last update that is kept."""
 
     centered: bool = False
-    """Divide by the gradient's deviation from its own running mean instead (Graves 2013)."""
+    """Divide by the deviation of the gradient from its running mean instead (Graves 2013)."""
 
 
 @dataclass
@@ -146,13 +150,13 @@ class Adadelta(OptimizerOptions):
     """Adadelta: steps in units of the updates so far (Zeiler 2012)"""
 
     lr: float = 1.0
-    """Factor of the update, whose size is Adadelta's own."""
+    """Factor of the update, whose size Adadelta computes itself."""
 
     rho: float = limited(0.9, below=1)
     """Decay of the running means of the squared gradient and update."""
 
     eps: float = 1e-6
-    """Added to the squares: the first updates grow from it."""
+    """Added to the running means of the squares; the first updates grow from it."""
 
 
 @dataclass
@@ -163,7 +167,7 @@ class Lion(OptimizerOptions):
     """Learning rate; a third to a tenth of AdamW's."""
 
     weight_decay: float = 0.0
-    """Weight decay, subtracted from the weights next to the update; three to ten times AdamW's."""
+    """Weight decay, subtracted from the weights in addition to the update; three to ten times AdamW's."""
 
     betas: tuple[float, float] = limited((0.9, 0.99), below=1)
     """Share of the momentum in the update's direction, and decay of the momentum itself."""
@@ -174,10 +178,10 @@ class Muon(OptimizerOptions):
     """Muon: hidden weight matrices by orthogonalised momentum (Jordan et al. 2024), all else by AdamW"""
 
     lr: float = 0.001
-    """Learning rate of both: Muon's steps are scaled to the size of AdamW's (Liu et al. 2025)."""
+    """Learning rate of Muon and of AdamW; Muon's steps are scaled to the size of AdamW's steps (Liu et al. 2025)."""
 
     weight_decay: float = 0.01
-    """Weight decay, subtracted from the weights next to the update."""
+    """Weight decay, subtracted from the weights in addition to the update."""
 
     momentum: float = limited(0.95, below=1)
     """Decay of the running mean of the gradient, in Nesterov's form."""
@@ -186,7 +190,7 @@ class Muon(OptimizerOptions):
     """Newton-Schulz iterations that orthogonalise a matrix."""
 
     betas: tuple[float, float] = limited((0.9, 0.999), below=1)
-    """AdamW's."""
+    """Decay of AdamW's running means of the gradient and of its square."""
 
 
 @dataclass
@@ -197,8 +201,8 @@ class MuonSGD(OptimizerOptions):
     """Learning rate of Muon: length of a step, where each filter has length 1 on average."""
 
     weight_decay: float = 0.0
-    """What SGD adds to the gradient, as a share of the weights, times the learning rate that the group begins with:
-    other learning rates do not change it. Muon's weights do not decay."""
+    """Weight decay of SGD. Its L2 penalty is this value divided by the learning rate with which the parameter group
+    begins, so that other learning rates do not change the decay. Muon's weights do not decay."""
 
     momentum: float = limited(0.6, below=1)
     """Muon's momentum, in Nesterov's form: share of the sum of gradients that is kept."""
@@ -208,11 +212,11 @@ class MuonSGD(OptimizerOptions):
     length sqrt(filters), so that --optimizer.lr is an angle."""
 
     bias_lr: float = 100.0
-    """Learning rate of SGD for biases, norms and embeddings. It applies to the mean of the loss over a batch: the
-    records' 0.053, for the sum, is 106 with 2,000 images, and less with fewer."""
+    """Learning rate of SGD for biases, norms and embeddings. It applies to the mean loss of a batch, whereas the speed
+    records' 0.053 applies to the sum: their rate is 106 here with 2,000 images per batch, and less with fewer."""
 
     head_lr: float = 1000.0
-    """Learning rate of SGD for the weights of the last layer, in the same unit."""
+    """Learning rate of SGD for the weights of the last layer, also for the mean loss of a batch."""
 
     sgd_momentum: float = limited(0.85, below=1)
     """SGD's momentum, in Nesterov's form."""
@@ -251,5 +255,5 @@ OFFLOADED_BY = {
     "adadelta": "torch",
     "lion": "torch",
 }
-"""The code that updates on the CPU when a strategy offloads the optimizer. The other optimizers need whole tensors, and
-cannot run under ZeRO stages 1 to 3, which flatten the tensors and cut them into shards."""
+"""The code that updates on the CPU when a strategy offloads the optimizer. The other optimizers need whole tensors and
+cannot run under ZeRO 1 to 3, which flatten the tensors and cut them into shards."""

@@ -1,5 +1,5 @@
-"""The parameter groups of an optimizer: which parameters decay, are Muon's, or have their own learning rate; and how
-the state of other groups, those of a checkpoint, fits them."""
+"""The parameter groups of an optimizer: which parameters decay, are updated by Muon, or have a separate learning rate.
+Also converts an optimizer state with other groups, as a checkpoint may have, to these groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +13,14 @@ from cifar_zero.optimizers import Muon, MuonSGD, OptimizerOptions
 def parameter_groups(
     optimizer: OptimizerOptions, parameters: Mapping[str, Any], shape: Callable[[Any], Sequence[int]] = Tensor.size
 ) -> list[dict[str, Any]]:
-    """Returns the groups for an optimizer, in the model's order, those with a learning rate of their own last. Each has
-    `param_names`, as torch's optimizers call them: a checkpoint then says which numbers belong to which parameter.
-    `parameters` are the model's, by name and in its order; frozen ones are in no group. `shape` returns the shape of a
-    parameter, which the strategy may have sharded."""
+    """Returns the parameter groups for an optimizer, in the model's order, but groups with a separate learning rate
+    come last. Each has `param_names`, under the name that torch's optimizers use, so that a checkpoint records which
+    index belongs to which parameter. Frozen parameters are in no group.
+
+    Args:
+        parameters: the model's parameters by name, in the model's order.
+        shape: returns the shape of a parameter, which the strategy may have sharded.
+    """
     dimensions = {name: len(shape(each)) for name, each in parameters.items()}
     # The weights of linear and convolution layers, in the model's order.
     weights = [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
@@ -47,17 +51,18 @@ def parameter_groups(
         group = groups.setdefault((*options.items(),), {**options, "params": [], "param_names": []})
         group["params"].append(parameter)
         group["param_names"].append(name)
-    # The plots show the learning rate of the first group: --optimizer.lr.
+    # The plots show the learning rate of the first group, which is to be --optimizer.lr.
     return sorted(groups.values(), key=lambda group: "lr" in group)
 
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state of another implementation, device or grouping with this optimizer's options and groups. Only
-    the learning rate, which a schedule has moved, is the checkpoint's. Groups without `param_names` are the same."""
+    """Returns an optimizer state that is to be loaded, with the options and groups of the optimizer that loads it. The
+    state may be from another implementation, device or grouping. Only the learning rate, which a schedule has changed,
+    is kept from the state. Groups without `param_names` are taken to be the same."""
     own_groups = optimizer.param_groups
     wanted: list[Any] = [group.get("param_names") for group in own_groups]
     found = [group.get("param_names") for group in state["param_groups"]]
-    if None not in (*wanted, *found) and found != wanted:  # else they may be ZeRO's flat ones
+    if None not in (*wanted, *found) and found != wanted:  # groups without names may hold ZeRO's flat parameters
         state = _regrouped(state, wanted)
     groups: list[dict[str, Any]] = []
     for own, saved in zip(own_groups, state["param_groups"], strict=True):
@@ -66,7 +71,8 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def lay_like_parameters(optimizer: Optimizer) -> None:
-    """Gives a loaded state the strides of its parameters: torch's fused updates walk through both in memory order."""
+    """Gives each tensor of a loaded state the strides of its parameter, because torch's fused updates walk through both
+    in memory order."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
@@ -74,7 +80,8 @@ def lay_like_parameters(optimizer: Optimizer) -> None:
 
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns for each parameter its group in a checkpoint's optimizer, and its state, empty before the first step."""
+    """Returns, for each parameter of a checkpoint's optimizer, its group and its state. The state is empty before the
+    first step."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for group in state["param_groups"]:
         for name, number in zip(group["param_names"], group["params"], strict=True):
@@ -83,7 +90,7 @@ def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, 
 
 
 def _regrouped(state: dict[str, Any], wanted: list[list[str]]) -> dict[str, Any]:
-    """Returns the state with the groups of these names."""
+    """Returns an optimizer state with new groups, each of which has the given parameter names."""
     saved = by_name(state)
     groups: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []

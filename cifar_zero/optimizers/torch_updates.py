@@ -1,4 +1,4 @@
-"""Adagrad, Lion and Muon in torch, and the base class of them."""
+"""Adagrad, Lion and Muon in torch, and their base class."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,8 +20,8 @@ from torch.optim.sgd import sgd
 
 
 class GroupOptimizer(Optimizer):
-    """Calls `update` once for each parameter group; the state is made at the first step, not earlier, as ZeRO replaces
-    the model's parameters by flat ones after the optimizer is made."""
+    """An optimizer that calls `update` for each parameter group. The state is made at the first step and not earlier,
+    because ZeRO replaces the model's parameters by flat ones after the optimizer is made."""
 
     def __init__(self, params: Any, **defaults: Any):
         super().__init__(params, defaults)
@@ -30,7 +30,7 @@ class GroupOptimizer(Optimizer):
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         loss = None
         if closure is not None:
-            with torch.enable_grad():  # as torch's own optimizers: Lightning calls hooks within the closure
+            with torch.enable_grad():  # like torch's optimizers, as Lightning calls hooks within the closure
                 loss = closure()
         for group in self.param_groups:
             together: dict[Any, list[Tensor]] = {}  # torch (2.15) does not mix DTensors of several meshes in one call
@@ -43,25 +43,28 @@ class GroupOptimizer(Optimizer):
         return loss
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Updates the parameters of a group, in place."""
+        """Updates the parameters of a group in place."""
         raise NotImplementedError
 
     def zeros(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        """Returns a tensor of the state for each parameter, zeros at first."""
+        """Returns the state tensor `name` of each parameter. It is made of zeros at the first call."""
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [self.state[parameter][name] for parameter in parameters]
 
     def counts(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the count of steps of each parameter, on the CPU, as torch's functions take it."""
+        """Returns the step count of each parameter, a tensor on the CPU, as torch's functions take it."""
         return [self.state[parameter].setdefault("step", torch.tensor(0.0)) for parameter in parameters]
 
 
 class TorchAdagrad(GroupOptimizer):
-    """torch's update; the options are lr, eps and weight_decay, an L2 penalty. torch.optim.Adagrad (2.15) makes the
-    state with the optimizer, and DeepSpeed (0.19.8) then makes another one for ZeRO's flat parameters: for one
-    parameter group only, and out of the schedule's reach."""
+    """Adagrad with torch's update. Its options are lr, eps and weight_decay, which is an L2 penalty.
+
+    torch.optim.Adagrad (2.15) is not used because it makes the state together with the optimizer. DeepSpeed (0.19.8)
+    therefore makes another Adagrad for ZeRO's flat parameters, which has only one parameter group and which the
+    schedule does not reach.
+    """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         adagrad(
@@ -80,9 +83,10 @@ class TorchAdagrad(GroupOptimizer):
 class TorchLion(GroupOptimizer):
     """Algorithm 2 of Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", for all parameters at once.
 
-    The options are lr, weight_decay and betas: share of the momentum in the update's direction, and decay of the
-    momentum itself. torch (2.15) has no Lion. DeepSpeed's (0.19.8, csrc/lion) take the sign of 0 as 1 or -1: a weight
-    without a gradient, behind a dead ReLU for example, drifts by the learning rate in each step.
+    The options are lr, weight_decay and betas, which are the share of the momentum in the update's direction and the
+    decay of the momentum. torch (2.15) has no Lion. DeepSpeed's implementations (0.19.8, csrc/lion) take the sign of 0
+    as 1 or -1, so that a weight without a gradient, behind a dead ReLU for example, drifts by the learning rate in each
+    step.
     """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -99,17 +103,20 @@ class TorchLion(GroupOptimizer):
 
 
 class TorchMuon(GroupOptimizer):
-    """Muon (Jordan et al. 2024) for the groups with `muon`: all weights of one shape at once; for other groups AdamW if
-    they have `betas`, else SGD with Nesterov's momentum.
+    """Muon (Jordan et al. 2024) for the groups with `muon`, which updates all weights of one shape at once. Other
+    groups are updated by AdamW if they have `betas`, else by SGD with Nesterov's momentum.
 
-    A convolution's weight (out, in, height, width) is the matrix (out, in x height x width), as in Keller Jordan's own
-    programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py). torch.optim.Muon (2.15)
-    orthogonalises one matrix after the other and accepts no convolutions.
+    A convolution's weight (out, in, height, width) is treated as the matrix (out, in x height x width), as in Keller
+    Jordan's own programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py).
+    torch.optim.Muon (2.15) orthogonalises one matrix after the other and accepts no convolutions.
 
-    Groups with `muon` hold weights of two and more dimensions; `fused` makes SGD one call for all parameters of a
-    group, on CUDA. The options are lr, weight_decay; momentum and ns_steps (Newton-Schulz iterations) of Muon; betas of
-    AdamW, whose size Muon's steps then have too, or sgd_momentum of SGD, with which Muon's weights are scaled to the
-    length sqrt(out) before each step.
+    Groups with `muon` hold weights of two and more dimensions. All groups have the options lr and weight_decay, and
+    Muon also has momentum and ns_steps (Newton-Schulz iterations). With AdamW's option betas, Muon's steps are scaled
+    to the size of AdamW's steps. With SGD's option sgd_momentum, Muon's weights are scaled to the length sqrt(out)
+    before each step.
+
+    Args:
+        fused: whether SGD updates all parameters of a group in one call, on CUDA.
     """
 
     def __init__(self, params: Any, fused: bool = False, **defaults: Any) -> None:
@@ -169,7 +176,7 @@ class TorchMuon(GroupOptimizer):
             parameters,
             gradients,
             self.zeros(parameters, "momentum_buffer"),  # pyright: ignore[reportArgumentType]
-            fused=self._fused or None,  # None: torch takes its foreach form on CUDA
+            fused=self._fused or None,  # with None, torch uses its foreach form on CUDA
             weight_decay=group["weight_decay"],
             momentum=group["sgd_momentum"],
             lr=group["lr"],
@@ -180,11 +187,12 @@ class TorchMuon(GroupOptimizer):
 
 
 def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
-    """Returns matrices (count, rows, columns) with the same singular vectors and singular values close to 1.
+    """Returns matrices (count, rows, columns) with the same singular vectors and with singular values close to 1.
 
-    By Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et al. 2024
-    (kellerjordan.github.io/posts/muon): most of the values lie between 0.7 and 1.2 after five steps. On CUDA in
-    bfloat16, as there; on the CPU in the matrices' own type, as few CPUs multiply in bfloat16.
+    They are computed by Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et al.
+    2024 (kellerjordan.github.io/posts/muon). After five steps, most of the singular values lie between 0.7 and 1.2. The
+    iterations run in bfloat16 on CUDA, as in that reference, and in the matrices' dtype on the CPU, because few CPUs
+    multiply in bfloat16.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices
@@ -192,7 +200,7 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
         x = x.mT
     if device_type == "cuda":
         x = x.bfloat16()
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPS)  # then no singular value is over 1
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPS)  # makes all singular values at most 1
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=DEFAULT_B, alpha=DEFAULT_C), x, beta=DEFAULT_A)
@@ -200,7 +208,7 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
 
 
 def _stacks(weights: list[Tensor]) -> Iterable[list[int]]:
-    """Returns the numbers of the weights that are matrices of one shape, which are orthogonalised at once."""
+    """Returns lists of the indices of weights that are matrices of one shape and are orthogonalised at once."""
     found: dict[tuple[int, int], list[int]] = {}
     for number, weight in enumerate(weights):
         found.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)

@@ -1,7 +1,7 @@
-"""The registry of learning-rate schedules: each a dataclass whose fields are the `--schedule.<option>` flags.
+"""The registry of learning-rate schedules. Each is a dataclass whose fields are the `--schedule.<option>` flags.
 
-torch's and transformers' schedules, a range test, and DeepSpeed's with a warm-up. A schedule is a closed formula,
-the learning rate of optimizer step k (from 0): a resumed run needs no more than k.
+The schedules are those of torch and transformers, those of DeepSpeed with a warm-up, and a range test. A schedule is a
+closed formula for the learning rate of optimizer step k (from 0), so a resumed run needs no more than k.
 """
 
 import math
@@ -14,28 +14,29 @@ from cifar_zero.core.usage import Options, limited
 
 @dataclass
 class Schedule(Options):
-    """A learning rate for each optimizer step."""
+    """Computes a learning rate for each optimizer step."""
 
     def rate(self, step: float, base_lr: float) -> float:
-        """Returns the learning rate of optimizer step `step`, from 0; `base_lr` is the optimizer's."""
+        """Returns the learning rate of optimizer step `step`, counted from 0. `base_lr` is the optimizer's learning
+        rate."""
         raise NotImplementedError
 
 
 @dataclass
 class FiniteSchedule(Schedule):
-    """A schedule that ends."""
+    """A schedule that ends after a number of optimizer steps."""
 
     total_steps: int = 0
-    """Optimizer steps until the end; 0: those of the run."""
+    """Optimizer steps until the end of the schedule. 0: all optimizer steps of the run."""
 
 
 def share_done(step: float, total: float) -> float:
-    """Returns the share of `total` steps that lies behind, from 0 to 1; 1 after the end."""
+    """Returns the share of `total` steps that are done, from 0 to 1. After the end it stays 1."""
     return min(max(step / total, 0.0), 1.0) if total > 0 else 1.0
 
 
 def cosine(start: float, end: float, share: float) -> float:
-    """Returns the value at a share of the way from start to end along half a cosine wave."""
+    """Returns the value on half a cosine wave from start to end, at a share of the way from 0 to 1."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
 
@@ -67,7 +68,7 @@ class Exponential(Schedule):
     """multiplied by one factor after every optimizer step (torch's ExponentialLR)"""
 
     gamma: float = 0.9999
-    """The factor: 0.9999 leaves a third after 11,000 steps."""
+    """Factor of each optimizer step; 0.9999 leaves a third of the learning rate after 11,000 steps."""
 
     def rate(self, step: float, base_lr: float) -> float:
         return base_lr * self.gamma**step
@@ -112,7 +113,7 @@ class Step(Schedule):
     """Optimizer steps between two drops."""
 
     gamma: float = 0.1
-    """The factor."""
+    """Factor of each drop."""
 
     def rate(self, step: float, base_lr: float) -> float:
         return base_lr * self.gamma ** (step // self.step_size)
@@ -129,10 +130,10 @@ class OneCycle(FiniteSchedule):
     """Shape of the rise and of the fall."""
 
     div_factor: float = limited(25.0, over=0)
-    """The first learning rate is the optimizer's divided by this."""
+    """The first learning rate is the optimizer's learning rate divided by this number."""
 
     final_div_factor: float = limited(1e4, over=0)
-    """The last learning rate is the first one divided by this."""
+    """The last learning rate is the first one divided by this number."""
 
     def rate(self, step: float, base_lr: float) -> float:  # the momentum is not cycled
         first = base_lr / self.div_factor
@@ -152,7 +153,7 @@ class WarmupLinear(FiniteSchedule):
     """from 0 up to the optimizer's learning rate, then in a straight line down to 0"""
 
     warmup_steps: int = 500
-    """Optimizer steps of the rise."""
+    """Optimizer steps in which the learning rate rises."""
 
     def rate(self, step: float, base_lr: float) -> float:  # transformers' get_linear_schedule_with_warmup
         if step < self.warmup_steps:
@@ -160,7 +161,7 @@ class WarmupLinear(FiniteSchedule):
         return self.fall(base_lr, share_done(step - self.warmup_steps, self.total_steps - self.warmup_steps))
 
     def fall(self, base_lr: float, share: float) -> float:
-        """Returns the learning rate when a share of the steps after the rise is done."""
+        """Returns the learning rate when a share of the steps that follow the rise is done."""
         return base_lr * (1 - share)
 
 
@@ -180,7 +181,7 @@ class RangeTest(FiniteSchedule):
     """exponentially from a very small learning rate to a large one, for a learning-rate range test (Smith 2017)"""
 
     min_lr: float = limited(1e-6, over=0)
-    """Learning rate of the first step, whatever the optimizer's."""
+    """Learning rate of the first step, whatever the optimizer's learning rate is."""
 
     max_lr: float = limited(1.0, over=0)
     """Learning rate of the last step."""
@@ -200,14 +201,15 @@ class WarmupLR(Schedule):
     """Shape of the rise."""
 
     warmup_min_lr: float = 0.0
-    """Lowest learning rate: that of the start and, with WarmupDecayLR, of the end."""
+    """Lowest learning rate, at the start and, for WarmupDecayLR, also at the end."""
 
     def rate(self, step: float, base_lr: float) -> float:
         return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * self._share(step)
 
     def _share(self, step: float) -> float:
-        """Returns the share of the rise, to the last bit that of DeepSpeed (deepspeed/runtime/lr_schedules.py, 0.19.8).
-        Its counter starts at -1 and is read before a step, so that steps 0 and 1 have the lowest rate."""
+        """Returns the share of the rise, bit for bit as in DeepSpeed (deepspeed/runtime/lr_schedules.py, 0.19.8).
+        DeepSpeed's counter starts at -1 and is read before a step, so that steps 0 and 1 have the lowest learning
+        rate."""
         iteration, warmup_num_steps = step - 1, max(2, self.warmup_num_steps)
         if iteration >= warmup_num_steps:
             return self._after(step)
@@ -218,13 +220,13 @@ class WarmupLR(Schedule):
         return iteration / warmup_num_steps
 
     def _after(self, step: float) -> float:
-        """Returns the share of the learning rate after the rise."""
+        """Returns the share of the learning rate at a step after the rise."""
         return 1.0
 
 
 @dataclass
 class WarmupDecayLR(FiniteSchedule, WarmupLR):
-    """DeepSpeed's WarmupDecayLR: like its WarmupLR, then in a straight line down to warmup_min_lr"""
+    """DeepSpeed's WarmupDecayLR: like WarmupLR, then in a straight line down to warmup_min_lr"""
 
     def _after(self, step: float) -> float:
         falling = max(1, self.total_steps - max(2, self.warmup_num_steps))
@@ -248,8 +250,11 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def with_total_steps(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
-    """Returns the schedule with its end known; `steps` returns the optimizer steps of the run, if they matter. Raises
-    ValueError if the run has no end."""
+    """Returns the schedule with `total_steps` set. Raises ValueError if the run has no end.
+
+    Args:
+        steps: returns the optimizer steps of the run. It is called only if the schedule needs them.
+    """
     if not isinstance(schedule, FiniteSchedule) or schedule.total_steps:
         return schedule
     total: Any = steps()
