@@ -108,7 +108,7 @@ def test_rows_are_continued_where_it_matters():
     alone = "deepspeed_stage_3: frozen layers, 2 ranks, resumed at step 3 under deepspeed_stage_1 on 1 rank"
     assert {*same, other, alone} <= found.keys()
     assert len(found) == 5
-    assert [found[name].phase for name in (*same, other, alone)] == [1, 1, 1, 0]
+    assert {case.phase for case in found.values()} == {1}  # after all others, in new processes
     assert "--ema" in found[same[0]].flags
     saved = [case for case in cases if case.resume[:1] == ["--saves"]]
     assert {case.resume[-1] for case in saved} == {case.resume[-1] for case in found.values()}
