@@ -20,13 +20,12 @@ import traceback
 from pathlib import Path
 
 import matplotlib.pyplot
-import sklearn.metrics
 
 from cifar_zero.core.console import quieten
 from cifar_zero.training import build, results
 from cifar_zero.training.callbacks import figures
 
-IMPORTED = (matplotlib.pyplot, sklearn.metrics, build, figures, results, quieten)
+IMPORTED = (matplotlib.pyplot, build, figures, results, quieten)
 """Modules that are imported before a fork. Nothing in them has been called, so that a fork begins like a program that
 has just started."""
 
