@@ -59,10 +59,8 @@ class CIFARDataModule(LightningDataModule):
         """Maps the images into memory and holds out the validation images, once for all stages.
 
         Raises:
-            UsageError: if the batch cannot be divided among the ranks, if the ranks have different images, or if the
-                images are not those of the run that is resumed.
+            UsageError: if the ranks have different images, or if the images are not those of the resumed run.
         """
-        _ = self.micro_batch_size
         if hasattr(self, "dataset"):
             return
         if self.trainer is None or self._data.source == "auto":

@@ -99,7 +99,10 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
         )
     found = [checkpoint for folder in folders for checkpoint in checkpoints(folder)]
     if not found:
-        raise UsageError(f"--resume last: no run of the name {name} under {out} has a checkpoint")
+        raise UsageError(
+            f"--resume last: no run named {name} under {out} has a checkpoint: name the run with --name (by default "
+            "<model>-<strategy>), or give its folder to --resume"
+        )
     return newest(found)
 
 

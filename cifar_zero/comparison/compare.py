@@ -15,7 +15,7 @@ from cifar_zero.comparison import own_module, report, script
 from cifar_zero.comparison.cases import RECIPE, RESUMES, plan_cases, resolved
 from cifar_zero.comparison.fuzz import random_cases
 from cifar_zero.comparison.own_module import STEPS
-from cifar_zero.comparison.pool import train_cases, train_jobs
+from cifar_zero.comparison.pool import TRAIN_JOBS, program, train_cases, train_jobs
 from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import PLAIN, Comparison
 from cifar_zero.comparison.resuming import Continuation, with_continuations
@@ -27,11 +27,8 @@ from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.launch import rank_environment
 
-TRAIN_JOBS = "train-jobs"
-"""First argument of the processes that train cases of this program. The second argument is the file of their jobs."""
-
-JOBS = ("cifar_zero", "compare", TRAIN_JOBS)
-"""The program that these processes run, as `run_process.start` takes it."""
+RECIPES = program("cifar_zero.comparison.jobs:train_recipe")
+"""Trains the recipes of --acceptance, and a recipe on the steps of --script."""
 
 EPILOG = """\
 Each training is checked in place: at some of its steps, in --acceptance and --module at all, the loss, the gradient,
@@ -59,7 +56,7 @@ def main() -> int:
     """Compares and prints the verdicts. Returns the exit code, which is 1 if a variant did not train or does not
     agree."""
     if sys.argv[1:2] == [TRAIN_JOBS]:
-        return train_jobs(Path(sys.argv[2]), "cifar_zero.comparison.jobs:train_recipe")
+        return train_jobs(Path(sys.argv[3]), sys.argv[2])
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
@@ -109,7 +106,7 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
     title = f"acceptance: {len(cases)} cases"
     comparison = Comparison(title, _command(), RECIPE, PLAIN, cases, **_baselines(arguments))
-    return folder, train_cases(comparison, folder, JOBS)
+    return folder, train_cases(comparison, folder, RECIPES)
 
 
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -151,8 +148,8 @@ def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     about = {"script": arguments.script, "module": arguments.module or "CIFARModule"}
     about |= {key: str(getattr(recording, key)) for key in ("model", "precision", "accumulate", "gradient_clip_val")}
     comparison = Comparison(f"{name}: {recording.steps} steps", _command(), about, name, cases)
-    program = JOBS if recording.is_recipe else own_module.PROGRAM
-    return folder, train_cases(comparison, folder, program, of_user=True)
+    trainings = RECIPES if recording.is_recipe else own_module.MODULES
+    return folder, train_cases(comparison, folder, trainings, of_user=True)
 
 
 def _rename(text: str) -> tuple[str, str]:

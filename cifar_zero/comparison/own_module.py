@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_zero.comparison.pool import train_cases, train_jobs
+from cifar_zero.comparison.pool import program, train_cases
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments
@@ -26,7 +25,6 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.config.user_classes import PARTS, check_given, fit, instance, read_given
-from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
 
@@ -41,7 +39,7 @@ STEPS = 20  # optimizer steps by default
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
 """Strategies that are compared by default, unless this machine cannot train them."""
 
-PROGRAM = ("cifar_zero.comparison.own_module",)  # trains a file of jobs, see `run_process.start`
+MODULES = program("cifar_zero.comparison.own_module:train")
 
 
 def plan(
@@ -103,7 +101,7 @@ def compare(cases: list[Variant], title: str, command: str, folder: Path, **file
     """
     theirs = read_given(cases[0].flags).theirs
     recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
-    return train_cases(Comparison(title, command, recipe, PLAIN, cases, **files), folder, PROGRAM, of_user=True)
+    return train_cases(Comparison(title, command, recipe, PLAIN, cases, **files), folder, MODULES, of_user=True)
 
 
 def train(flags: list[str], folder: Path, check: StepCheck) -> None:
@@ -203,12 +201,3 @@ def _name_of(user_class: type) -> str:
     """Returns PACKAGE.MODULE:NAME of a class, or FILE.py:NAME if its module is not in a package."""
     module = user_class.__module__
     return f"{module if '.' in module else inspect.getfile(user_class)}:{user_class.__qualname__}"
-
-
-def main() -> int:
-    """Trains the jobs in the file that the command line names."""
-    return train_jobs(Path(sys.argv[1]), "cifar_zero.comparison.own_module:train")
-
-
-if __name__ == "__main__":
-    sys.exit(exits.guarded(main))

@@ -26,6 +26,16 @@ random placements left 0.36 MB in a rank, because torch and DeepSpeed keep proce
 2.15, DeepSpeed 0.19.8)."""
 
 
+TRAIN_JOBS = "train-jobs"
+"""First argument of `cifar-zero compare` in the processes that train jobs. A function and a file of jobs follow."""
+
+
+def program(train: str) -> tuple[str, ...]:
+    """Returns the program that trains a file of jobs, without the file (see `run_process.start`). `train` is the
+    function MODULE:NAME that trains a job (see `jobs.Train`)."""
+    return ("cifar_zero", "compare", TRAIN_JOBS, train)
+
+
 def train_jobs(file: Path, train: str) -> int:
     """Trains all jobs of a file in the same ranks and returns the exit code. Several ranks are started once for all
     jobs, because starting them takes seconds.

@@ -259,7 +259,7 @@ def test_a_mistake_is_reported_in_one_line(flags: str, expected: str, small_data
     ("flags", "expected"),
     [
         ("--optimizer adam", "that run had --optimizer sgd, not adam"),
-        ("--resume last --name never", "no run of the name never"),
+        ("--resume last --name never", "no run named never"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_at_once(
