@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from cifar_zero.comparison import assert_agrees, own_module
 from cifar_zero.config.user_classes import read_given
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
-from tests.support.helpers import ROOT, of_test_all, run_program
+from tests.support.helpers import ROOT, of_test_all, run_program, wait_until
 from tests.support.own_code import Alone, Digits, DigitsData, Words
 from tests.support.own_modules import MODULES
 
@@ -36,6 +39,24 @@ def test_the_command_in_another_directory(tmp_path: Path):
     assert [variant["name"] for variant in variants] == names
     assert {variant["world_size"] for variant in variants} == {gpu_count() or 2}
     assert {variant["kind"] for variant in variants} <= {"bit-identical", "within rounding"}
+
+
+@pytest.mark.distributed
+def test_ctrl_c_reaches_the_ranks(tmp_path: Path):
+    """A rank that blocks the signal is killed after 45 s, and prints nothing."""
+    command = [sys.executable, "-m", "cifar_zero", "compare", *OWN, "--max_steps", "100000", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, "--devices", "2", "--strategies", "ddp", "deepspeed_stage_2"],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    wait_until(lambda: any(log.stat().st_size for log in tmp_path.rglob("2-ranks-0.log")))  # the ranks have started
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGINT
+    (log,) = tmp_path.rglob("2-ranks-0.log")
+    assert "stopped by Ctrl-C" in log.read_text()
 
 
 @of_test_all
