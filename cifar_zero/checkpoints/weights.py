@@ -222,9 +222,9 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
 
 
 def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
-    """Returns the checkpoint that a delta was written from, bit for bit, in the form that `read.read` returns but
-    without what is needed to resume. `base` is the file that the delta's run started from. Raises UsageError if one of
-    the files is damaged, or they do not belong together."""
+    """Reconstructs, bit for bit, the checkpoint that was stored as a delta. The result has the form that `read.read`
+    returns, but lacks what is needed to resume. `base` is the file with which the run began. Raises UsageError if one
+    of the files is damaged, or if the two files do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by cifar-zero export --to delta")
