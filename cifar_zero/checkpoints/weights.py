@@ -35,7 +35,7 @@ LISTED = 4  # maximum number of names of each kind in a line on the console
 
 def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
     """Returns the weights by the model's own names. If the checkpoint has averaged weights and `averaged` is set,
-    returns these."""
+    returns the averaged weights."""
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
     state = checkpoint["state_dict"]
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
@@ -189,7 +189,7 @@ def _few(names: list[str]) -> str:
 
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
-    """Returns the content of a checkpoint. With `delta`, `checkpoint` is the one that the delta's run started from, and
+    """Returns the content of a checkpoint. With `delta`, `checkpoint` is the file with which the delta's run began, and
     the delta is applied to it."""
     if delta:
         return apply_delta(checkpoint, Path(delta), trust)
