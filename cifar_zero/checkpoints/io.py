@@ -51,8 +51,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def save(content: Any, file: Path) -> None:
-    """Writes a file with torch.save. Raises OSError if the file cannot be written, for which torch.save itself may
-    raise RuntimeError."""
+    """Writes a file with torch.save. Raises OSError if the file cannot be written, where torch.save itself may raise
+    RuntimeError."""
     try:
         with file.open("wb") as stream:
             torch.save(content, stream)

@@ -1,10 +1,10 @@
-"""Builds the model of a run, of which all parameters, some parameters or adapters are trained.
+"""Builds a run's model and selects what is trained: all parameters, some of them, or adapters.
 
 Adapters are LoRA's (Hu et al. 2022): the product of two small matrices is trained next to a frozen linear layer.
 Hugging Face's peft is not used, because it renames every weight of a plain model
 (`base_model.model.<layer>.base_layer.weight`, `lora_A.default.weight`). No checkpoint would then fit the model for
---weights, an evaluation or an export. In this file a layer keeps its names, and its adapters are named `<layer>.lora_a`
-and `<layer>.lora_b`.
+--weights, an evaluation or an export. The adapters of this module leave the names of a layer's weights unchanged, and
+are named `<layer>.lora_a` and `<layer>.lora_b`.
 """
 
 import math

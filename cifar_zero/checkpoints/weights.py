@@ -35,7 +35,7 @@ LISTED = 4  # maximum number of names of each kind in a line on the console
 
 def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
     """Returns the weights by the model's own names. If the checkpoint has averaged weights and `averaged` is set,
-    returns these."""
+    returns the averaged weights."""
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
     state = checkpoint["state_dict"]
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
@@ -189,7 +189,7 @@ def _few(names: list[str]) -> str:
 
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
-    """Returns the content of a checkpoint. With `delta`, `checkpoint` is the one that the delta's run started from, and
+    """Returns the content of a checkpoint. With `delta`, `checkpoint` is the file with which the delta's run began, and
     the delta is applied to it."""
     if delta:
         return apply_delta(checkpoint, Path(delta), trust)
@@ -222,9 +222,9 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
 
 
 def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
-    """Returns the checkpoint that a delta was written from, bit for bit, in the form that `read.read` returns but
-    without what is needed to resume. `base` is the file that the delta's run started from. Raises UsageError if one of
-    the files is damaged, or they do not belong together."""
+    """Reconstructs, bit for bit, the checkpoint that was stored as a delta. The result has the form that `read.read`
+    returns, but lacks what is needed to resume. `base` is the file with which the run began. Raises UsageError if one
+    of the files is damaged, or if the two files do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by cifar-zero export --to delta")

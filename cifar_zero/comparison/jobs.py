@@ -43,7 +43,7 @@ steps."""
 
 
 def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
-    """Trains a run of this program, given by flags of train, as one of its ranks and without output."""
+    """Acts as one rank of a run, and trains it without output. `flags` are flags of the train command."""
     if check.checkpoint is not None:
         flags = [*flags, "--resume", str(check.checkpoint)]
     run = resolve(command_line.parse(flags))

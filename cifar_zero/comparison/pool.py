@@ -41,8 +41,8 @@ def train_jobs(file: Path, train: str) -> int:
     jobs, because starting them takes seconds.
 
     Args:
-        file: JSON with the number of ranks, the flags of each job by the path of its verdict, and whether to keep
-            sketches.
+        file: JSON with the number of ranks, a mapping from the path of each job's verdict to the job's flags, and
+            whether to keep the sketches that the jobs write.
         train: MODULE:NAME of the function that trains a job, see `jobs.Train`.
     """
     work = json.loads(file.read_text())

@@ -83,9 +83,10 @@ def plan(
     rest: Sequence[str],
     launcher: Sequence[str] = (),
 ) -> list[Planned]:
-    """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. An empty one
-    of these has train's default. The first variant is the reference. Its strategy is baseline if that is given, and its
-    other values are the first ones.
+    """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. If one of
+    these arguments is empty, the default of the train command is used. The first variant is the reference. Its strategy
+    is baseline if baseline is among `strategies`, and the first strategy otherwise. It has the first of the `devices`
+    and the first of `accumulate`.
 
     Args:
         strategies: Names of strategies, or DeepSpeed configurations.

@@ -18,7 +18,7 @@ class Run(Settings):
 
     @classmethod
     def of(cls, given: Settings, spec: Spec, num_classes: int) -> "Run":
-        """Returns the run of settings in which every open option is decided."""
+        """Returns the run that the settings describe. Every option of the settings must already be decided."""
         return cls(**{**vars(given), "spec": spec, "num_classes": num_classes})
 
     @property

@@ -1,5 +1,5 @@
-"""Loads classes and functions of the user that the command line names. Files that the program reads cannot add
-others."""
+"""Loads classes and functions of the user that the command line names. Nothing that is named only in a file, such as a
+checkpoint, is loaded."""
 
 import importlib
 import importlib.util

@@ -1,8 +1,8 @@
 """Augments and normalises whole blocks of images, on any device.
 
 Internally, a block is (n, H, W, 3), as images are stored: the bytes of a row of pixels are contiguous and can be copied
-at once. Each step is a few operations on all images. The same draws give the same bits for every block size and device,
-so no operation here lets a processor fuse a multiplication with an addition, as lerp and addcmul do.
+at once. Each step is a few operations on all images. The same draws must give the same bits for every block size and
+device. lerp and addcmul are therefore not used, because they let a processor fuse a multiplication with an addition.
 """
 
 from collections.abc import Callable
@@ -156,7 +156,8 @@ def blank_out(images: Tensor, boxes: Tensor) -> None:
 
 
 def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Blends partner images into images, with a weight inside a box, and their labels in proportion.
+    """Blends each image with its partner inside a box, by the partner's weight. Outside the box the image stays as it
+    is. The labels are mixed in proportion to the share of each of the two images.
 
     Args:
         images: float32 (2n, W, W, 3), with the partners last; they are overwritten.
@@ -202,8 +203,9 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
-    """Returns images uint8 (n, 3, H, W) after the transforms, which are called once for all images with the same seed.
-    The random generators from which torchvision draws are seeded for each group, and restored afterwards.
+    """Applies the transforms to images uint8 (n, 3, H, W) and returns the results. Images with the same seed form a
+    group, and each transform is called once per group. The random generators from which torchvision draws are seeded
+    for each group, and restored afterwards.
 
     Args:
         seeds: int64 (n,) on the CPU, the seed of each image's group.

@@ -89,8 +89,8 @@ def tested(name: str) -> SpecifierSet:
 
 
 def compiler(options: Options) -> Finding:
-    """Checks whether everything is installed with which torch compiles DeepSpeed's operators: the compiler that torch
-    calls ($CXX or c++), Python's header files, ninja on PATH, and libaio (DeepSpeed issues 6972 and 7346)."""
+    """Checks whether all that torch needs to compile DeepSpeed's operators is installed: the compiler that torch calls
+    ($CXX or c++), Python's header files, ninja on PATH, and libaio (DeepSpeed issues 6972 and 7346)."""
     program = shlex.split(os.environ.get("CXX", "c++"))[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
     folder = Path(sys.executable).parent

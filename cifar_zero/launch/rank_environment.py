@@ -1,4 +1,5 @@
-"""Reads the environment variables of a rank under torchrun's names, whichever launcher started the rank."""
+"""Reads a rank's environment variables. The variables of other launchers are returned under the names that torchrun
+uses."""
 
 import os
 import re

@@ -17,7 +17,7 @@ from cifar_zero.models.moe import gates
 
 
 def checkpoint_blocks(net: nn.Module) -> None:
-    """Makes each block of a model recompute its activations in the backward pass, in place.
+    """Changes a model in place so that each block recomputes its activations in the backward pass.
 
     The blocks are the children of the model's outermost lists (nn.Sequential, nn.ModuleList), which transformers,
     ResNets and most models of torchvision have. A list of plain layers, such as VGG's, is cut into pieces of about the

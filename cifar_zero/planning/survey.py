@@ -117,8 +117,8 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """The peak on the device, which is reached in the backward pass with its activations and buckets, or in the
-        update without them."""
+        """The peak of the memory on the device. It is reached either in the backward pass, with activations and
+        buckets, or in the optimizer's update, without activations and buckets."""
         return self.states.device.total + self.average + max(self.buckets + self.activations, self.update)
 
     @property

@@ -121,7 +121,7 @@ class Step(Schedule):
 
 @dataclass
 class OneCycle(FiniteSchedule):
-    """up to the optimizer's learning rate and far down again (torch's OneCycleLR; Smith and Topin 2018)"""
+    """one rise to the optimizer's learning rate and a fall to almost zero (torch's OneCycleLR; Smith and Topin 2018)"""
 
     pct_start: float = limited(0.3, over=0, below=1)
     """Share of the steps in which the learning rate rises."""

@@ -18,8 +18,9 @@ class OutputCheck(StepCheck):
     outputs three times, from the strategy and from two replays."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Registers hooks that keep the outputs of all submodules of the trained module and of its copy. The module
-        itself has no hook, because an engine calls it for the training step and the copy does not."""
+        """Registers hooks that keep the outputs of all submodules of the trained module and of its copy. The outermost
+        module gets no hook, because an engine calls the trained module for the training step, whereas the training step
+        of the copy is called directly."""
         super().on_train_start(trainer, pl_module)
         self._outputs: list[tuple[str, Tensor]] = []  # of the strategy, then of the two replays
         self._handles: list[Any] = []

@@ -40,7 +40,8 @@ class ScriptCheck(StepCheck):
         self._rates: dict[str, tuple[float, float]] = {}  # learning rates of module and script in the step before
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module. Without a verdict on the script's gradients, the outcome is "not judged"."""
+        """Copies the module, and makes a verdict on the script's gradients necessary. Without one, the outcome of the
+        check is "not judged"."""
         super().setup(trainer, pl_module, stage)
         self.verdict.needed = (*self.verdict.needed, "script's gradient")
 

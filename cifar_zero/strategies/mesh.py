@@ -123,8 +123,8 @@ def by_block(net: nn.Module, spread: Callable[[nn.Module], Any]) -> None:
 
 
 def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
-    """Returns `states` with whole tensors on the CPU, or an empty dict unless `keep`. All ranks that have shards must
-    call it."""
+    """Returns `states` with whole tensors on the CPU if `keep`, and an empty dict otherwise. All ranks that have shards
+    must call this function."""
 
     def whole(tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, DTensor):

@@ -44,8 +44,8 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> None:
 class Stage(nn.Sequential):
     """A model's blocks, of which this rank computes its share. The other blocks are emptied and keep their names.
 
-    It takes the input of the first block and returns the output of the last block on every rank. Both are tokens (N,
-    tokens, width) of one dtype. The tokens and their gradients are the same on every rank.
+    A stage takes the input of the first block and returns the output of the last block on every rank. Both are tokens
+    (N, tokens, width) of one dtype. The tokens and their gradients are the same on every rank.
     """
 
     def __init__(self, blocks: nn.Sequential, group: dist.ProcessGroup):

@@ -67,8 +67,8 @@ def run(arguments: Namespace, rest: list[str]) -> int:
 
 
 def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
-    """Returns the search space of --search NAME=VALUES ..., and the options of each seed. Without seeds these are one
-    empty dict."""
+    """Returns the search space of --search NAME=VALUES ..., and a list with one dict of options per seed. If no seeds
+    are given, the list has one empty dict."""
     space: Space = {}
     for definition in definitions:
         name, _, text = definition.partition("=")

@@ -56,7 +56,7 @@ second fit."""
 class ZeROPrecision(DeepSpeedPrecision):
     """Leaves the division by the number of accumulated micro-batches to Lightning, and can leave a batch as it is.
     Lightning (2.6.6) divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide
-    it by gradient_accumulation_steps again. It can be removed when Lightning's own plugin passes scale_wrt_gas."""
+    it by gradient_accumulation_steps again. The class can go when Lightning's own plugin passes scale_wrt_gas."""
 
     casts_batches = True
     """Whether a batch is cast to the precision, as Lightning's own plugin casts it. CIFARModule casts its images

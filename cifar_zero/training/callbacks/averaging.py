@@ -46,10 +46,11 @@ class Averaging(Callback):
     """Averages the trained parameters and the batch norm statistics in float32. Each rank averages its own shards.
 
     The training continues with the unaveraged weights, and a checkpoint has both. The exponential average (Polyak and
-    Juditsky 1992; Tarvainen and Valpola 2017) is updated after each optimizer step. As in mean teacher's code (min(1 -
-    1 / (step + 1), decay)), the first 1 / (1 - ema) steps have equal weights, so that the initial weights do not
-    contribute to the average. Stochastic weight averaging (Izmailov et al. 2018) averages the weights at the ends of
-    epochs equally, and recomputes the batch norm statistics of the average on the training images.
+    Juditsky 1992; Tarvainen and Valpola 2017) is updated after each optimizer step. The decay of a step is min(1 - 1 /
+    (step + 1), ema), as in mean teacher's code. The first 1 / (1 - ema) steps therefore count equally, and the model's
+    initial weights do not contribute to the average. Stochastic weight averaging (Izmailov et al. 2018) averages the
+    weights at the ends of epochs equally, and recomputes the batch norm statistics of the average on the training
+    images.
 
     Args:
         ema: Decay of the exponential average. 0 selects stochastic weight averaging.

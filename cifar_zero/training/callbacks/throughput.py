@@ -119,8 +119,9 @@ class Throughput(IntervalCallback):
         return time.perf_counter()
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        """Returns perf/* of `steps` optimizer steps that took `seconds`, of which `data_seconds` were spent waiting for
-        data. Tokens are included only for transformers, and the MFU only if the peak is known."""
+        """Returns the perf/* metrics of `steps` optimizer steps. They took `seconds`, of which `data_seconds` were
+        spent waiting for data. Tokens per second are included only for transformers, and the MFU only if `peak_flops`
+        is known."""
         images_per_second = self._config.recipe.batch_size * steps / seconds
         flops_per_second = self._flops_per_step * steps / seconds
         rates = {
@@ -151,8 +152,8 @@ def is_terminal() -> bool:
 
 
 class ProgressBar(TQDMProgressBar):
-    """Adds to Lightning's progress bar of an epoch the loss at the newest point of the curves, the accuracy of the
-    newest validation, and the time left for the training."""
+    """Extends Lightning's progress bar of an epoch. The bar also shows the loss at the newest point of the curves, the
+    accuracy of the newest validation, and the remaining training time."""
 
     def __init__(self, curves: TrainingCurves, throughput: Throughput):
         super().__init__(refresh_rate=20)  # drawing the bar takes as long as a step of a small model
