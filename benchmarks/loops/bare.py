@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.loops import common
 from benchmarks.loops.common import Clock
 from cifar_zero import data as sources
+from cifar_zero import models
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.data.augment import memory_format
 from cifar_zero.data.dataset import TrainOrder
-from cifar_zero.models.net import Net
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.throughput import training_flops
 
@@ -28,20 +28,21 @@ SEED = 0  # seed of the weights and of the image order, train.py's default
 
 
 def train(
-    data: DataConfig, batch_size: int, steps: int, device: torch.device, tuned: bool = False
-) -> tuple[Net, dict[str, float]]:
-    """Trains for the warm-up and `steps` timed steps. Returns the trained model and the clock's figures."""
+    data: DataConfig, batch_size: int, steps: int, device: torch.device, tuned: bool = False, model: str = "net"
+) -> tuple[nn.Module, dict[str, float]]:
+    """Trains `model`, a name of --model, for the warm-up and `steps` timed steps. Returns the trained model and the
+    clock's figures."""
     dataset = sources.load(data, data.source)
     images = torch.from_numpy(np.ascontiguousarray(dataset.train_images)).to(device)
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)
     if tuned:
         if device.type == "cpu":  # the threads and convolution kernels that train.py chooses for the batch
-            kernels: Any = CPUKernels(training_flops(Choice("net"), 10, batch_size), "32-true")
+            kernels: Any = CPUKernels(training_flops(Choice(model), 10, batch_size), "32-true")
             kernels.on_train_start(None, None)  # the callback uses neither the trainer nor the module
         images = images.contiguous(memory_format=memory_format(device))  # batches of these images keep it
 
     torch.manual_seed(SEED)
-    net = Net().to(device)
+    net = models.build(model, 10).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9, fused=tuned or None)
     clock = Clock(steps, batch_size, device)
     for rows in clock.over(shuffled(len(images), batch_size, device)):

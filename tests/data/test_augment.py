@@ -139,6 +139,7 @@ def test_ranks_accumulation_and_blocks_change_nothing(
     split = noise()
     one_rank = by_position(split, EVERYTHING, epoch=1)
     monkeypatch.setitem(loader.BLOCK_IMAGES, "cpu", block_images)
+    monkeypatch.setitem(loader.GROUPED_BLOCK_IMAGES, "cpu", 16 * block_images)
     monkeypatch.setattr(loader, "STRETCH_BLOCKS", 2)
     several = by_position(split, EVERYTHING, 1, world_size, accumulate)
     assert one_rank.keys() == several.keys()

@@ -50,6 +50,7 @@ def test_two_epochs_equal_those_of_the_cpu(
     """Batches agree bit for bit. The GPU is kept busy, so that reading a block before its copy has ended would show."""
     for kind in loader.BLOCK_IMAGES:
         monkeypatch.setitem(loader.BLOCK_IMAGES, kind, block_images)
+        monkeypatch.setitem(loader.GROUPED_BLOCK_IMAGES, kind, 16 * block_images)
     on_cpu = make_loader(split, Stored(split.images, CPU), config)
     resident = make_loader(split, place_where(1, split, monkeypatch), config)
     streamed = make_loader(split, place_where(0, split, monkeypatch), config)

@@ -4,23 +4,21 @@ request, and undoes the change after them."""
 from __future__ import annotations
 
 import json
-import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from cifar_zero.data.loaders import BLOCK_IMAGES
 from cifar_zero.models import LAYOUTS, Layout
 from cifar_zero.strategies.deepspeed.hooks import EngineHooks
 from cifar_zero.strategies.hooks import Hooks
 from cifar_zero.strategies.mesh import MeshHooks
 from cifar_zero.training.fast_loop import EpochLoop
+from tests.support.step_costs import StepCosts, caller
 
 COUNTED = range(4, 8)
-"""Micro-batches in which `counted_syncs` counts. The first ones belong to the start of a training and are left out."""
+"""Micro-batches in which `counted_costs` counts. The first ones belong to the start of a training and are left out."""
 
 
 def small_vit(patch: pytest.MonkeyPatch) -> None:
@@ -39,45 +37,26 @@ def _on_cuda(chosen: Any) -> Any:
     return lambda self, device_type, clips: chosen(self, "cuda", clips)
 
 
-def counted_syncs(patch: pytest.MonkeyPatch) -> None:
-    """Makes rank 0 write syncs.json into the run folder. It counts how often each function made the host wait for a GPU
-    in COUNTED, by DeepSpeed's `synchronize` or by reading a value of a tensor. Such reads count on the CPU too, on
-    which the tests run."""
+def counted_costs(patch: pytest.MonkeyPatch) -> None:
+    """Makes rank 0 write costs.json, the StepCosts of all COUNTED micro-batches, into the run folder. DeepSpeed's
+    `synchronize` counts as a wait. Optimizers are those of a GPU. A block of images is one micro-batch, so that every
+    step has the loader's whole cost."""
+    optimizers_of_a_gpu(patch)
+    patch.setitem(BLOCK_IMAGES, "cpu", 1)
     advance = EpochLoop.advance
 
     def counted_advance(self: EpochLoop, data_fetcher: Any) -> None:
         number = self.total_batch_idx + 1
-        found = self.__dict__.setdefault("found", Counter[str]())
+        costs = self.__dict__.setdefault("costs", StepCosts())
         if number not in COUNTED:
             advance(self, data_fetcher)
         else:
             from deepspeed.accelerator import get_accelerator  # imported here, once the run has chosen the device
 
-            with pytest.MonkeyPatch.context() as for_a_step, _ReadValues(found):
-                for_a_step.setattr(get_accelerator(), "synchronize", lambda *_: found.update([f"waits {_caller()}"]))
+            with pytest.MonkeyPatch.context() as for_a_step, costs:
+                for_a_step.setattr(get_accelerator(), "synchronize", lambda *_: costs.waits.update([caller()]))
                 advance(self, data_fetcher)
         if number == COUNTED[-1] and self.trainer.is_global_zero:
-            Path(self.trainer.default_root_dir, "syncs.json").write_text(json.dumps(found))
+            Path(self.trainer.default_root_dir, "costs.json").write_text(json.dumps(costs.totals()))
 
     patch.setattr(EpochLoop, "advance", counted_advance)
-
-
-class _ReadValues(TorchDispatchMode):
-    """Counts calls such as `item()` and `bool(tensor)`, each of which reads a value of a tensor."""
-
-    def __init__(self, found: Counter[str]):
-        super().__init__()
-        self._found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self._found[_caller()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _caller() -> str:
-    """Returns file and function of the innermost call outside torch and this file."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename != __file__ and "/torch/" not in frame.filename:
-            return f"{Path(frame.filename).name} {frame.name}"
-    raise AssertionError

@@ -1,0 +1,132 @@
+"""What a training step costs the host, in exact counts: how often it waits for the device, which then idles, how many
+operators it calls, and how many bytes they copy. `pytest -s` prints the table of docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.loops import bare, common
+from cifar_zero import data as sources
+from cifar_zero.config.settings import DataConfig
+from tests.support.changes import COUNTED
+from tests.support.helpers import WHOLE, run_folder_of, train_all
+from tests.support.step_costs import StepCosts
+
+pytestmark = pytest.mark.distributed
+
+NORM = 1  # ZeRO reads whether the norm of all gradients is finite (is_invalid_grad_norm); no switch in 0.19.8
+SERIAL = 13  # fp16/unfused_optimizer.py reads it of each of the ten gradients, of their ranks, and two norms; no switch
+BATCH = {"net": 512, "resnet18": 16}
+"""Images of a step. With 16 images, a step of resnet18 takes less than a second on one core."""
+
+Costs = dict[str, int]
+
+WAITS = {
+    "net ddp 32-true": 0,
+    "net deepspeed_stage_2 32-true": NORM,
+    "net deepspeed_stage_3 bf16-mixed": NORM,
+}
+"""How often a step waits, by model, strategy and precision, on two ranks."""
+OPERATORS_AND_BYTES = {
+    "net ddp 32-true": (53, 3_566_728),
+    "net deepspeed_stage_2 32-true": (106, 4_514_308),
+}
+"""Most operators of a step and most bytes that it copies, measured with torch 2.15.0 and DeepSpeed 0.19.8."""
+MODELS = ["net"]
+if WHOLE:
+    MODELS += ["resnet18"]
+    WAITS |= {
+        "net ddp bf16-mixed": 0,
+        "net fsdp2 bf16-mixed": 0,
+        "net deepspeed_stage_0 32-true": 0,
+        "net deepspeed_stage_0 bf16-mixed": SERIAL,
+        "net deepspeed_stage_1 32-true": NORM,
+        "net deepspeed_stage_1 bf16-mixed": 0,
+        "net deepspeed_stage_2 bf16-mixed": 0,
+        "net deepspeed_stage_3 32-true": NORM,
+        "resnet18 ddp 32-true": 0,
+        "resnet18 deepspeed_stage_0 32-true": 0,
+        "resnet18 deepspeed_stage_1 32-true": NORM,
+        "resnet18 deepspeed_stage_2 32-true": NORM,
+        "resnet18 deepspeed_stage_3 32-true": NORM,
+    }
+    OPERATORS_AND_BYTES |= {
+        "net deepspeed_stage_0 32-true": (56, 3_814_752),
+        "net deepspeed_stage_1 32-true": (105, 4_514_308),
+        "resnet18 ddp 32-true": (249, 44_063_488),
+        "resnet18 deepspeed_stage_0 32-true": (252, 88_759_336),
+        "resnet18 deepspeed_stage_1 32-true": (433, 203_411_340),
+        "resnet18 deepspeed_stage_2 32-true": (434, 203_411_340),
+    }
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Costs]]:
+    """The costs of all COUNTED steps, by model and loop: `bare`, `baseline`, or strategy and precision on two ranks.
+    Prints them per step at the end."""
+    folder, cache = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("images")
+    # As many images as the steps need, so that no epoch begins while costs are counted.
+    images = DataConfig(source="synthetic", cache=str(cache), synthetic_size=10 * max(BATCH[name] for name in MODELS))
+    sources.prepare(images)
+    data = ["--data.source", "synthetic", "--data.cache", str(cache), "--data.val_fraction", "0"]
+    data += ["--data.synthetic_size", str(images.synthetic_size)]
+    same = [*data, "--accelerator", "cpu", "--logger", "none", "--log_interval", "100"]
+    same += ["--warmup_steps", str(COUNTED[-1]), "--bench_steps", "2"]
+    runs: dict[Path, list[str]] = {}
+    for model in MODELS:
+        size = ["--model", model, "--batch_size", str(BATCH[model])]
+        runs[folder / f"{model} baseline"] = [*same, *size, "--devices", "1"]
+    for name in WAITS:
+        model, strategy, precision = name.split()
+        runs[folder / name] = [*same, "--model", model, "--batch_size", str(BATCH[model]), "--devices", "2"]
+        runs[folder / name] += ["--strategy", strategy, "--precision", precision]
+        if strategy == "deepspeed_stage_3":
+            runs[folder / name] += ["--zero.param_persistence_threshold", "0"]  # shards all parameters
+    train_all(runs, "counted_costs")
+    found = {f"{model} bare": costs_of_bare_loop(model, images) for model in MODELS}
+    for path in runs:
+        found[path.name] = json.loads((run_folder_of(path) / "costs.json").read_text())
+    yield found
+    print("\n| run | waits | operators | collectives | bytes copied |\n|---|---|---|---|---|")
+    for name, totals in sorted(found.items()):
+        print(f"| {name} |", " | ".join(f"{total / len(COUNTED):,g}" for total in totals.values()), "|")
+
+
+def costs_of_bare_loop(model: str, images: DataConfig) -> Costs:
+    """Returns the costs of as many steps of the bare loop, tuned, as are COUNTED in a run."""
+    threads = torch.get_num_threads()
+    totals: list[Costs] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "WARMUP_STEPS", 1)
+        for steps in (1, 1 + len(COUNTED)):
+            with StepCosts() as counted:
+                bare.train(images, BATCH[model], steps, torch.device("cpu"), tuned=True, model=model)
+            totals.append(counted.totals())
+    torch.set_num_threads(threads)  # the loop has changed threads and kernels
+    torch.backends.mkldnn.set_flags(True)
+    fewer, more = totals
+    return {name: more[name] - fewer[name] for name in more}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_step_waits_no_more_often_for_the_device(name: str, costs: dict[str, Costs]):
+    assert costs[name]["waits"] == WAITS[name] * len(COUNTED), costs[name]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_of_the_baseline_costs_no_more_than_one_of_the_bare_loop(model: str, costs: dict[str, Costs]):
+    ours, theirs = costs[f"{model} baseline"], costs[f"{model} bare"]
+    for name in theirs:
+        assert ours[name] <= theirs[name], (name, ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPERATORS_AND_BYTES)
+def test_a_step_calls_no_more_operators_and_copies_no_more(name: str, costs: dict[str, Costs]):
+    operators, copied = OPERATORS_AND_BYTES[name]
+    assert costs[name]["operators"] <= operators * len(COUNTED), costs[name]
+    assert costs[name]["copied_bytes"] <= copied * len(COUNTED), costs[name]
