@@ -40,7 +40,7 @@ def test_checkpoints_are_found_by_run_by_name_and_by_path(tmp_path: Path):
     for missing in (str(tmp_path / "nowhere"), str(tmp_path / "net" / "version_2")):
         with pytest.raises(UsageError):
             run_folder.find_checkpoint(missing)
-    with pytest.raises(UsageError, match="no run of the name other"):
+    with pytest.raises(UsageError, match="no run named other"):
         run_folder.last_checkpoint(out, "other")
 
 
