@@ -72,9 +72,9 @@ class CIFARDataModule(LightningDataModule):
             self.dataset.train_labels, self._data.val_fraction, self.settings.recipe.seed
         )
         if self._data.val_fraction and not len(self._val):
-            why = f"--data.val_fraction {self._data.val_fraction:g} holds out no image: all classes are too small"
+            why = f"--data.val_fraction {self._data.val_fraction:g} holds out no image, because classes are too small"
             if needed := of_validation(self.settings):
-                raise UsageError(f"{why}, and --{needed[0]} needs validation images: use a larger one")
+                raise UsageError(f"{why}, and --{needed[0]} needs validation images: use a larger fraction")
             if rank_environment.global_rank() == 0:
                 say(f"{why}; the run has no validation")
 
@@ -86,14 +86,14 @@ class CIFARDataModule(LightningDataModule):
         for host, other in of_ranks:
             if other != first:
                 raise UsageError(
-                    f"{source}: {host} has {_counts(other)}, which are not the {_counts(first)} of {first_host}: "
+                    f"{source}: {host} has {_counts(other)}, which differ from the {_counts(first)} of {first_host}: "
                     "give all nodes the same files"
                 )
         if self._images is not None and self._images != own:
             resume = self.settings.output.resume
             raise UsageError(
-                f"--resume {resume}: that run had {_counts(self._images)}, and {source} now has other ones, "
-                f"{_counts(own)}: give the data that it had, or fine-tune it with --weights {resume} without --resume"
+                f"--resume {resume}: its run had {_counts(self._images)}, but {source} now has others, "
+                f"{_counts(own)}: give its data, or fine-tune it with --weights {resume} and without --resume"
             )
 
     @property

@@ -45,7 +45,7 @@ def main() -> int:
     add("releases", nargs="+", metavar="RELEASE", help="of DeepSpeed: 0.18.4")
     add("--folder", type=Path, default=Path("comparisons/releases"), help="keeps it all (default: %(default)s)")
     add("--strategies", nargs="+", metavar="NAME", default=[], help="default: all")
-    add("--quick", action="store_true", help="only the three most telling recipes")
+    add("--quick", action="store_true", help="only the three most sensitive recipes")
     given = parser.parse_args()
     exits.install()
     given.folder.mkdir(parents=True, exist_ok=True)

@@ -129,5 +129,5 @@ def test_nodes_with_other_images_are_refused(tmp_path: Path):
     for done in (start.result() for start in starts):
         assert done.returncode == 2
         line = done.stderr.splitlines()[-1]
-        assert "has 215 training and 215 test images, which are not the 205 training and 205 test images of" in line
+        assert "has 215 training and 215 test images, which differ from the 205 training and 205 test images of" in line
         assert "give all nodes the same files" in line

@@ -73,7 +73,7 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
             of_experts.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", name), set()).add(parameter.requires_grad)
         for name, trained in of_experts.items():
             if len(trained) > 1:
-                raise UsageError(f"--trainable: --model.ep_size {ep_size} needs all experts or none, as in {name}")
+                raise UsageError(f"--trainable: with --model.ep_size {ep_size} train all or none of {name}")
 
 
 def trained_names(net: nn.Module) -> set[str]:

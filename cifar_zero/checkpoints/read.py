@@ -22,10 +22,10 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
     if checkpoint.is_dir():
         return checked(read_folder(checkpoint, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
-        raise UsageError(f"{checkpoint} is a file of weights only: give the checkpoint that they are from")
+        raise UsageError(f"{checkpoint} contains only weights: give the checkpoint that they come from")
     content = load(checkpoint, trust, verify, device)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
-        raise UsageError(f"{checkpoint} is no checkpoint of a run: it has no state_dict")
+        raise UsageError(f"{checkpoint} is not a checkpoint of a run: it has no state_dict")
     return checked(content, checkpoint)
 
 
@@ -57,7 +57,7 @@ def check_resumable(content: Mapping[str, Any], name: object) -> None:
     stateless = not optimizer.get("momentum", 1) or not content["global_step"]  # plain SGD, or no step yet
     if not states or not (stateless or any(each["state"] for each in states)):
         raise UsageError(
-            f"{name} has no state of the optimizer: start a run from its weights with --weights {name} without --resume"
+            f"{name} has no optimizer state: start a run from its weights with --weights {name} and without --resume"
         )
 
 
@@ -65,5 +65,5 @@ def of_another_version(name: object, error: Exception) -> UsageError:
     """Returns the error for a file with a missing or an unknown entry."""
     why = f"it has no {error}" if isinstance(error, KeyError) else short(error)
     return UsageError(
-        f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that did"
+        f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that wrote it"
     )

@@ -29,7 +29,7 @@ def saved_config(settings: Settings) -> dict[str, Any] | None:
     """Returns the options, by flag, of the run that --resume names (see `command_line.parse`), or None for a new run.
     Raises UsageError if there is no such checkpoint or it cannot be read."""
     if settings.output.resume == "last" and settings.placement.strategy == AUTO and not settings.output.name:
-        raise UsageError("--resume last with --strategy auto needs --name: the default name contains the strategy")
+        raise UsageError("--resume last with --strategy auto needs --name, because the default contains the strategy")
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return None
@@ -81,7 +81,7 @@ def _checkpoint_of(settings: Settings) -> Path | None:
     requeued = restarts > 0 and not settings.recipe.only_measures
     given, out, name = settings.output.resume, Path(settings.output.out), settings.run_name
     if given.endswith(".safetensors"):
-        raise UsageError(f"--resume {given} is a file of weights only: start a run from it with --weights {given}")
+        raise UsageError(f"--resume {given} contains only weights: start a run from them with --weights {given}")
     if not given and not requeued:
         return None
     for folder in (Path(given), out / name, out / (name + FALLBACK_SUFFIX)):
@@ -152,12 +152,12 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
     source, asked = before.get("data.source", "auto"), settings.data.source
     if source != asked and (asked != "auto" or source not in ("cifar10", "digits")):
         raise UsageError(
-            f"--resume {resume}: that run trained on --data.source {source}, this one has {asked}: "
-            f"--data.source {source} continues it, --weights {resume} without --resume fine-tunes it"
+            f"--resume {resume}: its run has --data.source {source}, not {asked}: "
+            f"continue it with --data.source {source}, or fine-tune it with --weights {resume} and without --resume"
         )
     for option in (option for option in now if option in before and before[option] != now[option]):
         if not may_change_on_resume(option):
-            raise UsageError(f"--resume {resume}: that run had --{option} {before[option]}, not {now[option]}")
+            raise UsageError(f"--resume {resume}: its run has --{option} {before[option]}, not {now[option]}")
 
 
 def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:
@@ -166,6 +166,6 @@ def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object
     if names != known:
         differing = ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"
         raise UsageError(
-            f"{checkpoint} was trained on other classes than --data.source {images.source} has ({differing}): give the "
-            f"data that it had, or fine-tune it with --weights {checkpoint}"
+            f"{checkpoint} was trained on other classes than --data.source {images.source} ({differing}): give its "
+            f"training data, or fine-tune it with --weights {checkpoint}"
         )

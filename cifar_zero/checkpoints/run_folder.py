@@ -94,8 +94,8 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
         folders.append(digits)
     elif digits.is_dir() and not own.is_dir():
         raise UsageError(
-            f"--resume last: the only run of the name {name} under {out} is on the embedded digits, not CIFAR-10: "
-            f"--resume {digits} continues it"
+            f"--resume last: the only run named {name} under {out} was trained on the embedded digits, not CIFAR-10: "
+            f"continue it with --resume {digits}"
         )
     found = [checkpoint for folder in folders for checkpoint in checkpoints(folder)]
     if not found:
@@ -132,7 +132,7 @@ def deepspeed_files(path: str) -> Path | None:
     if any(folder.glob(pattern)):
         return folder
     for file in folder.glob(f"*/{pattern}"):
-        raise UsageError(f"{path} has no file latest: give the folder itself, such as {file.parent}")
+        raise UsageError(f"{path} has no file named latest: give the checkpoint folder, such as {file.parent}")
     return None
 
 

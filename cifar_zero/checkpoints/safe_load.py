@@ -44,7 +44,7 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
     except UsageError:
         raise
     except Exception as error:  # torch, pickle and zipfile each raise other errors for a damaged file
-        raise UsageError(f"{file} cannot be read, it is damaged or no checkpoint: {short(error)}") from error
+        raise UsageError(f"{file} cannot be read, because it is damaged or not a checkpoint: {short(error)}") from error
 
 
 def check_records(file: Path, checksums: bool = True) -> None:
@@ -56,8 +56,8 @@ def check_records(file: Path, checksums: bool = True) -> None:
             damaged = archive.testzip() if checksums else None
             named = any(name.endswith("/data.pkl") for name in archive.namelist())
     except (OSError, zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
-        raise UsageError(f"{file} is damaged or no checkpoint: {error}") from error
+        raise UsageError(f"{file} is damaged or not a checkpoint: {error}") from error
     if damaged is not None:
-        raise UsageError(f"{file} is damaged: its part {damaged} differs from its checksum")
+        raise UsageError(f"{file} is damaged: its part {damaged} does not match its checksum")
     if not named:
-        raise UsageError(f"{file} is no checkpoint")
+        raise UsageError(f"{file} is not a checkpoint")

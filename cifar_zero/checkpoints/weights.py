@@ -54,7 +54,7 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str)
         net.load_state_dict(dict(weights))
     except RuntimeError as error:
         differing = short(str(error).partition(":")[2], 160)  # torch (2.15) names the class before the colon
-        raise UsageError(f"{checkpoint} is of another model: {differing}") from error
+        raise UsageError(f"{checkpoint} comes from another model: {differing}") from error
 
 
 def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
@@ -67,7 +67,7 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32"
     the checkpoint.
     """
     if RECORD not in checkpoint:
-        raise UsageError(f"{name} does not say which model it is of: it was not written by cifar-zero train")
+        raise UsageError(f"{name} does not name its model, because cifar-zero train did not write it")
     record = checkpoint[RECORD]
     side, mean, std = DataConfig(**record["config"]["data"]).inputs
     return {
@@ -97,7 +97,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(file, "pt") as content:
             return {name: content.get_tensor(name) for name in content.keys()}, content.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{file} cannot be read, it is damaged or no safetensors file: {error}") from error
+        raise UsageError(f"{file} cannot be read, because it is damaged or not a safetensors file: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
                 content = content[wrapper]
         if content and all(isinstance(value, Tensor) for value in content.values()):
             return content
-    raise UsageError(f"{file} holds no weights: it must be a checkpoint, a safetensors file or a dict of tensors")
+    raise UsageError(f"{file} contains no weights: it must be a checkpoint, a safetensors file or a dict of tensors")
 
 
 def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -147,7 +147,7 @@ def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
         how = f"give its base too, as in cifar-zero train --weights BASE --delta {file}"
-        raise UsageError(f"{file} holds only what was trained: {how}")
+        raise UsageError(f"{file} contains only the trained weights: {how}")
     return weights, metadata
 
 
@@ -157,7 +157,7 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
     loaded = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
     if not loaded:
         has = _few([*weights]) if weights else "nothing"
-        raise UsageError(f"--weights {file}: no tensor has a name and shape of the model's ({_few([*wanted])}): {has}")
+        raise UsageError(f"--weights {file}: no name and shape fits the model ({_few([*wanted])}); the file has {has}")
     return Match(
         loaded,
         [_with_shape(name, value) for name, value in wanted.items() if name not in loaded],
@@ -210,7 +210,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     weights = network(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
     if not base:
-        raise UsageError(f"--to delta: the run of {name} trained all of its weights, use --to safetensors")
+        raise UsageError(f"--to delta: the run of {name} trained all weights: use --to safetensors")
     metadata |= {
         BASE: checksum(base),
         DTYPES: json.dumps({key: str(value.dtype).removeprefix("torch.") for key, value in base.items()}),
@@ -238,10 +238,10 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     weights = read_plain(base, trust)
     missing = [name for name in dtypes if name not in weights]
     if missing:
-        raise UsageError(f"--delta {delta} has another base than {base}, which has no {missing[0]}")
+        raise UsageError(f"--delta {delta} does not belong to {base}, which lacks {missing[0]}")
     frozen = {name: weights[name].to(dtype) for name, dtype in dtypes.items()}
     if checksum(frozen) != metadata[BASE]:
-        raise UsageError(f"--delta {delta} has another base than {base}: the checksums of their weights differ")
+        raise UsageError(f"--delta {delta} does not belong to {base}, because the checksums of their weights differ")
     state = {PREFIX + name: value for name, value in {**frozen, **trained}.items()}
     return checked({"state_dict": state, "global_step": step, RECORD: record}, f"--delta {delta}")
 

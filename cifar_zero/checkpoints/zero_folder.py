@@ -131,7 +131,7 @@ def files_of(folder: Path) -> tuple[list[Path], ...]:
 
     models = found("mp_rank_*model_states.pt", "zero_pp_rank_*model_states.pt")
     if not models:
-        raise UsageError(f"{folder} holds no checkpoint: no *model_states.pt")
+        raise UsageError(f"{folder} contains no checkpoint: *model_states.pt is missing")
     experts = found("layer_*_expert_*model_states.pt")
     return models, experts, found("*zero_pp_rank_*optim_states.pt"), found("expp_rank_*optim_states.pt")
 
@@ -148,15 +148,15 @@ def _check_complete(
     num_experts = sum(main.get("num_experts", []))
     sharing = main.get(SHAPE, {}).get("ep_size", 1) if num_experts and not stage else 0
     for found, expected, what in (
-        (models, ranks if stage == 3 else 1, "files of the model"),
-        (experts, num_experts, "files of experts"),
-        (shards, ranks if stage else 0, "files of the optimizer"),
+        (models, ranks if stage == 3 else 1, "model files"),
+        (experts, num_experts, "expert files"),
+        (shards, ranks if stage else 0, "optimizer files"),
         (of_expert_ranks[:sharing], sharing, "expp_rank files"),
     ):
         if len(found) != expected:
             raise UsageError(f"{folder} is incomplete: it has {len(found)} {what}, not {expected} (stage {stage})")
     if not stage and not of_expert_ranks and main["optimizer"] is None:  # DeepSpeed pull request 7786
-        raise UsageError(f"{folder} has no optimizer: DeepSpeed before 0.18.5 saves none at stage 0 in bfloat16")
+        raise UsageError(f"{folder} lacks optimizer state, as DeepSpeed below 0.18.5 saves none at stage 0 in bfloat16")
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:

@@ -95,9 +95,9 @@ def judge(comparison: Comparison) -> None:
     changes = ", ".join(f"{name} {before.get(name)} -> {machine.get(name)}" for name in names)
     comparison.notes.append(f"Changed since the baseline of {about['created']}: {changes or 'nothing'}.")
     if new:
-        comparison.notes.append(f"Not in the baseline, so compared with plain PyTorch only: {'; '.join(new)}.")
+        comparison.notes.append(f"Cases not in the baseline were compared with plain PyTorch only: {'; '.join(new)}.")
     if left:
-        comparison.notes.append(f"Only in the baseline: {'; '.join(name for name, *_ in left.values())}.")
+        comparison.notes.append(f"Cases that only the baseline has: {'; '.join(name for name, *_ in left.values())}.")
 
 
 def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
@@ -107,7 +107,7 @@ def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
     verdict, steps = Verdict(), len(new["weights"])
     shapes, others = ({key: values.shape for key, values in sketches.items()} for sketches in (old, new))
     if shapes != others:
-        verdict.note("the baseline has other steps or tensors")
+        verdict.note("all steps, because the baseline has other steps or tensors")
         return verdict
     for step in range(steps):
         distance = off_by(new["weights"][step], old["weights"][step])
@@ -120,7 +120,7 @@ def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
             percent(off_by(new[key][-1], old[key][-1])) for key in ("losses", "found", "weights")
         )
         drift = f"loss {loss}, gradient {gradient}, weights {weights}"
-        verdict.note(f"the drift since then ({drift} at step {steps})")
+        verdict.note(f"the drift in later steps ({drift} at step {steps})")
     return verdict
 
 

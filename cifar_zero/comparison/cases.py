@@ -202,7 +202,7 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
     found = {case.strategy for case in cases if case.world_size == ranks}
     for name in strategies or DEFAULT[:1]:
         if Path(name).stem not in found:
-            raise UsageError(f"--strategies {name}: no case on {ranks} ranks: {refused.get(name, 'it has none')}")
+            raise UsageError(f"--strategies {name}: no case runs on {ranks} ranks: {refused.get(name, 'none fits')}")
     return cases
 
 

@@ -31,11 +31,12 @@ RECIPES = program("cifar_zero.comparison.jobs:train_recipe")
 """Trains the recipes of --acceptance, and a recipe on the steps of --script."""
 
 EPILOG = """\
-Each training is checked in place: at some of its steps, in --acceptance and --module at all, the loss, the gradient,
-the update and the buffers must be those of plain PyTorch from the same weights, images and random numbers.
+Each training is checked in place. At some of its steps, and with --acceptance and --module at all of them, the loss,
+the gradient, the update and the buffers must equal what plain PyTorch computes from the same weights, images and
+random numbers.
 
-exit code: 0 if every variant trained and agrees (and reaches --min_accuracy), 1 if one did not or could not be judged,
-2 for wrong usage, or a module that cannot be trained under DeepSpeed at all
+exit code: 0 if every variant trained and agrees (and reaches --min_accuracy), 1 if a variant did not, or could not be
+judged, 2 for wrong usage, or if DeepSpeed cannot train the module at all
 
 examples:
   %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
@@ -82,7 +83,7 @@ def main() -> int:
         report.write_junit(comparison, Path(arguments.junit))
     write_page(comparison, folder)
     if comparison.stopped_by:
-        raise Stopped(comparison.stopped_by, f"{folder} has the verdicts on what had been trained")
+        raise Stopped(comparison.stopped_by, f"{folder} has the verdicts on the finished trainings")
     return 0 if comparison.passed else 1
 
 
@@ -93,7 +94,7 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
         known = "--strategies, --devices, --seeds, --quick or --junit"
         raise UsageError(f"--acceptance trains cases of its own: give only {known}")
     if arguments.fuzz and (arguments.strategies or arguments.quick or arguments.seeds):
-        raise UsageError("--fuzz draws strategies and recipes: leave out --strategies, --quick and --seeds")
+        raise UsageError("--fuzz draws strategies and recipes at random: leave out --strategies, --quick and --seeds")
     if arguments.fuzz:
         cases = random_cases(arguments.fuzz, _ranks(arguments))
     else:
@@ -112,7 +113,7 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains a user's module under each strategy. Returns the folder of the report, and the comparison."""
     if arguments.seeds is not None:
-        raise UsageError("--module trains each strategy once: leave out --seeds")
+        raise UsageError("--seeds does not work with --module, which trains each strategy once: leave it out")
     flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
     cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), [*flags, *rest])
     for resume in _resumes(arguments):
@@ -131,7 +132,7 @@ def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     """Records a training script and trains a module on its steps. Returns the folder of the report, and the
     comparison."""
     if arguments.seeds or arguments.accumulate:
-        raise UsageError("--script decides on seeds and micro-batches: leave out --seeds and --accumulate")
+        raise UsageError("--seeds and --accumulate do not work with --script, which sets both: leave them out")
     name = Path(shlex.split(arguments.script)[0]).name
     folder = run_folder.claim(arguments.out, arguments.name or Path(name).stem)
     recording = script.record(arguments.script, arguments.steps, folder)
@@ -156,7 +157,7 @@ def _rename(text: str) -> tuple[str, str]:
     """Returns the two sides of OLD=NEW. Raises UsageError if the text has another form."""
     old, _, new = text.partition("=")
     if not old or "=" not in text:
-        raise UsageError(f"--rename {text}: give OLD=NEW, the beginnings of names of weights")
+        raise UsageError(f"--rename {text}: give OLD=NEW, two prefixes of weight names")
     return old, new
 
 
@@ -164,7 +165,7 @@ def _ranks(arguments: Namespace) -> int:
     """Returns the number of ranks that --devices gives. The default is one per GPU, or two on the CPU."""
     devices = arguments.devices or ["0"]
     if len(devices) > 1 or not devices[0].isdecimal():
-        raise UsageError(f"--devices {' '.join(devices)}: --acceptance and --module take one number of ranks")
+        raise UsageError(f"--devices {' '.join(devices)}: give one number for --acceptance, --module and --script")
     return int(devices[0]) or gpu_count() or 2
 
 
@@ -181,13 +182,13 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
     """Compares existing runs. Returns the folder of the report, and the comparison."""
     axes = (arguments.strategies, arguments.devices, arguments.accumulate, arguments.seeds)
     if rest or any(axis is not None for axis in axes):
-        raise UsageError("--runs trains nothing: leave out the flags of a training")
+        raise UsageError("--runs only reads finished runs: leave out the training flags")
     runs = [load(Path(run)) for run in arguments.runs]
     if len({Path(run.folder).resolve() for run in runs}) < len(runs):
         raise UsageError(f"--runs {' '.join(arguments.runs)}: give each run once")
     variants = grouped(runs)
     if len(variants) < 2:
-        raise UsageError("all given runs are of the same variant: give at least two variants")
+        raise UsageError("--runs: all runs belong to one variant: give runs of at least two")
     from cifar_zero.comparison.verdicts import summarize
 
     folder = run_folder.claim(arguments.out, arguments.name or "runs")
@@ -230,7 +231,7 @@ def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
         prog=command("compare"),
         description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads existing "
-        "runs, and says whether they agree: bit by bit, within rounding, or not.",
+        "runs, and prints whether they agree: bit by bit, within rounding, or not.",
         epilog=EPILOG,
         usage="%(prog)s --strategies NAME ... [--devices N ...] [--<option of train> VALUE ...]\n"
         "       %(prog)s --runs RUN ...\n"
@@ -241,7 +242,7 @@ def _parse() -> tuple[Namespace, list[str]]:
     add = parser.add_argument
     strategies = "strategies of train, or raw DeepSpeed configurations (*.json)"
     add("--strategies", nargs="+", metavar="NAME", help=strategies)
-    add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as train)")
+    add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as for train)")
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
     started = "command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'"
@@ -249,24 +250,24 @@ def _parse() -> tuple[Namespace, list[str]]:
     mode = parser.add_mutually_exclusive_group().add_argument
     mode("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
     mode("--acceptance", action="store_true", help="train a dozen short recipes under every strategy")
-    add("--quick", action="store_true", help="with --acceptance: only the three most telling recipes")
+    add("--quick", action="store_true", help="with --acceptance: train only the three most sensitive recipes")
     add("--fuzz", type=int, default=0, metavar="N", help="with --acceptance: train N cases under random placements")
     add("--print_cases", action="store_true", help="with --acceptance: list the cases with their commands and exit")
     mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
-    add("--datamodule", metavar="NAME", help="its LightningDataModule; default: the module's own loader")
-    old = "training script that the module replaces, with its arguments: does the module compute the same steps?"
+    add("--datamodule", metavar="NAME", help="LightningDataModule for --module (default: the module's own loader)")
+    old = "training script with its arguments, whose steps the module must reproduce"
     add("--script", metavar="'FILE.py ...'", default="", help=old)
-    add("--steps", type=int, default=STEPS, metavar="N", help="of --script: its first N steps (default: %(default)s)")
-    renamed = "of --script: beginnings of the names of weights there and in the module"
+    add("--steps", type=int, default=STEPS, metavar="N", help="with --script: record N steps (default: %(default)s)")
+    renamed = "with --script: prefixes of weight names in the script (OLD) and in the module (NEW)"
     add("--rename", nargs="+", type=_rename, default=[], metavar="OLD=NEW", help=renamed)
-    add("--own_data", action="store_true", help="of --script: compare the batches of the module's own loader too")
-    add("--save_baseline", metavar="FILE", default="", help="keep what the steps of --acceptance or --module compute")
-    add("--against", metavar="FILE", default="", help="judge --acceptance or --module by such a file")
-    after = "with --acceptance or --module: save each training after step N, and judge its continuation"
+    add("--own_data", action="store_true", help="with --script: also compare the batches of the module's loader")
+    add("--save_baseline", metavar="FILE", default="", help="save the steps of --acceptance or --module for --against")
+    add("--against", metavar="FILE", default="", help="compare --acceptance or --module with a file of --save_baseline")
+    after = "with --acceptance or --module: save each training after step N, resume it and check the rest"
     add("--resume_at", type=int, metavar="N", help=after)
-    add("--resume_under", nargs="+", metavar="NAME", help="continue it under these strategies too")
-    add("--resume_devices", nargs="+", type=int, metavar="N", help="continue it on these numbers of ranks too")
-    least = "fail variants with a lower test accuracy (0 to 1): that models agree which learned nothing says little"
+    add("--resume_under", nargs="+", metavar="NAME", help="with --resume_at: also resume under these strategies")
+    add("--resume_devices", nargs="+", type=int, metavar="N", help="with --resume_at: also resume on N ranks")
+    least = "fail variants with a lower test accuracy (0 to 1), because untrained models agree too"
     add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     add("--out", default="comparisons", metavar="DIR", help="directory for comparisons (default: %(default)s)")
@@ -287,30 +288,30 @@ def _parse() -> tuple[Namespace, list[str]]:
         "resume_devices": "resume_at",
     }.items():
         if getattr(arguments, option) and not getattr(arguments, needed):
-            raise UsageError(f"--{option} is for --{needed}: add it")
+            raise UsageError(f"--{option} works only with --{needed}: add --{needed}")
     if arguments.script and (arguments.acceptance or arguments.runs):
-        raise UsageError("--script is for one module: leave out --acceptance and --runs")
+        raise UsageError("--script checks one module: leave out --acceptance and --runs")
     if arguments.own_data and not arguments.module:
-        raise UsageError("--own_data is for the loader of a module: name it with --module")
+        raise UsageError("--own_data works only with --module: add --module")
     if arguments.steps < 1:
         raise UsageError(f"--steps must be at least 1, not {arguments.steps}")
     if arguments.resume_at is not None and (arguments.script or not (arguments.acceptance or arguments.module)):
-        raise UsageError("--resume_at is for --acceptance and --module, without --script")
+        raise UsageError("--resume_at works only with --acceptance or --module, and without --script")
     if min(arguments.resume_devices or [1]) < 1:
-        raise UsageError("--resume_devices: a number of ranks is at least 1")
+        raise UsageError("--resume_devices must be at least 1")
     if arguments.fuzz < 0:
         raise UsageError(f"--fuzz must be at least 1, not {arguments.fuzz}")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     in_ranks = arguments.acceptance or arguments.module or arguments.script
     if arguments.min_accuracy and in_ranks:
-        raise UsageError("--min_accuracy is for runs of train: leave it out with --acceptance, --module and --script")
+        raise UsageError("--min_accuracy does not work with --acceptance, --module or --script: leave it out")
     if any(_baselines(arguments).values()) and not (arguments.acceptance or arguments.module):
-        raise UsageError("--save_baseline and --against are for --acceptance and --module: add one")
+        raise UsageError("--save_baseline and --against work only with --acceptance or --module: add one of them")
     if any(_baselines(arguments).values()) and arguments.script:
-        raise UsageError("--save_baseline and --against are not for --script: leave them out")
+        raise UsageError("--save_baseline and --against do not work with --script: leave them out")
     if arguments.launcher and (in_ranks or arguments.runs):
-        raise UsageError("--launcher is for runs of train: leave it out with the other ways to compare")
+        raise UsageError("--launcher does not work with --acceptance, --module, --script or --runs: leave it out")
     for option in ("junit", "save_baseline"):
         file = getattr(arguments, option)
         folder = Path(file or "").absolute().parent

@@ -68,7 +68,7 @@ def plan(
             job = [*flags, "--devices", str(ranks), "--accumulate", parts, *command_line.strategy_flags(name)]
             try:
                 if STRATEGIES.get(name) and STRATEGIES[name].one_replica:
-                    raise UsageError(f"--strategies {name}: splits only the vision transformers of this program")
+                    raise UsageError(f"--strategies {name} splits only the built-in vit_* models: leave it out")
                 _run(read_given(job).ours)
             except UsageError:
                 if strategies:

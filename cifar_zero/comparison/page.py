@@ -93,7 +93,7 @@ def loss_plot(comparison: Comparison) -> Figure | None:
         _draw(axes, comparison, differences, marker=".")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05: default labels are math, which is not parsed
-        axes.set_title(f"difference to {comparison.reference}: rounding grows in a training, and decides nothing")
+        axes.set_title(f"difference from {comparison.reference} (grows by rounding, and is not judged)")
         axes.set(ylabel=f"difference of the loss{several}")
     figure.axes[-1].set_xlabel(f"optimizer step ({comparison.recipe.get('batch_size')} images each)")
     labels = {each.name: f"{each.name} ({each.kind})" for each in comparison.variants if each.name in drawn}

@@ -32,7 +32,7 @@ def load(folder: Path) -> FinishedRun:
         raise UsageError(f"{folder} is not a run folder: give <out>/<name>/version_N")
     for name in (run_folder.METRICS, run_folder.LOSSES):
         if not (folder / name).is_file():
-            raise UsageError(f"{folder} has no {name}: the run has not finished, or it was a benchmark")
+            raise UsageError(f"{folder} has no {name}, because the run has not finished or was a benchmark")
     try:
         settings = flat(read_yaml(folder / run_folder.CONFIG, str(folder / run_folder.CONFIG)))
         for key in settings:
@@ -47,7 +47,7 @@ def load(folder: Path) -> FinishedRun:
         metrics["checkpoint_bytes"] = sum(file.stat().st_size for file in files if file.is_file()) or None
         return run
     except KeyError as error:
-        raise UsageError(f"{folder} cannot be read: {error} is missing in its files, or unknown") from error
+        raise UsageError(f"{folder} cannot be read: {error} is missing from its files, or is unknown") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
 

@@ -150,7 +150,7 @@ class Comparison:
             accuracy = variant.figures.get("test/acc")
             if not variant.passed or (accuracy and statistics.fmean(accuracy) >= least):
                 continue
-            reason = "not tested, as --min_accuracy needs"
+            reason = "the run lacks the test accuracy that --min_accuracy needs"
             if accuracy:
                 reason = f"accuracy {statistics.fmean(accuracy):.2%} is less than --min_accuracy {least:.2%}"
             variant.judge("too inaccurate", reason)

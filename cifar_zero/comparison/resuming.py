@@ -61,7 +61,7 @@ def _continuation(case: Variant, resume: Continuation, resolve: Resolve) -> Vari
     before = resolve(case.flags)
     parts, left = divmod(case.world_size * before.placement.accumulate, ranks)
     if left:
-        raise UsageError(f"--resume_devices {ranks} does not divide the micro-batches of a step: choose --accumulate")
+        raise UsageError(f"--resume_devices {ranks} does not divide the micro-batches of a step: change --accumulate")
     flags = [*case.flags, "--devices", str(ranks), "--accumulate", str(parts)]
     if resume.under:
         flags += strategy_flags(resume.under)
@@ -70,7 +70,7 @@ def _continuation(case: Variant, resume: Continuation, resolve: Resolve) -> Vari
             raise UsageError(f"--resume_at: {why}")
     last = before.recipe.max_steps - 1
     if not 1 <= resume.at <= last:
-        raise UsageError(f"--resume_at {resume.at} is not from 1 to {last}: a step must follow")
+        raise UsageError(f"--resume_at {resume.at} must be from 1 to {last}, so that a step follows")
     name = re.sub(r"\W+", "-", case.name)
     case.resume = [SAVES, str(resume.at), name]
     how = f"resumed at step {resume.at}"
@@ -99,5 +99,5 @@ def of_job(flags: list[str], folder: Path) -> tuple["ResumeCheck | None", list[s
         return None, flags
     saved = folder / FOLDER / flags[1]
     if not (saved / STATE).is_file():
-        raise RunError("the training that it continues was not saved, or did not end")
+        raise RunError("the training to resume was not saved, or did not finish")
     return ResumeCheck(saved), flags[2:]

@@ -73,7 +73,7 @@ def record(script: str, steps: int, folder: Path) -> Recording:
     if "deepspeed" in Path(file).read_text(errors="replace"):  # DeepSpeed uses MPI where these are missing
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         environment |= {name: value for name, value in rank.items() if name not in os.environ}
-    say(f"{file}: recording {steps} optimizer steps, its output is in {log}")
+    say(f"{file}: recording {steps} optimizer steps; the output of the script is in {log}")
     with run_process.start(RECORDER, [str(recording), str(steps), file, *arguments], log, environment) as child:
         code = child.wait()
     if code:
@@ -97,7 +97,7 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
         UsageError: If `ranks` does not divide a micro-batch, a flag is refused, or a given strategy cannot train.
     """
     if recording.batch_size % ranks:
-        raise UsageError(f"--devices {ranks} does not divide the {recording.batch_size} samples of a batch of --script")
+        raise UsageError(f"--devices {ranks} does not divide the {recording.batch_size} samples of a batch in --script")
     common = ["--max_steps", str(recording.steps), "--precision", recording.precision]
     common += ["--accumulate", str(recording.accumulate)]
     if recording.gradient_clip_val:

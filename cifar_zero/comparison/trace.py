@@ -120,7 +120,7 @@ class Recorder:
         """Returns the batch of the forward pass, with its epoch and random state. It is the first fetched batch of
         which a module has received a tensor, or else the last fetched batch."""
         if not self._fetched:
-            raise UsageError("--script: its loop does not iterate over a torch DataLoader, which gives the batches")
+            raise UsageError("--script: its loop must take its batches from a torch DataLoader")
         used = len(self._fetched) - 1
         for number, (batch, _, _) in enumerate(self._fetched):
             if any(_same(tensor, seen) for tensor in tensors_in(batch) for seen in self._seen):
@@ -132,9 +132,9 @@ class Recorder:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._optimizer not in (None, optimizer):
-            raise UsageError("--script has several optimizers: DeepSpeed has one, so compare each part for itself")
+            raise UsageError("--script has several optimizers, but DeepSpeed has one: compare each part separately")
         if self._step is None:
-            raise UsageError("--script: no loss.backward() before its optimizer.step(); a closure cannot be recorded")
+            raise UsageError("--script must call loss.backward() before optimizer.step(), without a closure")
         self._optimizer, step = optimizer, self._step
         if self._model is None:
             self._model = model_of(optimizer)
@@ -144,7 +144,7 @@ class Recorder:
             self._keep_weights(step)
         if len(step.micro_batches) != self.recording.accumulate:
             counts = f"{self.recording.accumulate} and {len(step.micro_batches)}"
-            raise UsageError(f"--script: its steps have {counts} micro-batches: one number is needed")
+            raise UsageError(f"--script: its steps have {counts} micro-batches: give all steps the same number")
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -186,7 +186,7 @@ def main() -> int:
         if end.code:
             raise
     if not recorder.recording.steps:
-        raise UsageError(f"--script {script} has ended without an optimizer step in this process")
+        raise UsageError(f"--script {script} ended without an optimizer step in this process")
     recorder.recording.write(recorder.folder)
     return 0
 
@@ -204,7 +204,7 @@ def model_of(optimizer: Any) -> nn.Module:
 
     found = max((each for each in gc.get_objects() if issubclass(type(each), nn.Module)), key=rank, default=None)
     if found is None or not rank(found)[0]:
-        raise UsageError("--script: the parameters of its optimizer are in no torch.nn.Module")
+        raise UsageError("--script: no torch.nn.Module has the parameters of its optimizer")
     return found
 
 

@@ -102,7 +102,7 @@ def plan(
     """
     given = {flag.split("=")[0].removeprefix("--") for flag in rest}
     if "strategy" in given:
-        raise UsageError("--strategy is for a single run: name the strategies to compare with --strategies")
+        raise UsageError("--strategy does not work with cifar-zero compare: give --strategies")
     if max(len(strategies), len(devices), len(accumulate)) < 2:
         raise UsageError("nothing to compare: give two or more --strategies, --devices or --accumulate, or --runs")
     common = ["--check_steps", str(CHECKED_STEPS), *rest]
@@ -170,7 +170,7 @@ def prepare(planned: Sequence[Planned]) -> None:
 def _resolved(flags: list[str], launcher: Sequence[str]) -> Run:
     config = command_line.parse(flags)
     if config.recipe.only_measures or config.output.plot_schedule or config.output.check_gradients:
-        raise UsageError("leave out --bench_steps, --plot_schedule and --check_gradients: cifar-zero compare trains")
+        raise UsageError("cifar-zero compare trains: leave out --bench_steps, --plot_schedule and --check_gradients")
     if config.placement.strategy == AUTO:
         raise UsageError("--strategies auto cannot be compared: name the strategy that cifar-zero plan recommends")
     if config.output.resume:

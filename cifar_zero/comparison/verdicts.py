@@ -55,7 +55,7 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
     if variant is reference:
         return "reference", worst["text"]
     if other := hindering(comparison.differences, reference.name, variant.name):
-        return "not judged", f"its recipe differs from the reference's ({', '.join(other)})"
+        return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(other)})"
     if reference.kind == "not trained":
         return "not judged", "the reference did not train"
     seeds = reference.by_seed.keys() & variant.by_seed.keys()
@@ -66,12 +66,12 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
         ours, theirs = reference.by_seed[seed], variant.by_seed[seed]
         one, other = ours.losses.values[:1], theirs.losses.values[:1]
         if one and other and not math.isclose(one[0], other[0], rel_tol=FIRST_LOSS):
-            found = f"the first loss is {other[0]:.4g} and the reference's {one[0]:.4g}: other images or weights"
+            found = f"the first loss is {other[0]:.4g}, but {one[0]:.4g} in the reference: images or weights differ"
             return "different", found
         drifts.append(_drift(ours, theirs, trust, comparison.notes))
     variant.drift = max(drifts, key=len)
     if not any(drifts):
-        return "bit-identical", "losses and weights are the reference's"
+        return "bit-identical", "losses and weights equal the reference's"
     # Steps may equal plain PyTorch's bit by bit although the trainings differ, if the reference sums in another order.
     return "not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"]
 
@@ -93,7 +93,7 @@ def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[
     ours, theirs = reference.losses.by_step, other.losses.by_step
     parts = []
     if ours.keys() != theirs.keys():
-        parts.append(f"{len(ours):,} steps against {len(theirs):,}")
+        parts.append(f"{len(ours):,} steps in the reference, but {len(theirs):,} in the variant")
     unequal = [step for step in ours if step in theirs and ours[step] != theirs[step]]
     if unequal:
         last = unequal[-1]
@@ -102,13 +102,13 @@ def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[
         )
     one, two = _weights(reference, trust, notes), _weights(other, trust, notes)
     if one is None or two is None:
-        parts.append("weights not compared")
+        parts.append("weights were not compared")
     elif one.keys() != two.keys() or any(one[name].shape != two[name].shape for name in one):
-        parts.append("weights of other names or shapes")
+        parts.append("weights have other names or shapes")
     else:
         furthest = max((_furthest(one[name], two[name]) for name in one), default=0.0)
         equal = all(torch.equal(one[name], two[name]) for name in one)
-        parts += [] if equal else [f"weights by up to {furthest:.1e}"]
+        parts += [] if equal else [f"weights differ by up to {furthest:.1e}"]
     return "; ".join(parts)
 
 

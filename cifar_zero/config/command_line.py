@@ -131,7 +131,7 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
     own_model = ":" in str(options.get("model"))  # an argument of the user's model may have the default None
     for option, value in options.items():
         if option in ONLY_FLAGS:
-            raise UsageError(f"--config {file}: {option} is of the command line only: leave it out")
+            raise UsageError(f"--config {file}: {option} works only on the command line: remove it")
         may_be_empty = option.startswith("trainer.") or (own_model and option.startswith("model."))
         if value is None and not may_be_empty:  # jsonargparse (4.53) would accept None for any type
             raise UsageError(f"--config {file}: {option} has no value")
@@ -227,7 +227,7 @@ def _parser(entries: tuple[tuple[str, str, Any], ...], with_help: bool) -> Argum
         allow_abbrev=False,
     )
     recipes = parser.add_argument_group("recipes")
-    recipes.add_argument("--config", metavar="FILE", help="YAML recipe; of several, the later ones override.")
+    recipes.add_argument("--config", metavar="FILE", help="YAML recipe; later recipes override earlier ones.")
     recipes.add_argument("--print_config", action="store_true", help="Print the configuration as a recipe and exit.")
     parser.add_argument_group("consent (on the command line only, never in a recipe)").add_argument(
         "--trust",

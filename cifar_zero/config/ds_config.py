@@ -121,7 +121,7 @@ def check_flags(settings: Settings, said: Mapping[str, Any]) -> None:
     for option, value in said.items():
         if given[option] != value:
             raise UsageError(
-                f"--ds_config {settings.placement.ds_config}: --{option} {given[option]} (file: {value}): "
+                f"--ds_config {settings.placement.ds_config}: --{option} {given[option]} is not the file's {value}: "
                 'leave out the flag, or write "auto" into the file'
             )
 
@@ -175,7 +175,7 @@ def _read(file: str) -> dict[str, Any]:
         if raw.get(key) is not None and not (is_off and key in REFUSED_IF_ENABLED):
             raise UsageError(f"--ds_config {file}: use {instead}, not {key}")
     for name in _names_of_files(raw):
-        raise UsageError(f"--ds_config {file}: leave {name} out, which names a file")
+        raise UsageError(f"--ds_config {file}: remove {name}, because it names a file")
     return raw
 
 
@@ -213,5 +213,5 @@ def _ours(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
         return {}
     kind = str(section.get("type", ""))
     if kind.lower() not in OURS:
-        raise UsageError(f"--ds_config: {key} {kind} has no counterpart here; these have: {', '.join(OURS)}")
+        raise UsageError(f"--ds_config: {key} {kind} is not supported: choose from {', '.join(OURS)}")
     return _without_auto({**OURS[kind.lower()], **_section(section, "params")})

@@ -51,10 +51,10 @@ strategies:
 SAME = ("accelerator", "devices", "gradient_clip_val", "logger", "max_steps", "num_nodes", "precision", "strategy")
 OWNED = {name: f"--{name}" for name in SAME} | {
     "accumulate_grad_batches": "--accumulate",
-    "callbacks": "the flag --trainer.callbacks, which no recipe may set: it loads code",
+    "callbacks": "the flag --trainer.callbacks, which no recipe may set, because it loads code",
     "default_root_dir": "--out",
     "enable_checkpointing": "--bench_steps for a run without checkpoints",
-    "enable_progress_bar": "2>/dev/null, as the progress bar goes to the standard error",
+    "enable_progress_bar": "2>/dev/null, because the progress bar goes to standard error",
     "gradient_clip_algorithm": "--gradient_clip_val (clipping is by global norm under every strategy)",
     "log_every_n_steps": "--log_interval",
     "max_epochs": "--epochs",
@@ -92,7 +92,7 @@ def short(parser: ArgumentParser) -> str:
             if isinstance(action.default, (str, int, float)) and action.default not in (False, "", 0, -1):
                 text += f" (default: {action.default})"
             lines += textwrap.wrap(f"{f'--{flag}':<21}{text}", 118, initial_indent="  ", subsequent_indent=" " * 23)
-    more = "--help all lists all options; --optimizer adam --help all has those of another optimizer"
+    more = "--help all lists all options; --optimizer adam --help all lists the options of adam too"
     return "\n".join([*lines, "", more, ""])
 
 

@@ -60,15 +60,15 @@ def check_values(settings: Settings) -> None:
     refuse(
         {
             "--max_steps must be at least 1, or -1 for no limit, not 0": recipe.max_steps == 0,
-            "--bench_steps starts at the first step: leave --resume out": recipe.only_measures and bool(output.resume),
-            "--ds_config replaces the strategy: leave --strategy out": (
+            "--bench_steps starts at the first step: leave out --resume": recipe.only_measures and bool(output.resume),
+            "--ds_config replaces the strategy: leave out --strategy": (
                 bool(placement.ds_config) and placement.strategy != Placement.strategy
             ),
             "--ema and --swa_from cannot be combined: leave one of them out": bool(recipe.ema and recipe.swa_from),
-            f"--reduce_on_plateau needs --schedule constant: leave --schedule {recipe.schedule.name} out": (
+            f"--reduce_on_plateau needs --schedule constant: leave out --schedule {recipe.schedule.name}": (
                 recipe.reduce_on_plateau > 0 and recipe.schedule.name != "constant"
             ),
-            f"--delta {recipe.delta} needs --weights: those that the run which wrote it started from": (
+            f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
                 recipe.delta != "" and not recipe.weights
             ),
             # A recipe must not be able to overwrite a file that is not a plot.
@@ -80,7 +80,7 @@ def check_values(settings: Settings) -> None:
     _check_images(settings)
     for flag in of_validation(settings):
         none = not settings.data.val_fraction or recipe.trainer.get("limit_val_batches") == 0
-        refuse({f"--{flag} needs a validation: set --data.val_fraction above 0, no limit_val_batches 0": none})
+        refuse({f"--{flag} needs validation: set --data.val_fraction above 0 and limit_val_batches not to 0": none})
     check_plain_name(output.name)
 
 
@@ -105,13 +105,13 @@ def _check_numbers(settings: Settings) -> None:
 def _check_images(settings: Settings) -> None:
     augment, side = settings.recipe.augment, settings.data.inputs.side
     if side != IMAGE_SHAPE[1] and settings.data.source != "folder":
-        raise UsageError(f"--data.image_size {side} needs --data.source folder: all other images have 32 x 32 pixels")
+        raise UsageError(f"--data.image_size {side} needs --data.source folder, as other images have 32 x 32 pixels")
     for option, most in (("crop", side // 2), ("cutout", side)):
         if getattr(augment, option) > most:
             raise UsageError(f"--augment.{option} must be at most {most}, for images of {side} x {side} pixels")
     if settings.data.loader == "torch" and augment != AugmentConfig():
         given = next(field.name for field in fields(augment) if getattr(augment, field.name) != field.default)
-        raise UsageError(f"--augment.{given} needs --data.loader memory: the torch loader does not augment")
+        raise UsageError(f"--augment.{given} needs --data.loader memory, because the torch loader does not augment")
 
 
 def of_validation(settings: Settings) -> list[str]:
@@ -152,17 +152,17 @@ def check_here(run: Run) -> None:
     splits_layers = spec.size == "tensor_parallel_size" and placement.ranks_per_model > 1
     refuse(
         {
-            f"--devices {placement.devices}: a CPU rank takes about 1 GB, and this computer has memory for {fit}": (
+            f"--devices {placement.devices}: a CPU rank takes about 1 GB, so this computer has memory for {fit}": (
                 run.on_cpu and not launched and placement.devices > fit
             ),
-            "--logger wandb needs the package: pip install wandb": "wandb" in run.output.logger and _lacks("wandb"),
-            "--optimizer adam8bit needs the package: pip install bitsandbytes": (
+            "--logger wandb needs a package: pip install wandb": "wandb" in run.output.logger and _lacks("wandb"),
+            "--optimizer adam8bit needs a package: pip install bitsandbytes": (
                 optimizer == "adam8bit" and _lacks("bitsandbytes")
             ),
-            f"{placement.strategy_name} splits layers, which torch {version('torch')} cannot: update torch": (
+            f"{placement.strategy_name} splits layers, but torch {version('torch')} cannot split them: update torch": (
                 splits_layers and Version(version("torch")) < Version("2.12")
             ),
-            f"{placement.strategy_name} compiles a CPU {optimizer}: install g++ or use --optimizer sgd": (
+            f"{placement.strategy_name} needs g++ to compile a CPU {optimizer}: install g++ or use --optimizer sgd": (
                 compiles and not (shutil.which("g++") or shutil.which("c++"))
             ),
         }

@@ -55,7 +55,7 @@ def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
             ranks = "1 rank"
         raise UsageError(
             f"--batch_size {batch_size} = micro-batch x {ranks} x --accumulate {accumulate} "
-            f"gives no whole micro-batch; the nearest that divide: {nearest}"
+            f"gives no whole micro-batch: use --batch_size {nearest}"
         )
     return batch_size // parts
 

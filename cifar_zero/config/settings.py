@@ -175,7 +175,7 @@ def check_no_consent(tree: Mapping[str, Any], source: str) -> None:
     """Raises UsageError if options that were read from a file set `trust`, because no file may allow code to run.
     `source` names the file in the error."""
     if "trust" in tree:
-        raise UsageError(f"{source} sets trust, which only the command line may: take it out and add --trust")
+        raise UsageError(f"{source} sets trust, which works only on the command line: remove it and add --trust")
 
 
 def _names(part: type) -> set[str]:

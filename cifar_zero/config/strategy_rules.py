@@ -31,8 +31,8 @@ def _devices(run: Run) -> Rules:
         "--optimizer adam8bit needs a GPU: use adam": run.on_cpu and run.recipe.optimizer.name == "adam8bit",
         "--zero.overlap_comm needs a GPU: leave it out": run.on_cpu and placement.zero.overlap_comm,
         "--offload.* needs a GPU: leave it out": run.on_cpu and placement.offload != OffloadConfig(),
-        "--trainer.sync_batchnorm is for ddp on GPUs": syncs and (run.on_cpu or run.spec.family != "baseline"),
-        f"--ema and --swa_from cannot average the weights of {name}: use deepspeed_stage_3 or its _offload": (
+        "--trainer.sync_batchnorm works only with ddp on GPUs": syncs and (run.on_cpu or run.spec.family != "baseline"),
+        f"--ema and --swa_from cannot average weights of {name}: use deepspeed_stage_3 or deepspeed_stage_3_offload": (
             averages and not run.spec.averages
         ),
     }
@@ -44,10 +44,10 @@ def _graphs(run: Run) -> Rules:
     if not placement.cuda_graphs:
         return {}
     return {
-        "--cuda_graphs needs a GPU: --compile compiles the model on the CPU too": run.on_cpu,
-        "--cuda_graphs keeps activations: leave out --activation_offload": placement.activation_offload,
+        "--cuda_graphs needs a GPU: on the CPU use --compile": run.on_cpu,
+        "--cuda_graphs keeps activations on the GPU: leave out --activation_offload": placement.activation_offload,
         "--cuda_graphs cannot accumulate gradients (--accumulate): use --compile": placement.accumulate > 1,
-        f"--cuda_graphs: {placement.strategy_name} may move the parameters: use --compile": not run.spec.graphs,
+        f"--cuda_graphs: {placement.strategy_name} may move parameters, so use --compile": not run.spec.graphs,
         "--cuda_graphs cannot replay the routing of experts: use --compile": "ep_size" in run.recipe.model.options,
     }
 
@@ -57,7 +57,7 @@ def _optimizers(run: Run) -> Rules:
     rules: Rules = {
         f"--optimizer {optimizer.name} needs whole tensors, and {strategy} shards them: use deepspeed_stage_0, ddp or "
         "baseline, or --optimizer adamw": optimizer.name not in OFFLOADED_BY and run.spec.shards_tensors,
-        "--schedule range_test gives all groups one learning rate, but --optimizer muon_sgd has three: use muon": (
+        "--schedule range_test sets one learning rate, but --optimizer muon_sgd has three: use --optimizer muon": (
             optimizer.name == "muon_sgd" and run.recipe.schedule.name == "range_test"
         ),
     }
@@ -69,7 +69,7 @@ def _optimizers(run: Run) -> Rules:
             # SuperOffload creates DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
             f"{strategy} applies weight decay as AdamW does: use --optimizer adamw": decays_as_l2,
             # SuperOffload updates before it checks for an overflow, and cannot undo it (superoffload_stage3.py).
-            f"{strategy} in 16-mixed needs --gradient_clip_val: use bf16-mixed": (
+            f"{strategy} with 16-mixed needs --gradient_clip_val: set it, or use bf16-mixed": (
                 loss_scaling and not run.recipe.gradient_clip_val
             ),
         }
@@ -85,15 +85,15 @@ def _switches(run: Run) -> Rules:
     constant = recipe.schedule.name == "constant" and not recipe.reduce_on_plateau
     splits = spec.stage == 3 and spec.offload_optimizer == "cpu" and recipe.optimizer.name == "adamw" and constant
     return {
-        f"--zero.* and --offload.* go into {placement.ds_config}, under DeepSpeed's own names": (
+        f"instead of --zero.* and --offload.*, set DeepSpeed's options in {placement.ds_config}": (
             spec.raw is not None and (zero or offload)
         ),
-        f"--zero.* is for ZeRO 1 to 3, not for {placement.strategy}": zero and not spec.stage,
-        f"--offload.*: {placement.strategy} offloads nothing, use deepspeed_stage_3_offload": (
+        f"--zero.* works only with ZeRO 1 to 3, not with {placement.strategy}": zero and not spec.stage,
+        f"--offload.*: {placement.strategy} does not offload: use deepspeed_stage_3_offload": (
             offload and not spec.offload_optimizer
         ),
-        "--offload.ratio below 1 is for deepspeed_stage_3_offload with --optimizer adamw and --schedule constant, "
-        "without --reduce_on_plateau": placement.offload.ratio < 1 and not splits,
+        "--offload.ratio below 1 works only with deepspeed_stage_3_offload, --optimizer adamw, --schedule constant, "
+        "and without --reduce_on_plateau": placement.offload.ratio < 1 and not splits,
     }
 
 
@@ -108,25 +108,25 @@ def _splitting(run: Run) -> Rules:
     }
     for flag in ("tensor_parallel_size", "pipeline_parallel_size"):
         names = ", ".join(name for name, other in STRATEGIES.items() if other.size == flag)
-        rules[f"--{flag} is for {names}, not for {placement.strategy_name}"] = (
+        rules[f"--{flag} works only with {names}, not with {placement.strategy_name}"] = (
             getattr(placement, flag) > 0 and spec.size != flag
         )
     if ranks == 1 and not spec.one_replica:
         return rules
     entry = MODELS[model.name]
     if not issubclass(entry, ViT):
-        return rules | {f"{given} cannot split --model {model.name}: it splits vit_*": True}
+        return rules | {f"{given} cannot split --model {model.name}: use a vit_* model": True}
     assert placement.devices != "auto"
     layout, is_pipeline = entry(**model.options).layout, spec.family == "pipeline"
     tuned = bool(run.recipe.trainable or run.recipe.lora.rank)
     return rules | {
         f"{given} splits a model within one node: --{spec.size} must divide --devices": placement.devices % ranks > 0,
-        f"{given} trains split models whole: leave out --trainable and --lora.rank": tuned,
-        f"{given} exchanges tensors within the model: leave --compile out": placement.compile,
-        f"{given} splits the activations: use --activation_checkpointing": (
+        f"{given} trains all weights of a split model: leave out --trainable and --lora.rank": tuned,
+        f"{given} exchanges tensors within the model: leave out --compile": placement.compile,
+        f"{given} splits the activations and cannot offload them: use --activation_checkpointing": (
             placement.activation_offload and not is_pipeline
         ),
-        f"{given}: {model.name} has {layout.depth} blocks for {ranks} ranks": is_pipeline and ranks > layout.depth,
+        f"{given}: {model.name} has only {layout.depth} blocks for {ranks} ranks": is_pipeline and ranks > layout.depth,
         f"{given}: {ranks} ranks cannot divide the {layout.heads} heads of {model.name}": (
             not is_pipeline and layout.heads % ranks > 0
         ),
@@ -142,13 +142,13 @@ def _experts(run: Run) -> Rules:
         return {}
     ranks, spread = placement.world_size, ep_size > 1
     return {
-        f"{placement.strategy_name}: DeepSpeed has no mixture of experts at ZeRO stage 3, use deepspeed_stage_2": (
+        f"{placement.strategy_name}: DeepSpeed has no mixture of experts with ZeRO 3: use deepspeed_stage_2": (
             run.spec.stage == 3
         ),
-        f"--model.ep_size {ep_size}: {placement.strategy_name} keeps all experts on each rank, add --model.ep_size 1; "
-        "deepspeed_stage_0, 1 and 2 spread them": spread and run.spec.family != "deepspeed",
+        f"--model.ep_size {ep_size}: {placement.strategy_name} keeps all experts on each rank: add --model.ep_size 1, "
+        "or use deepspeed_stage_0, 1 or 2, which distribute the experts": spread and run.spec.family != "deepspeed",
         f"--model.ep_size {ep_size} does not divide the number of ranks, {ranks}": ranks % ep_size > 0,
-        f"--init {run.recipe.init} initialises the experts of all ranks: add --model.ep_size 1": (
+        f"--init {run.recipe.init} needs all experts on each rank: add --model.ep_size 1": (
             spread and run.recipe.init != "default"
         ),
     }
@@ -172,7 +172,7 @@ def why_not_resumed(run: Run) -> str:
     if spec.super_offload or run.placement.offload.ratio < 1:
         return f"DeepSpeed does not save Adam's state under {name} with these options: start again with --weights"
     if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
-        return f"{name} cannot be resumed, use --strategy deepspeed_stage_3_offload"
+        return f"{name} cannot be resumed: use --strategy deepspeed_stage_3_offload"
     return ""
 
 
@@ -184,5 +184,5 @@ def check_micro_batch(run: Run) -> None:
     if theirs != ours:
         raise UsageError(
             f"--ds_config {run.placement.ds_config}: a micro-batch of {theirs} x {ranks} ranks x --accumulate "
-            f"{run.placement.accumulate} is not --batch_size {run.recipe.batch_size}: give the flags that fit"
+            f"{run.placement.accumulate} is not --batch_size {run.recipe.batch_size}: change one of these flags"
         )

@@ -38,7 +38,7 @@ FROM_TRAINER = {
 project. Other options of that section are not read."""
 
 ONE_OPTIMIZER = (
-    "DeepSpeed has one optimizer, which it steps itself: leave automatic_optimization on, and give all parameters to "
+    "DeepSpeed steps its only optimizer itself: leave automatic_optimization on, and give all parameters to "
     "one optimizer, in parameter groups"
 )
 
@@ -84,7 +84,7 @@ def options_of_cli(file: str) -> dict[str, Any]:
         if section in (*SECTIONS, "trainer") and not isinstance(value, dict):
             raise UsageError(f"{what}: {section} is not a section with options")
         if section in ("optimizer", "lr_scheduler") and value:
-            raise UsageError(f"{what}: {section} would replace configure_optimizers: let your module configure it")
+            raise UsageError(f"{what}: {section} would replace configure_optimizers: move it into your module")
         if section in SECTIONS:
             arguments = value.get("init_args") or {} if "class_path" in value else value
             check(arguments, what)
@@ -111,7 +111,7 @@ def check_given(given: Given, needs_data: bool = True) -> None:
             known = [f"--{name}" for name in sorted(APPLIED)]
             meant = nearest(f"--{flag}", known, cutoff=0.65, otherwise=f"or use {', '.join(known)}")
             raise UsageError(
-                f"--{flag} is not for --module: give it to your code (--module.X, --datamodule.X); {meant}"
+                f"--{flag} does not work with --module: set it in your code (--module.X, --datamodule.X); {meant}"
             )
     from lightning.pytorch import LightningModule
 
@@ -142,7 +142,7 @@ def instance(part: str, arguments: Given, build: bool = True) -> Any:
     except (ArgumentError, TypeError, ValueError) as error:
         for unknown in (option.removeprefix(f"{part}.") for option in given):
             if unknown not in known:
-                meant = nearest(unknown, known, otherwise="" if known else "it takes none")
+                meant = nearest(unknown, known, otherwise="" if known else "the class takes no arguments")
                 raise UsageError(f"--{part}.{unknown} is not an argument of {name}: {meant}") from error
         refuse_mistyped(parser, given)
         raise UsageError(short(error, 300)) from error
@@ -173,4 +173,4 @@ def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = No
         # Lightning (2.6.6) recommends manual optimization here (optimizer._validate_multiple_optimizers_support).
         raise UsageError(f"--module has several optimizers: {ONE_OPTIMIZER}") from error
     if not trainer.num_training_batches:
-        raise UsageError("--module: its training data have no batch for each rank; use more data or a smaller batch")
+        raise UsageError("--module: its training data are less than a batch per rank: use more data or a smaller batch")

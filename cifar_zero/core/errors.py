@@ -38,11 +38,11 @@ def short(message: object, characters: int = 120) -> str:
 
 
 LESS_MEMORY = (
-    "in training, double --accumulate (the same batch in smaller parts), then take a higher ZeRO stage, then one with "
-    "_offload; cifar-zero plan with the same options shows which strategies fit"
+    "in training, double --accumulate (the same batch in smaller parts), then use a higher ZeRO stage, then a strategy "
+    "with _offload; cifar-zero plan with the same options lists the strategies that fit"
 )
-KILLED_WORKER = "a worker of the loader was killed, most often because memory or shared memory (/dev/shm) is full"
-FEWER_WORKERS = "take fewer --data.workers, or --data.loader memory; docker run --shm-size 8g enlarges /dev/shm"
+KILLED_WORKER = "a data loader worker was killed, most often because memory or shared memory (/dev/shm) is full"
+FEWER_WORKERS = "use fewer --data.workers or --data.loader memory; docker run --shm-size 8g enlarges /dev/shm"
 
 
 class KnownFailure(NamedTuple):
@@ -83,7 +83,7 @@ KNOWN_FAILURES = (
             "Watchdog caught collective operation timeout",
         ),
         "another rank has ended, hangs or cannot be reached",
-        "look for the first error in the other ranks' lines; all need the same MASTER_ADDR and MASTER_PORT",
+        "look for the first error in the lines of the other ranks; all ranks need the same MASTER_ADDR and MASTER_PORT",
     ),
     KnownFailure(
         (
@@ -96,7 +96,7 @@ KNOWN_FAILURES = (
         ),
         "DeepSpeed's code could not be compiled",
         "install g++ and ninja, for CUDA kernels also the CUDA toolkit of torch's version, and set CUDA_HOME to its "
-        "directory; --debug shows the compiler's output, and cifar-zero doctor compiler what is missing",
+        "directory; --debug shows the compiler's output, and cifar-zero doctor compiler lists what is missing",
     ),
 )
 """The failures that users meet most often; docs/troubleshooting.md lists the rarer ones. `explain` takes the first row

@@ -87,18 +87,18 @@ def check(tree: Any, what: str) -> None:
         name, value, level = left.pop()
         seen += 1
         if seen > MOST_VALUES or level > MOST_LEVELS:
-            raise UsageError(f"{what} has more than {MOST_VALUES:,} values, or {MOST_LEVELS} levels of them")
+            raise UsageError(f"{what} has more than {MOST_VALUES:,} values, or more than {MOST_LEVELS} nested levels")
         if isinstance(value, str):
             try:
                 value = load_yaml(value)
             except yaml.YAMLError as error:
                 if "&" in value and "*" in value:
-                    raise UsageError(f"{what}: {name} is a text with an alias: write the values out") from error
+                    raise UsageError(f"{what}: {name} contains an alias: write the values out") from error
             if not isinstance(value, (list, dict)):
                 continue
         if isinstance(value, dict):
             if refused := [key for key in NAMES_CODE if key in value]:
-                raise UsageError(f"{what}: {name} has {refused[0]}, which names code: only the command line may")
+                raise UsageError(f"{what}: {name} has {refused[0]}, which names code: give it on the command line")
             left += [(f"{name}.{key}".lstrip("."), inner, level + 1) for key, inner in value.items()]
         elif isinstance(value, (list, tuple)):
             left += [(name, inner, level + 1) for inner in value]

@@ -241,4 +241,4 @@ def check_transform(config: AugmentConfig, side: int) -> None:
     except Exception as error:  # a user's code may raise anything
         raise UsageError(f"{flag}: {user_code.where(error)}{type(error).__name__}: {short(error)}") from error
     if not torch.equal(together[:1], alone):
-        raise UsageError(f"{flag}: treats an image alone otherwise than with others: draw once for all of a call")
+        raise UsageError(f"{flag}: treats an image differently alone than in a batch: draw random values once per call")

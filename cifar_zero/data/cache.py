@@ -80,7 +80,7 @@ def ensure(
         kind = UsageError if error.errno in _USERS_MISTAKES else RunError
         raise kind(
             f"cannot prepare the images of {source}: {error.strerror or error}: {error.filename or directory}; "
-            "fix that, or choose another place with --data.cache DIR or --data.root DIR"
+            "fix this, or choose another directory with --data.cache DIR or --data.root DIR"
         ) from error
 
 
@@ -149,7 +149,7 @@ def _write(
     for folder in (directory, temporary):
         _check_ours(folder)
     atomic.discard(temporary)  # left by a killed writer, because only the holder of the lock writes
-    why = "the existing ones are out of date or damaged" if directory.exists() else "only once"
+    why = "the decoded images there are out of date or damaged" if directory.exists() else "only once"
     say(f"Preparing the images of {source} in {directory} ({why}).")
     temporary.mkdir()
     try:
@@ -173,8 +173,8 @@ def _check_ours(folder: Path) -> None:
     foreign = sorted({entry.name for entry in folder.glob("*")} - ours)
     if foreign:
         raise UsageError(
-            f"{folder} would be replaced by decoded images, but it holds {short(', '.join(foreign))}: choose another "
-            "place with --data.cache DIR, or move that folder"
+            f"{folder} would be replaced by decoded images, but it has {short(', '.join(foreign))}: choose another "
+            "directory with --data.cache DIR, or move this folder"
         )
 
 

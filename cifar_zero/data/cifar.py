@@ -39,7 +39,7 @@ def build(config: DataConfig, directory: Path) -> None:
             extract_archive(str(archive), extracted)
             splits = _read(published, extracted)
         if splits is None:
-            raise RunError(f"{archive} does not hold {published.__name__}'s published files: remove it")
+            raise RunError(f"{archive} does not contain the published files of {published.__name__}: remove it")
     for name, split in zip(("train", "test"), splits, strict=True):
         images, labels = cache.allocate(directory, name, len(split))
         images[:] = split.data.transpose(0, 3, 1, 2)  # from (N, 32, 32, 3)

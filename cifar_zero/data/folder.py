@@ -18,7 +18,7 @@ from cifar_zero.data import SUFFIXES, cache
 from cifar_zero.models import IMAGE_SHAPE
 
 SPLITS = ("train", "test")
-_LAYOUT = "a folder source is <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
+_LAYOUT = "--data.source folder reads <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
 FORMATS = ("PNG", "JPEG")
 """Pillow tries only these decoders, whatever the suffix of a file, because others start programs (EPS: Ghostscript)."""
@@ -131,7 +131,7 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
                 image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
             image = image.convert("RGB")
     except UnidentifiedImageError as error:
-        raise UsageError(f"cannot read the image {path}: it is not PNG or JPEG; convert or remove it") from error
+        raise UsageError(f"cannot read the image {path}: it is not a PNG or JPEG file; convert or remove it") from error
     except Exception as error:  # Pillow's decoders raise a dozen kinds, from OSError to struct.error
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UsageError(f"cannot read the image {path}: {why}; fix or remove it") from error

@@ -38,7 +38,7 @@ CHECKS: dict[str, Callable[[Options], Finding]] = {
 SCHEMA = 1  # version of the output of `--json`, raised when a key changes its name or meaning
 
 EPILOG = """\
-exit code: 0 if no check failed (a warning says what some runs cannot do), 1 if one failed, 2 for wrong usage
+exit code: 0 if no check failed (a warning names what some runs cannot do), 1 if one failed, 2 for wrong usage
 
 examples:
   %(prog)s                          all checks, in about ten seconds
@@ -87,7 +87,7 @@ def main() -> int:
 def _parse() -> Options:
     parser = exits.Parser(
         prog=command("doctor"),
-        description="Checks everything that a run needs on this machine, and says how to fix what is missing. "
+        description="Checks everything that a run needs on this machine, and prints how to fix what is missing. "
         "Changes nothing.",
         epilog=EPILOG,
     )
@@ -105,11 +105,11 @@ def _parse() -> Options:
     options = parser.parse_intermixed_args(namespace=Options())
     for name in options.checks:
         if name not in CHECKS:
-            raise UsageError(f"there is no check {name}: {nearest(name, CHECKS)}")
+            raise UsageError(f"unknown check {name}: {nearest(name, CHECKS)}")
     if options.ranks < 1:
         raise UsageError(f"--ranks must be at least 1, not {options.ranks}")
     if not 0 < options.timeout < math.inf:
         raise UsageError(f"--timeout must be a number of seconds above 0, not {options.timeout:g}")
     if options.nodes and options.checks:
-        raise UsageError("--nodes compares nodes: it cannot be combined with the name of a check")
+        raise UsageError("--nodes cannot be combined with the name of a check: leave one of them out")
     return options

@@ -20,7 +20,7 @@ from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, ha
 from cifar_zero.diagnosis import Finding, Options, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
-NO_GPU = "no GPU, ranks run on the CPU"
+NO_GPU = "no GPU, so ranks run on the CPU"
 
 FREE_BYTES = 1_000_000_000
 """Free bytes that a disk needs. CIFAR's archive and its decoded images take 0.36 GB, and a run also writes
@@ -49,8 +49,8 @@ def gpu(options: Options) -> Finding:
 
     if torch.version.cuda is None and torch.version.hip is None:
         return warning(
-            "there is a GPU driver, but this torch is built for the CPU and trains there",
-            "install the torch that https://pytorch.org/get-started/locally names for this machine",
+            "there is a GPU driver, but this torch is built for the CPU only",
+            "install torch for this machine as https://pytorch.org/get-started/locally shows",
         )
     try:
         torch.cuda.init()
@@ -63,10 +63,10 @@ def gpu(options: Options) -> Finding:
         )
     count = torch.cuda.device_count()
     if not count:
-        return warning("torch sees no GPU, runs use the CPU", "unset CUDA_VISIBLE_DEVICES")
+        return warning("torch finds no GPU, so runs use the CPU", "unset CUDA_VISIBLE_DEVICES")
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     if options.ranks > count:
-        return warning(f"{names}: fewer than the {options.ranks} of --ranks", command("train", "--devices", count))
+        return warning(f"{names}: fewer GPUs than --ranks {options.ranks}", command("train", "--devices", count))
     return ok(f"{names}; torch is built for CUDA {torch.version.cuda}")
 
 
@@ -140,9 +140,9 @@ def all_reduce(options: Options) -> Finding:
     """Checks whether ranks on this machine can meet and sum a tensor. Starts `cifar-zero doctor --nodes` as each
     rank."""
     if options.ranks == 1:
-        return ok("not needed: a single rank has no others to meet")
+        return ok("not needed: a single rank has no others to connect to")
     if (fit := ranks_in_memory()) < options.ranks:
-        return failed(f"not tried: there is no memory for {options.ranks} ranks", f"--ranks {max(1, fit)}")
+        return failed(f"not tried, because the memory is too small for {options.ranks} ranks", f"--ranks {max(1, fit)}")
     master = local_launcher.free_port()
     ranks = [_start(rank, options, master) for rank in range(options.ranks)]
     try:

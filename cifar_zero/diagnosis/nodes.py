@@ -60,7 +60,7 @@ def examine(options: Options) -> dict[str, Finding]:
     apart = ranks_on_another_disk(existing if rank == 0 else None)
     dist.destroy_process_group()
     return {
-        "ranks": ok(f"{ranks} ranks on {len({*hosts})} nodes have met: {', '.join(dict.fromkeys(hosts))}"),
+        "ranks": ok(f"{ranks} ranks on {len({*hosts})} nodes are connected: {', '.join(dict.fromkeys(hosts))}"),
         "gpu": check_gpus(hosts, lacks_gpu),
         "all-reduce": check_sums(hosts, sums, backend),
         "versions": check_versions(hosts, software),
@@ -91,19 +91,19 @@ def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
     """Checks whether all ranks have a GPU, or none has. `lacks` holds for each rank why it cannot use its GPU, or an
     empty string if it can."""
     if not any(lacks):
-        return ok("each rank has one")
+        return ok("each rank has a GPU")
     if all(lacks):
-        return ok("no rank has one, they run on the CPU")
+        return ok("no rank has a GPU, so all run on the CPU")
     reasons = {host: why for host, why in zip(hosts, lacks, strict=True) if why}
     named = ", ".join(f"{host} ({why})" for host, why in reasons.items())
-    return failed(f"not every rank has one: {named}", f"{command('doctor', 'gpu')}; under SLURM --gpus-per-node")
+    return failed(f"not every rank has a GPU: {named}", f"{command('doctor', 'gpu')}; under SLURM --gpus-per-node")
 
 
 def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Finding:
     wrong = [f"rank {rank} ({host})" for rank, host in enumerate(hosts) if not right[rank]]
     if wrong:
-        return failed(f"a wrong sum on {', '.join(wrong)}", "replace the network adapter or the GPU there")
-    return ok(f"1 MiB over {backend}, the right sum on every rank")
+        return failed(f"the sum is wrong on {', '.join(wrong)}", "replace the network adapter or the GPU there")
+    return ok(f"1 MiB over {backend}, with the correct sum on every rank")
 
 
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
@@ -113,7 +113,7 @@ def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) 
         if len({*versions.values()}) > 1:
             differ.append(f"{name} {', '.join(f'{version} on {host}' for host, version in versions.items())}")
     if differ:
-        return failed(f"not the same on all nodes: {' | '.join(differ)}", "install the same on each, from one checkout")
+        return failed(f"not the same on all nodes: {' | '.join(differ)}", "install the same checkout on each node")
     return ok(f"the same on all nodes: {', '.join(f'{name} {version}' for name, version in software[0].items())}")
 
 

@@ -32,8 +32,8 @@ FAULTS = (
     ("deepspeed", "<0.19.4", "deepspeed_stage_3_all_reduce", f"mixes padding into weights: {DEEPSPEED}/pull/8158"),
     ("deepspeed", "<0.19.7", "contiguous_gradients false", f"loses an all-reduce on a CPU: {DEEPSPEED}/pull/8382"),
     ("deepspeed", ">=0.17.6,<0.19.3", "Muon", f"updates with incomplete gradients: {DEEPSPEED}/pull/8141"),
-    ("deepspeed", ">=0.17.2,<0.19.4", "WarmupLR", f"warms all groups up to the first's rate: {DEEPSPEED}/pull/8171"),
-    ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at 0: {DEEPSPEED}/pull/7969"),
+    ("deepspeed", ">=0.17.2,<0.19.4", "WarmupLR", f"warms all groups to the first group's rate: {DEEPSPEED}/pull/8171"),
+    ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at rate 0: {DEEPSPEED}/pull/7969"),
 )
 """Releases that install and run, but do harm or train wrongly (docs/evidence.md). Each row has the package, the
 releases (PEP 440), what shows the fault, and the fault itself.
@@ -42,7 +42,7 @@ The fault is shown by strategies of `compare --acceptance`, or by an option, opt
 which there is no acceptance case. An empty string stands for the package itself.
 """
 
-NEEDED_BY = "the *_offload strategies need it, to compile an operator"
+NEEDED_BY = "the *_offload strategies need it to compile an operator"
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 

@@ -42,7 +42,7 @@ def export(folder: Path, output: Path, trust: bool = False) -> None:
     try:
         tensors, missing = _read(folder, trust)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{folder} is no complete DeepSpeed checkpoint: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{folder} is not a complete DeepSpeed checkpoint: {type(error).__name__}: {error}") from error
     staged = atomic.staged(output)
     try:
         safetensors.torch.save_file(tensors, staged, {"format": "pt"})
@@ -52,7 +52,7 @@ def export(folder: Path, output: Path, trust: bool = False) -> None:
         atomic.discard(staged)
     print(f"{output}: {len(tensors)} tensors, {output.stat().st_size / 1e6:,.2f} MB")
     if missing:
-        print(f"left out, because DeepSpeed has stored no values: {', '.join(missing)}")
+        print(f"left out, because DeepSpeed stored no values for them: {', '.join(missing)}")
 
 
 def _read(folder: Path, trust: bool) -> tuple[dict[str, Tensor], list[str]]:

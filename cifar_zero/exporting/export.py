@@ -22,9 +22,9 @@ def main() -> int:
     suffix = SUFFIXES[arguments.to]
     output = Path(arguments.output or checkpoint.with_suffix(suffix))
     if output.suffix != (ending := suffix.removeprefix(".delta")):
-        raise UsageError(f"--output {output} must end in {ending}, by which cifar-zero predict recognises the format")
+        raise UsageError(f"--output {output} must end in {ending}, because cifar-zero predict needs this ending")
     if output.is_dir() or not output.parent.is_dir():
-        raise UsageError(f"{output} cannot be written: name a file in a folder that exists with --output FILE")
+        raise UsageError(f"{output} cannot be written: name a file in an existing folder with --output FILE")
     if output.resolve() == checkpoint.resolve():
         raise UsageError(f"{output} is the checkpoint itself: name another file with --output FILE")
     from cifar_zero.exporting import any_deepspeed, formats  # which import torch
@@ -54,9 +54,9 @@ def _weights_only(arguments: Namespace) -> Path | None:
 def add_weight_options(parser: exits.Parser) -> None:
     """Adds the options that export and predict share."""
     add = parser.add_argument
-    add("--delta", metavar="FILE", default="", help="file of cifar-zero export --to delta to apply to the weights")
+    add("--delta", metavar="FILE", default="", help="apply this file of cifar-zero export --to delta to the weights")
     add("--trust", action="store_true", help="load a checkpoint that could run code; only if you trust its author")
-    add("--model", metavar="FILE.py:NAME", type=register_user_model, help="the code of the model, if it is your own")
+    add("--model", metavar="FILE.py:NAME", type=register_user_model, help="the class of the model, if it is your own")
 
 
 def _parse() -> Namespace:
@@ -71,7 +71,7 @@ def _parse() -> Namespace:
     )
     add_weight_options(parser)
     add = parser.add_argument
-    add("checkpoint", help="a run folder (its newest checkpoint), a .ckpt file or folder, or DeepSpeed's")
+    add("checkpoint", help="a run folder (its newest checkpoint), a .ckpt file or folder, or a DeepSpeed folder")
     add("--to", required=True, choices=SUFFIXES, help="format of the file")
     add("--output", metavar="FILE", help="file to write (default: next to the checkpoint)")
     arguments = parser.parse_args()

@@ -67,17 +67,15 @@ def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
     """Returns the model with these weights in float32 in evaluation mode, and the classifier that runs it on the CPU.
     `metadata` is what `weights.metadata_of` returns. Raises UsageError if weights and metadata do not fit."""
     if "model" not in metadata:
-        raise UsageError(
-            f"{file} does not say which model it is of: give a checkpoint of cifar-zero train, or an export of it"
-        )
+        raise UsageError(f"{file} does not name its model: give a checkpoint of cifar-zero train, or an export of it")
     try:
         classes, options = (plain_data.parse_json(metadata[key], f"{file}: {key}") for key in ("classes", "options"))
         net = models.build(metadata["model"], len(classes), **options).eval()
         seen = _inputs_of(metadata)
     except (KeyError, TypeError, ValueError) as error:
         name = metadata["model"]
-        hint = f"add --model {name}, if you trust that code" if ".py:" in name else error
-        raise UsageError(f"{file} is of a model that is not known here: {name} ({hint})") from error
+        hint = f"add --model {name}, if you trust its author" if ".py:" in name else error
+        raise UsageError(f"{file} contains the unknown model {name} ({hint})") from error
     load_weights(net, weights, str(file))
 
     def scores(images: Tensor) -> Tensor:
@@ -122,7 +120,7 @@ def _load_onnx(file: Path) -> Classifier:
     except KeyError as error:
         raise UsageError(f"{file} was not written by cifar-zero export: it does not name its classes") from error
     except Exception as error:  # onnxruntime's errors have no common base class
-        raise UsageError(f"{file} cannot be read, it is damaged or not an ONNX file: {short(error)}") from error
+        raise UsageError(f"{file} cannot be read, because it is damaged or not an ONNX file: {short(error)}") from error
 
     def scores(images: Tensor) -> Tensor:
         (found,) = session.run([OUTPUT], {INPUT: images.numpy()})
@@ -159,9 +157,7 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
             expected, found = original.scores(images), written.scores(images)
             if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
                 most = (found - expected).abs().max().item()
-                raise RunError(
-                    f"the export does not compute what the checkpoint does: scores differ by up to {most:.2g}"
-                )
+                raise RunError(f"the export does not reproduce the checkpoint: scores differ by up to {most:.2g}")
         atomic.put_in_place(output)
     finally:
         atomic.discard(staged)

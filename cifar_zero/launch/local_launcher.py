@@ -191,10 +191,10 @@ def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
     if failed is not None and not (received and codes[0] in ON_REQUEST):  # else a rank failed only because rank 0 ended
         _report(failed)
         if killed:
-            say(f"{names} did not end within {GRACE_SECONDS:g} s of that: hung, or waited for it; killed")
+            say(f"{names} did not end within {GRACE_SECONDS:g} s after this error, and had to be killed")
         return max(failed.process.returncode, 1)
     if ranks[0] in killed and received.count(signal.SIGINT) > 1:
-        raise Stopped(signal.SIGINT, "the second one ended the ranks before they saved a checkpoint")
+        raise Stopped(signal.SIGINT, "the second Ctrl-C ended the ranks before they saved a checkpoint")
     if killed:
         say(f"error: {names} did not end on request and had to be killed")
         return RunError.exit_code

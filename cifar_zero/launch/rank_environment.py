@@ -51,7 +51,7 @@ def whole_number(name: str, value: str, least: int = 0) -> int:
     """Returns the value of an environment variable as a number. Raises UsageError if it is not a whole number or is
     less than `least`."""
     if not value.isdecimal() or int(value) < least:
-        fix = f"set it to a number from {least} on, or unset it"
+        fix = f"set it to a number of at least {least}, or unset it"
         raise UsageError(f"the environment variable {name} is {value!r}: {fix}")
     return int(value)
 

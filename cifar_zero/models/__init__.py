@@ -95,7 +95,7 @@ class MixtureOptions(Options):
             if number < self.top_k:
                 raise ValueError(f"top_k {self.top_k} needs at least as many experts: num_experts has {number}")
         if self.top_k == 2 and self.noisy_gate_policy == "RSample":
-            raise ValueError("noisy_gate_policy RSample is for top_k 1 only: use Jitter with top_k 2")
+            raise ValueError("noisy_gate_policy RSample works only with top_k 1: use Jitter with top_k 2")
 
 
 @dataclass
@@ -375,7 +375,7 @@ def register_user_model(name: str) -> None:
         if argument.default is argument.empty:
             raise UsageError(f"--model {name}: give its argument {argument.name} a default")
         if argument.name == "name":
-            raise UsageError(f"--model {name}: call its argument `name` something else, as --model.name is the model's")
+            raise UsageError(f"--model {name}: rename its argument `name`, as --model.name is the name of the model")
         if not isinstance(argument.default, bool | int | float | str | list | tuple | dict | None):
             continue
         default: Any = field(default_factory=partial(deepcopy, argument.default))

@@ -23,7 +23,7 @@ def external(num_classes: int, options: models.External) -> nn.Module:
     known = torchvision.models.list_models(module=torchvision.models)
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)
-        raise ValueError(f"torchvision has no classifier of that name, {closest}")
+        raise ValueError(f"torchvision has no classifier of this name, {closest}")
     given = {"num_classes": num_classes, **options.kwargs}
     try:  # options that are also set here raise TypeError
         net = built(lambda: torchvision.models.get_model(options.architecture, weights=None, **given))
@@ -47,7 +47,7 @@ def pretrained(options: models.External) -> dict[str, Tensor]:
         weights = entry.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
     except Exception as error:  # an error of the network, the disk, the hash or the format
         raise UsageError(
-            f"--model.weights {options.weights}: cannot load {entry.url} ({short(error)}): put that file into "
+            f"--model.weights {options.weights}: cannot load {entry.url} ({short(error)}): put this file into "
             f"{torch.hub.get_dir()}/checkpoints, or start from another one with --weights FILE"
         ) from error
     # Files of DenseNets have the parameter names of an older version, see torchvision's densenet.py.
@@ -95,5 +95,5 @@ def _try_out(entry: models.Model, num_classes: int, images: Shape, device: str) 
     if shape != (count, num_classes):
         raise ValueError(
             f"returns {shape} instead of ({count}, {num_classes}), a score per class: give its last layer "
-            f"{num_classes} outputs, or the model an argument num_classes, which is set to that number"
+            f"{num_classes} outputs, or add an argument num_classes, which receives this number"
         )

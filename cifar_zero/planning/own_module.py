@@ -74,7 +74,7 @@ def measure(given: Given, settings: Settings) -> Own:
             failed = f"{user_code.where(error)}{type(error).__name__}: {short(error)}"
         else:
             if failed:
-                say(f"--module was built in memory, because without values it raises {failed}")
+                say(f"--module was built in memory, because on the meta device it raises {failed}")
             return own
     raise UsageError(f"--module: {failed}")
 

@@ -27,9 +27,9 @@ examples:
   %(prog)s --model vit_13b --devices 8 --num_nodes 4 --device_memory 80GB --host_memory 1TB --batch_size 256
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 8
 
-All other options are those of train (cifar-zero train --help all). --module plans your own LightningModule, with a
+All other options are options of train (cifar-zero train --help all). --module plans your own LightningModule, with a
 micro-batch of its own loader or of --datamodule. --module.X and --datamodule.X are arguments of your classes, --config
-is a configuration of LightningCLI, and devices, precision, accumulation, --zero.* and --offload.* are train's.
+is a configuration of LightningCLI, and devices, precision, accumulation, --zero.* and --offload.* are options of train.
 """
 
 IMAGES = 32  # micro-batch per rank if no batch size is given
@@ -41,7 +41,7 @@ def main() -> int:
     given = read_given(flags) if "module" in read_arguments(flags).options else None
     config = command_line.settings_of_arguments(given.ours) if given else command_line.parse(flags)
     if config.placement.ds_config:
-        raise UsageError("--ds_config cannot be planned: leave it out, all named strategies are planned")
+        raise UsageError("--ds_config cannot be planned: leave it out to plan all named strategies")
     config = config.changed(strategy=Placement.strategy)  # every strategy is planned, whatever the settings name
     any_batch_size, here = "batch_size" not in config.named, arguments.device_memory is None
     if config.placement.devices == "auto" and (any_batch_size or not here):
@@ -108,7 +108,7 @@ def _parse() -> tuple[Namespace, list[str]]:
     )
     device = (
         "memory of one device, such as 80GB or 24GiB (10^9 bytes per GB, 2^30 per GiB; a bare number is GB; default: "
-        "that of this machine's GPUs or, without a GPU, its free memory divided among the CPU ranks)"
+        "the memory of this machine's GPUs or, without a GPU, its free memory divided among the CPU ranks)"
     )
     host = "CPU memory of one node, for offloading or CPU ranks (default: what is free; unchecked with --device_memory)"
     parser.add_argument("--device_memory", metavar="SIZE", help=device)

@@ -61,7 +61,7 @@ def constant_factor(found: Tensor, wanted: Tensor) -> float | None:
 
 def _factor(name: str, found: Tensor, wanted: Tensor) -> str:
     factor = constant_factor(found, wanted)
-    return "" if factor is None else f"it is {factor:.3g} of the right one"
+    return "" if factor is None else f"it is {factor:.3g} times the correct value"
 
 
 class StepCheck(Callback):
@@ -125,14 +125,14 @@ class StepCheck(Callback):
             parts = max(self._count - 1, 1)
             self._steps |= {first + round(part * (total - first) / parts) for part in range(self._count)}
         elif self._count:
-            self.verdict.note("the number of steps is not known: give `every` or `steps`")
+            self.verdict.note("the number of steps is unknown: give `every` or `steps`")
         for reason in (reason for of_rank in gather(self.verdict.not_checked) for reason in of_rank):
             self.verdict.note(reason)
         self._can_check = not self.verdict.not_checked
         if not self._can_check:
             return
         if any(getattr(each, "_backward_hooks", None) for each in pl_module.parameters()):
-            self.verdict.note("hooks of parameters, which a copy does not have")
+            self.verdict.note("parameter hooks, because the copy lacks them")
         self._replica.build(trainer)
         shape = hooks_of(trainer.strategy).shape
         elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
@@ -202,17 +202,15 @@ class StepCheck(Callback):
         self._compare_losses(low.losses, exact.losses)
         updated = set().union(*gather({name for each in self._expected for name in each.names}))
         if updated.intersection(*gather(low.unused)):
-            self.verdict.note(
-                "weights that a step did not use: the engine updates them with a gradient of 0, torch does not"
-            )
+            self.verdict.note("weights that a step did not use, because only the engine updates them (gradient 0)")
         if self._overflows:
-            self.verdict.note(f"the update of step {self._step}, whose gradient overflows in float16")
+            self.verdict.note(f"the update of step {self._step}, because its gradient overflows in float16")
         elif updated:
             for each in self._expected:
                 for found in each.compared():
                     self._add(*found)
         elif self._clips_known:
-            self.verdict.note("updates, as the optimizer's state cannot be read where it is")
+            self.verdict.note("updates, because the optimizer state cannot be read")
         norm = hooks.step_gradient_norm()
         if norm is not None and not self._overflows:
             self._add("gradient norm", "", abs(norm - self._norm) / max(self._norm, 1e-30), UPDATE)
@@ -227,9 +225,9 @@ class StepCheck(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints what was judged, and writes the verdict to the file if there is one."""
         if self._micro_batches:
-            self.verdict.note(f"step {self._step}, which did not end")
+            self.verdict.note(f"step {self._step} did not finish")
         if self._can_check and not self.verdict.steps:
-            self.verdict.note("no step of this training is among those to check")
+            self.verdict.note("this training has none of the steps to check")
         if trainer.is_global_zero:
             say(f"step check: {self.verdict.outcome}: {self.verdict}")
         if self._file is not None and trainer.is_global_zero:
@@ -260,7 +258,7 @@ class StepCheck(Callback):
         errors = [each for each in gather(error) if each]
         if not errors:
             return result
-        self.verdict.note(f"{what} that cannot be computed again: {errors[0]}")
+        self.verdict.note(f"{what}, because computing them again fails: {errors[0]}")
         return None
 
     def _is_checked(self, step: int) -> bool:
@@ -282,14 +280,14 @@ class StepCheck(Callback):
             parameter = parameters[name]
             for held, expected in hooks.held(parameter, weights[plain].to(parameter.device)):
                 if held.shape != expected.shape:
-                    self.verdict.note("weights that a rank holds elsewhere than in memory")
+                    self.verdict.note("weights that a rank does not hold in memory")
                     continue
                 self._add("weight", plain, off_by(held, expected), 0.0, held.numel())
         sums = {name: zlib.crc32(value.contiguous().numpy().data) for name, value in weights.items()}
         for rank, others in enumerate(gather(sums)):
             for name in sums:
                 if others.get(name) != sums[name]:
-                    self._add("weight", name, math.inf, 0.0, 1, f"rank {rank} has another")
+                    self._add("weight", name, math.inf, 0.0, 1, f"rank {rank} has a different value")
         return weights
 
     def _compare_gradients(
@@ -306,7 +304,7 @@ class StepCheck(Callback):
         whole = norm_of(exact)
         for name in exact:
             if name not in found:
-                self._add(kind, name, math.inf, 0.0, exact[name].numel(), "there is none")
+                self._add(kind, name, math.inf, 0.0, exact[name].numel(), "it is missing")
                 continue
             gradient = found[name]
             size = max(float(exact[name].norm()) + SMALL * whole, 1e-300)
@@ -324,7 +322,7 @@ class StepCheck(Callback):
         for config in trainer.lr_scheduler_configs:
             last = getattr(config.scheduler, "get_last_lr", list)()
             if len(last) != len(rates) or len(trainer.lr_scheduler_configs) > 1:
-                self.verdict.note("the rates of a scheduler that does not set those of all parameter groups alone")
+                self.verdict.note("learning rates, because no single scheduler sets all of them")
                 continue
             for number, (rate, wanted) in enumerate(zip(rates, last, strict=True)):
                 off = abs(rate - float(wanted)) / max(abs(float(wanted)), 1e-30)
@@ -339,7 +337,7 @@ class StepCheck(Callback):
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clips_known = by_norm and not is_overridden("configure_gradient_clipping", module)
         if not self._clips_known:
-            self.verdict.note("updates, as the gradient is not clipped by its norm")
+            self.verdict.note("updates, because the gradient is not clipped by its norm")
             return []
         limit = hooks.clip_limit(trainer)
         scale = min(1.0, limit / (norm_of(gradients) + 1e-6)) if limit else 1.0
@@ -364,7 +362,7 @@ class StepCheck(Callback):
     ) -> None:
         for name, buffer in found.items():
             if name not in low or low[name].shape != buffer.shape:
-                self.verdict.note(f"the buffer {name}, which the copy does not have")
+                self.verdict.note(f"the buffer {name}, because the copy has no such buffer")
                 continue
             allowed = 0.0
             if buffer.is_floating_point():

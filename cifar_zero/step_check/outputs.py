@@ -37,7 +37,7 @@ class OutputCheck(StepCheck):
         found, low, exact = (self._outputs[part * count :][:count] for part in range(3))
         for (name, output), (other, wanted), (_, high) in zip(found, low, exact, strict=True):
             if name != other or output.shape != wanted.shape:
-                self.verdict.note("the outputs of modules that the copy calls in another order or with other inputs")
+                self.verdict.note("module outputs, because a copy calls modules in another order or with other inputs")
                 return
             allowed = ROUNDINGS * off_by(wanted, high) + LEAST * torch.finfo(output.dtype).eps
             self._add("output", name, off_by(output, wanted), allowed, output.numel())

@@ -66,8 +66,8 @@ def matched(script: Mapping[str, Tensor], module: Mapping[str, Size], renames: M
     theirs = [f"{name} {tuple(script[name].shape)}" for name, new in renamed.items() if new not in module]
     ours = [f"{name} {tuple(module[name])}" for name in module if name not in renamed.values()]
     raise UsageError(
-        f"--script: its model has {', '.join(theirs[:3]) or 'no other weight'}, and the module "
-        f"{', '.join(ours[:3]) or 'no other weight'}: pass --rename OLD=NEW, beginnings of names"
+        f"--script: the model has {', '.join(theirs[:3]) or 'no other weight'}, but the module "
+        f"{', '.join(ours[:3]) or 'no other weight'}: pass --rename OLD=NEW, prefixes of names"
     )
 
 
@@ -80,7 +80,7 @@ def _same_shapes(names: dict[str, str], script: Mapping[str, Tensor], module: Ma
     for name, ours in names.items():
         if script[name].shape != module[ours]:
             shapes = f"{tuple(script[name].shape)} in the script and {tuple(module[ours])} in the module"
-            raise UsageError(f"--script: {name} is {shapes}: both need the same model")
+            raise UsageError(f"--script: {name} is {shapes}: use the same model in both")
     return names
 
 

@@ -35,7 +35,7 @@ STATE = "state.pt"
 batches of all of its steps."""
 
 NOT_RESTORED = (
-    "Lightning restores a position in mid-epoch only for a loader with state_dict, and no random numbers of a shuffle"
+    "Lightning restores a position in mid-epoch only for a loader with state_dict, but never restores a shuffle's order"
 )
 
 Batch = list[list[int]]  # of a step: for each rank a checksum of each row of each tensor
@@ -110,10 +110,10 @@ class ResumeCheck(StepCheck):
             if found is not None:
                 known = ~wanted.isnan()
                 off = off_by(found[known], wanted[known].to(found.dtype))
-                how = "it is not as it was saved" if wanted.dim() else f"it is {found:g} in place of {wanted:g}"
+                how = "it differs from the saved value" if wanted.dim() else f"it is {found:g} instead of {wanted:g}"
                 self._add(kind, name, off, 0.0, wanted.numel(), how)
             elif wanted.dim():  # else an option that another implementation of the optimizer lacks
-                self._add(kind, name, 1.0, 0.0, wanted.numel(), "there is none")
+                self._add(kind, name, 1.0, 0.0, wanted.numel(), "it is missing")
         self._conclude(trainer)
 
     def _compare_batches(self, trainer: Trainer, batches: Mapping[int, Batch]) -> None:
@@ -121,12 +121,12 @@ class ResumeCheck(StepCheck):
         for step in range(self.resumed_at + 1, max(saved) + 1):
             self._step, found, pattern = step, batches.get(step), ""
             if found is None:
-                pattern = "the resumed training ended before it"
+                pattern = "the resumed training ended before this step"
             elif not _are_same(found, saved[step]):
                 earlier = [f"step {other}" for other in saved if _are_same(found, saved[other])]
-                pattern = f"it is that of {next(iter(earlier), 'no step')}: {NOT_RESTORED}"
+                pattern = f"it is the batch of {next(iter(earlier), 'no step')}: {NOT_RESTORED}"
                 if not self.verdict.faults:
-                    pattern += "; what the first step starts from is all as it was saved"
+                    pattern += "; the first step starts from exactly the saved values"
             self._add("batch", "", math.inf if pattern else 0.0, 0.0, 1, pattern)
         self._conclude(trainer)
 

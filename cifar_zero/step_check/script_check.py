@@ -75,7 +75,7 @@ class ScriptCheck(StepCheck):
         dtypes = self._compute_dtypes(trainer, module)
         ranks, rank = hooks.replica()
         if ranks > 1 and any(isinstance(each, _BatchNorm) for each in self._replica.module.modules()):
-            self._hint = "; batch norm sees only the samples of a rank"
+            self._hint = "; batch norm uses only the samples of one rank"
         parts = []
         for each in step.micro_batches:
             part = trainer.precision_plugin.convert_input(part_of(each.batch, rank, ranks))
@@ -90,7 +90,7 @@ class ScriptCheck(StepCheck):
         low.average()
         exact.average()
         if step.draws and (ranks > 1 or not torch.equal(low.random_state, step.random_state_after)):
-            self.verdict.note("the script's losses and gradients, whose random numbers the module does not draw")
+            self.verdict.note("the script's losses and gradients, because the module draws other random numbers")
         else:
             self._compare_losses_with(step, low.losses, exact.losses, lowest(dtypes.values()))
             _clip([low.gradients, exact.gradients], hooks.clip_limit(trainer))
@@ -127,9 +127,9 @@ class ScriptCheck(StepCheck):
     def _explain(self, name: str, theirs: Tensor, ours: Tensor) -> str:
         before = self._gradients.get(name)
         if before is not None and off_by(theirs - before, ours) < CONSTANT:
-            return "the script adds the gradient of the step before: zero_grad is missing in it"
+            return "the script adds the gradient of the previous step, because a call of zero_grad is missing"
         factor = constant_factor(ours, theirs)
-        return self._hint if factor is None else f"the module's is {factor:.3g} of the script's{self._hint}"
+        return self._hint if factor is None else f"the module has {factor:.3g} times the script's{self._hint}"
 
     def _compare_options(self, name: str, group: Mapping[str, Any], theirs: Mapping[str, tuple[float, ...]]) -> None:
         ours = options_of(group)
@@ -182,20 +182,20 @@ def in_words(factor: float, step: ScriptStep) -> str:
     for known, text in (
         (1 / samples, "a sum over the samples in the script, a mean in the module"),
         (samples, "a mean over the samples in the script, a sum in the module"),
-        (1 / parts, f"the script does not divide it by its {parts} micro-batches"),
+        (1 / parts, f"the script does not divide its loss by its {parts} micro-batches"),
     ):
         if known != 1 and math.isclose(factor, known, rel_tol=CONSTANT):
             return text
-    return f"the module's is {factor:.3g} of the script's"
+    return f"the module has {factor:.3g} times the script's"
 
 
 def how_scheduled(ours_before: float, theirs_before: float, ours: float, theirs: float) -> str:
     """Returns a text if only the module, or only the script, has stepped its scheduler since the step before, else an
     empty string."""
     if ours != ours_before and theirs == theirs_before:
-        return ": only the module steps its scheduler after this step"
+        return ", because only the module steps its scheduler after this step"
     if ours == ours_before and theirs != theirs_before:
-        return ": only the script steps its scheduler after this step"
+        return ", because only the script steps its scheduler after this step"
     return ""
 
 
@@ -214,8 +214,8 @@ def difference(found: Any, wanted: Any) -> str:
         shift = float(y.mean() - slope * x.mean())
         if own.is_floating_point() and off_by(slope * x + shift, y) < CONSTANT:
             line = f"{slope:.4g} times the script's plus {round(shift, 6):g}"
-            return f"the module's values are {line}: another normalisation"
-        return "other samples, or in another order"
+            return f"the module's values are {line}, so the normalisation differs"
+        return "the samples or their order differ"
     return ""
 
 

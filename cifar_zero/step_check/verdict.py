@@ -157,7 +157,7 @@ class Verdict:
         if self.faults:
             first = self.faults[0]
             others = sum(each.step == first.step and each.kind == first.kind for each in self.faults) - 1
-            where = "; the outputs of all modules are right" if "output" in self.tallies else ""
+            where = "; the outputs of all modules are correct" if "output" in self.tallies else ""
             if self.first_output is not None and self.first_output.step == first.step:
                 where = f"; the first module whose output differs is {self.first_output.name}"
             return f"{first}{(others and f' (and {others} more)') or ''}{where}"

@@ -125,7 +125,7 @@ def open_study(folder: Path, record: str) -> optuna.Study:
     where = f"sqlite:///{folder / 'sweep.db'}"
     study = optuna.create_study(storage=where, study_name="sweep", direction="maximize", load_if_exists=True)
     if study.user_attrs.get("record", record) != record:
-        raise UsageError(f"{folder} holds a sweep with another --search or recipe: choose another --name")
+        raise UsageError(f"{folder} contains a sweep with another --search or recipe: choose another --name")
     study.set_user_attr("record", record)
     return study
 

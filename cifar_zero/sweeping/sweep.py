@@ -19,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = exits.Parser(prog=command("sweep"), description=__doc__, usage=usage)
     values = "options of train with values (A,B,C) or a range (LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP); seed=0,1,2"
     parser.add_argument("--search", nargs="+", metavar="NAME=VALUES", action="extend", required=True, help=values)
-    parser.add_argument("--trials", type=int, metavar="N", help="settings in all (default: all combinations, or 20)")
+    parser.add_argument("--trials", type=int, metavar="N", help="number of settings (default: all, or 20)")
     parser.add_argument("--out", default="sweeps", metavar="DIR", help="directory of sweeps (default: %(default)s)")
-    parser.add_argument("--name", default="", metavar="NAME", help="of this sweep (default: the model's name)")
+    parser.add_argument("--name", default="", metavar="NAME", help="name of this sweep (default: the model's name)")
     return parser

@@ -25,7 +25,7 @@ def main() -> int:
         prog=command("evaluate"),
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train> VALUE ...]",
         description="Tests a checkpoint of any strategy on one device.",
-        epilog="Data and model are those of the run, the precision is float32; options of train override them, "
+        epilog="Uses the data and the model of the run, in float32; options of train override them, "
         "for example --data.root DIR or --accelerator cpu. If the run averaged its weights, the averages are tested; "
         "--ema 0 --swa_from 0 tests the newest weights.",
         allow_abbrev=False,
@@ -35,7 +35,7 @@ def main() -> int:
         usage = command("evaluate", "RUN_OR_CHECKPOINT")
         raise UsageError(f"the first argument must be a run folder or a checkpoint: {usage} ...")
     parser.add_argument(
-        "--delta", metavar="FILE", help="delta of a run that started from it (cifar-zero export --to delta)"
+        "--delta", metavar="FILE", help="delta (cifar-zero export --to delta) of a run started from RUN_OR_CHECKPOINT"
     )
     arguments, overrides = parser.parse_known_args()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint)

@@ -203,11 +203,11 @@ class FitLoop(_FitLoop):
         super().setup_data()
         parts, batches = self.trainer.accumulate_grad_batches, self.max_batches
         if 0 < batches < parts:
-            raise UsageError(f"--accumulate {parts} is more than the batches of an epoch on each rank, {batches}")
+            raise UsageError(f"--accumulate {parts} must be at most the batches per epoch on a rank, {batches}")
         if batches != math.inf and batches % parts:  # infinite for an IterableDataset
             raise UsageError(
-                f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would add the "
-                f"rest to the next epoch's: add --trainer.limit_train_batches {batches // parts * parts}"
+                f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would move "
+                f"the rest into the next epoch: add --trainer.limit_train_batches {batches // parts * parts}"
             )
 
     def reset(self) -> None:

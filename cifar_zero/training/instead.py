@@ -54,7 +54,7 @@ def plot_schedule(run: Run) -> int:
         figure.savefig(file, format="png", dpi=120)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
-    print(f"the learning rate of {schedule.name} is drawn in {file}")
+    print(f"the learning rate of {schedule.name} is plotted in {file}")
     return 0
 
 

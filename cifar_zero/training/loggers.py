@@ -20,7 +20,7 @@ LAYOUT = {
     "Accuracy": {"accuracy in validation, and in the test at the end": ["Multiline", ["val/acc$", "test/acc$"]]},
     "Speed": {
         "images per second": ["Multiline", ["perf/images_per_second$"]],
-        "milliseconds of a step, and of it waiting for data": [
+        "milliseconds per step, in total and waiting for data": [
             "Multiline",
             ["perf/step_time_ms$", "perf/data_time_ms$"],
         ],

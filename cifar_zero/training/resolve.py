@@ -56,15 +56,15 @@ def announce(run: Run) -> None:
         warn_of_few_cores(ranks // placement.num_nodes)
     if run.spec.stage and run.micro_batch <= TINY_MICRO_BATCH and not run.recipe.only_measures:
         say(
-            f"note: with {run.micro_batch} images per micro-batch a step is mostly messages between the ranks; ZeRO is "
-            "for larger batches, such as --batch_size 256"
+            f"note: with {run.micro_batch} images per micro-batch, ranks mostly exchange messages; ZeRO pays off "
+            "with larger batches, such as --batch_size 256"
         )
 
 
 def warn_of_few_cores(ranks: int) -> None:
     """Warns if this computer has fewer cores than CPU ranks."""
     if ranks > (cores := core_count()):
-        say(f"warning: {ranks} CPU ranks take turns on {cores} cores: with --devices {cores} each has its own")
+        say(f"warning: {ranks} CPU ranks take turns on {cores} cores: use --devices {cores} for a core per rank")
 
 
 def resolve_devices(settings: Settings) -> Settings:
@@ -86,7 +86,7 @@ def resolve_devices(settings: Settings) -> Settings:
     elif devices == "auto":
         devices = _most_devices(settings, gpus)
     if gpus and devices > gpus:
-        raise UsageError(f"--devices {devices}: this computer has {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}")
+        raise UsageError(f"--devices {devices}: this computer has only {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}")
     return settings.changed(devices=devices, num_nodes=num_nodes)
 
 
@@ -99,7 +99,7 @@ def _most_devices(settings: Settings, gpus: int) -> int:
             run = make_run(settings.changed(devices=devices))
             rules.check(run)
             if run.placement.replicas > 1 and run.micro_batch < LEAST_MICRO_BATCH:
-                raise UsageError(f"a micro-batch of {run.micro_batch} is small for a GPU, --devices {devices} takes it")
+                raise UsageError(f"a micro-batch of {run.micro_batch} is small for a GPU; --devices {devices} uses it")
         except UsageError as error:
             why_not_all = why_not_all or f": {error}"
             continue

@@ -109,11 +109,11 @@ def open_run(run: Run, weights: Match | None) -> Path:
     (folder / run_folder.CONFIG).write_text(command_line.dump(run.changed(data=images, ds_config=raw)))
     if raw:
         flags = ds_config.flags_of(ds_config.options_of(raw))
-        say(f"{run.placement.ds_config} stands for {command('train', *flags)}; the rest goes to DeepSpeed")
+        say(f"{run.placement.ds_config} corresponds to {command('train', *flags)}; its other options go to DeepSpeed")
     for code in (run.recipe.model.name, run.recipe.augment.transform):
         run_folder.keep_code(folder, code)
     if run.fell_back and run.output.resume:
-        say("WARNING: this run continues on the embedded handwritten digits INSTEAD OF CIFAR-10, as it began.")
+        say("WARNING: this run continues on the embedded handwritten digits INSTEAD OF CIFAR-10, as it started.")
     if weights is not None:
         say(weights.summary(folder))
     return folder

@@ -100,7 +100,7 @@ def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp
     torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own value does not matter
     apply_delta(base, delta)
     torch.save({**weights, "fc1.weight": weights["fc1.weight"] + 1e-6}, base)
-    with pytest.raises(UsageError, match=r"has another base than .* checksums"):
+    with pytest.raises(UsageError, match=r"does not belong to .* checksums"):
         apply_delta(base, delta)
     torch.save(models.build("vit_tiny", 10).state_dict(), base)
     with pytest.raises(UsageError, match=r"which has no conv1\.weight"):

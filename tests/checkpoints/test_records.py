@@ -32,7 +32,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no record": (lambda content: content.update(cifar_zero=None), "NoneType"),
     "an empty state": (
         lambda content: content["optimizer_states"][0].update(state={}),
-        "has no state of the optimizer: start a run from its weights with --weights",
+        "has no optimizer state: start a run from its weights with --weights",
     ),
 }
 
@@ -57,7 +57,7 @@ def test_a_resumed_run_must_have_the_images_that_it_had(checkpoint: Path, tmp_pa
     flags = ["--resume", str(checkpoint), "--max_steps", "3", "--out", str(tmp_path / "out"), "--test_figures", "false"]
     done = run_program("train.py", *images, *FLAGS, *flags)
     assert done.returncode == 2, done.stderr[-2000:]
-    message = "that run had 640 training and 640 test images, and --data.source synthetic now has other ones, 650 "
+    message = "its run had 640 training and 640 test images, but --data.source synthetic now has others, 650 "
     assert message in done.stderr
     assert not (tmp_path / "out").exists()
 

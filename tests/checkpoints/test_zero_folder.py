@@ -105,7 +105,7 @@ def test_deepspeed_has_left_the_optimizer_out(tmp_path: Path):
     folder = write(tmp_path, 0, {})
     file = folder / TAG / "mp_rank_00_model_states.pt"
     torch.save({**torch.load(file, weights_only=True), SHAPE: {"ep_size": 0}}, file)
-    with pytest.raises(UsageError, match="has no optimizer: DeepSpeed before"):
+    with pytest.raises(UsageError, match="lacks optimizer state, as DeepSpeed below"):
         read_folder(folder)
 
 

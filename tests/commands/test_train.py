@@ -195,7 +195,7 @@ def test_the_fallback_to_digits_is_reported_everywhere(tmp_path: Path, small_dat
     assert metrics_of(run.parent / "version_1")["dataset"] == "digits"
     done = run_program("train.py", *small_data, *flags, "--resume", str(taken_out))
     assert done.returncode == 2
-    assert "that run trained on --data.source digits, this one has synthetic" in done.stderr
+    assert "its run has --data.source digits, not synthetic" in done.stderr
     done = run_program("train.py", *data, *flags, "--data.source", "cifar10")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -209,7 +209,7 @@ def test_deepspeeds_launcher_and_the_sources_own_configuration(small_data: list[
     flags = ["--ds_config", file, "--log_interval", "4"]
     done = run_program(*launcher, "train.py", *flags, *small_data, "--max_steps", "8", "--out", str(tmp_path))
     assert_ok(done)
-    said = f"{file} stands for {train_command()} --gradient_clip_val 1.0 --batch_size 16"
+    said = f"{file} corresponds to {train_command()} --gradient_clip_val 1.0 --batch_size 16"
     assert (done.stdout + done.stderr).count(said) == 1
     assert "cpu_offload" not in done.stdout + done.stderr
     run, source = run_folder_of(tmp_path), json.loads((ROOT / file).read_text())
@@ -258,7 +258,7 @@ def test_a_mistake_is_reported_in_one_line(flags: str, expected: str, small_data
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--optimizer adam", "that run had --optimizer sgd, not adam"),
+        ("--optimizer adam", "its run has --optimizer sgd, not adam"),
         ("--resume last --name never", "no run named never"),
     ],
 )

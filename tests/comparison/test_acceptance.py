@@ -104,5 +104,5 @@ def test_no_case_on_the_ranks_that_are_asked_for_is_a_mistake(monkeypatch: pytes
         raise UsageError("8 ranks are too many")
 
     monkeypatch.setattr(cases, "make_case", refused)
-    with pytest.raises(UsageError, match=r"--strategies \w+: no case on 8 ranks: 8 ranks are too many"):
+    with pytest.raises(UsageError, match=r"--strategies \w+: no case runs on 8 ranks: 8 ranks are too many"):
         plan_cases(["deepspeed_stage_2"], 8, quick=True)

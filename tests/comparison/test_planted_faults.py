@@ -17,9 +17,9 @@ from tests.support.planted_faults import STEP
 pytestmark = pytest.mark.distributed
 
 FAULTS = {
-    "gradients_halved": ("1", r"step 1: gradient of net\..*; it is 0\.5\d* of the right one"),
-    "micro_batch_lost": ("1", r"step 1: gradient of net\..*; the outputs of all modules are right"),
-    "bfloat16_gradients_scaled": ("2", r"step 1: gradient of net\..*; it is 1\.2\d* of the right one"),
+    "gradients_halved": ("1", r"step 1: gradient of net\..*; it is 0\.5\d* times the correct value"),
+    "micro_batch_lost": ("1", r"step 1: gradient of net\..*; the outputs of all modules are correct"),
+    "bfloat16_gradients_scaled": ("2", r"step 1: gradient of net\..*; it is 1\.2\d* times the correct value"),
     "bfloat16_micro_batch_lost": ("2", r"step 1: gradient of net\."),
     "bfloat16_decay_dropped": ("2", r"step 1: update of net\."),
     "all_reduce_left_out": ("1", rf"step {STEP}: gradient of net\."),

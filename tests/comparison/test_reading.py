@@ -59,7 +59,7 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     folder(tmp_path)
     (tmp_path / "metrics.json").unlink()
-    with pytest.raises(UsageError, match=r"has no metrics\.json: the run has not finished"):
+    with pytest.raises(UsageError, match=r"has no metrics\.json, because the run has not finished"):
         load(tmp_path)
 
 

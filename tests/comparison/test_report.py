@@ -110,7 +110,7 @@ def test_an_accuracy_that_is_too_low_fails():
     assert variants.variants[1].outcome == ("↓ too inaccurate: accuracy 10.14% is less than --min_accuracy 50.00%")
     untested = comparison(trained("ddp"))
     untested.require(0.5)
-    assert untested.variants[1].remark == "not tested, as --min_accuracy needs"
+    assert untested.variants[1].remark == "the run lacks the test accuracy that --min_accuracy needs"
 
 
 def test_a_flat_loss_is_said():

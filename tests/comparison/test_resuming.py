@@ -58,8 +58,8 @@ def test_a_module_resumes_under_other_strategies_and_ranks(strategy: str, resume
 def test_a_loader_that_begins_again_in_mid_epoch_is_named(resumed: Callable[..., Any]):
     variants = resumed(*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "3")
     assert re.match(
-        r"step 4: batch: it is that of step 1: Lightning restores .*; "
-        "what the first step starts from is all as it was saved$",
+        r"step 4: batch: it is the batch of step 1: Lightning restores .*; "
+        "the first step starts from exactly the saved values$",
         remark(variants, "deepspeed_stage_2, resumed at step 3"),
     )
 
@@ -76,13 +76,13 @@ def test_tied_and_frozen_weights_resume_as_they_were(module: str, resumed: Calla
     continued = [name for name in variants if "resumed" in name]
     assert len(continued) == 4
     for name in continued:
-        assert remark(variants, name).endswith("starts from is all as it was saved"), "the loader begins again"
+        assert remark(variants, name).endswith("starts from exactly the saved values"), "the loader begins again"
 
 
 FAULTS = {
     "optimizer_state_not_restored": r"step 4: state of exp_avg of \S+ off by 100 %",
-    "schedule_position_lost": r"step 4: position of last_epoch off by 100 % .*; it is 0 in place of 1",
-    "learning_rate_of_the_epoch_before": r"step 4: learning rate of \S+ off by .*; it is 0\.01 in place of 0\.001",
+    "schedule_position_lost": r"step 4: position of last_epoch off by 100 % .*; it is 0 instead of 1",
+    "learning_rate_of_the_epoch_before": r"step 4: learning rate of \S+ off by .*; it is 0\.01 instead of 0\.001",
 }
 """Faults that are planted into the loading of ZeRO 2, torch and DeepSpeed, each with the text of the verdict."""
 

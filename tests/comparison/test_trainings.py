@@ -45,7 +45,7 @@ def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
         baseline.recipe.gradient_clip_val,
         baseline.placement.precision,
     ) == (*(theirs.recipe.optimizer, theirs.recipe.schedule, 1.0, "bf16-mixed"),)
-    with pytest.raises(UsageError, match=r"--gradient_clip_val 2.0 \(file: 1.0\)"):
+    with pytest.raises(UsageError, match=r"--gradient_clip_val 2.0 is not the file's 1.0"):
         plan(["baseline", file], ["2"], [], 1, [*SMALL, "--gradient_clip_val", "2"])
 
 

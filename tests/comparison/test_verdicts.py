@@ -81,7 +81,7 @@ def test_a_first_loss_that_differs_is_no_rounding() -> None:
     other = variant("other", made_up((2.3, 1.0), check=AGREES), made_up(seed=1, check=AGREES))
     comparison = compared(other)
     assert kinds(comparison) == ["reference", "different"]
-    assert other.remark.startswith("the first loss is 2.3 and the reference's 2: other images or weights")
+    assert other.remark.startswith("the first loss is 2.3, but 2 in the reference: images or weights differ")
 
 
 def test_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     other = variant("other", made_up(check=AGREES))
     comparison = summarize([variant("baseline", made_up()), other], "compare")
     assert kinds(comparison) == ["reference", "within rounding"]
-    assert other.drift == "weights by up to 5.0e-01"
+    assert other.drift == "weights differ by up to 5.0e-01"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from cifar_zero.training.resolve import resolve
 from tests.support.evil import Evil
 from tests.support.helpers import run_program
 
-REFUSED = "sets trust, which only the command line may: take it out and add --trust"
+REFUSED = "sets trust, which works only on the command line: remove it and add --trust"
 
 
 def test_a_run_folder_cannot_switch_trust_on(tmp_path: Path):
@@ -90,7 +90,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 CLASS = {"class_path": "planted_code.Act"}
-REFUSED_CLASS = "has class_path, which names code: only the command line may"
+REFUSED_CLASS = "has class_path, which names code: give it on the command line"
 
 
 @pytest.mark.parametrize(

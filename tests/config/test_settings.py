@@ -49,7 +49,7 @@ def test_a_resumed_run_keeps_its_recipe():
         before = {**EVERY, option: other(value)}
         if option == "data.source" or may_change_on_resume(option):
             continue
-        with pytest.raises(UsageError, match=f"that run had --{option} "):
+        with pytest.raises(UsageError, match=f"its run has --{option} "):
             check_same_run(now, before)
     allowed = {option: other(value) for option, value in EVERY.items() if may_change_on_resume(option)}
     check_same_run(now, {**EVERY, **allowed, "data.source": "auto"})

@@ -101,7 +101,7 @@ def building_with(*programs: str) -> Callable[[Path, Patch], object]:
 
 
 FULL = "the machine's memory is full"
-KILLED = "a worker of the loader was killed"
+KILLED = "a data loader worker was killed"
 ENDED = "another rank has ended"
 NOT_COMPILED = "DeepSpeed's code could not be compiled"
 

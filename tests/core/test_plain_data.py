@@ -17,7 +17,7 @@ def test_a_tree_that_contains_itself_is_refused():
     """A checkpoint's record can be one."""
     tree: dict[str, Any] = {}
     tree["tree"] = [tree]
-    with pytest.raises(UsageError, match="levels of them"):
+    with pytest.raises(UsageError, match="nested levels"):
         plain_data.check(tree, "the record")
     wide: list[Any] = []
     for _ in range(19):

@@ -75,6 +75,6 @@ def test_files_that_are_not_the_published_ones_are_refused_whatever_the_sum_of_t
         archive = tar_gz(wrong)
         (tmp_path / ARCHIVE).write_bytes(archive)
         monkeypatch.setattr(CIFAR10, "tgz_md5", md5(archive))
-        with pytest.raises(RunError, match="does not hold CIFAR10's published files"):
+        with pytest.raises(RunError, match="does not contain the published files of CIFAR10"):
             data.prepare(DataConfig("cifar10", root=str(tmp_path)))
     assert not (tmp_path / "evil").exists()

@@ -43,7 +43,7 @@ def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):
     image = Image.new("RGB", (32, 32))
     for kind in ("EPS", "GIF", "TIFF", "BMP"):
         image.save(tmp_path / "image.png", kind)
-        with pytest.raises(UsageError, match=r"image\.png: it is not PNG or JPEG; convert or remove it$"):
+        with pytest.raises(UsageError, match=r"image\.png: it is not a PNG or JPEG file; convert or remove it$"):
             decode(tmp_path / "image.png")
 
 

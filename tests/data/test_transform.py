@@ -25,7 +25,7 @@ def test_a_run_trains_with_it_and_keeps_it(small_data: list[str], tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("brightest", "treats an image alone otherwise than with others"),
+        ("brightest", "treats an image differently alone than in a batch"),
         ("grey", "ValueError: returns torch.uint8 (4, 1, 32, 32) for 4 uint8 images"),
         ("from_0_to_1", "ValueError: returns torch.float32 (4, 3, 32, 32) for 4 uint8 images"),
         ("not_there", "own_code.py has no not_there"),

@@ -57,10 +57,10 @@ def test_each_check_prints_one_line():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("coers", "there is no check coers: did you mean cores?"),
+        ("coers", "unknown check coers: did you mean cores?"),
         ("--ranks 0", "--ranks must be at least 1"),
         ("--nodes", "start it on each node with torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d"),
-        ("--nodes cores", "--nodes compares nodes: it cannot be combined with the name of a check"),
+        ("--nodes cores", "--nodes cannot be combined with the name of a check"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(flags: str, said: str):

@@ -54,8 +54,8 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path):
     assert [rank.returncode for rank in ranks] == [1, 0], errors
     assert others == ([], [])  # only rank 0 reports
     found = [" ".join(line.split()) for line in out]
-    assert found[0] == f"ok ranks 2 ranks on 2 nodes have met: {hosts.a.name}, {hosts.b.name}"
-    assert found[2] == "ok all-reduce 1 MiB over gloo, the right sum on every rank"
+    assert found[0] == f"ok ranks 2 ranks on 2 nodes are connected: {hosts.a.name}, {hosts.b.name}"
+    assert found[2] == "ok all-reduce 1 MiB over gloo, with the correct sum on every rank"
     assert found[3].startswith("ok versions the same on all nodes: torch 2")
     assert found[4].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
     assert found[5].startswith(

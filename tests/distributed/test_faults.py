@@ -119,7 +119,7 @@ def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
     run.ranks[1].suspend()
     assert run.launcher.wait(HANG_SECONDS) == 1
     assert "error: another rank has ended, hangs or cannot be reached" in run.said()
-    assert "\nrank 1 did not end within 10 s of that: hung, or waited for it; killed\nresume with: " in run.said()
+    assert "\nrank 1 did not end within 10 s after this error, and had to be killed\nresume with: " in run.said()
     run.assert_nothing_left()
 
 

@@ -55,7 +55,7 @@ def test_the_weights_of_zero_to_fp32(
     ours = exported(folder, tmp_path / "out.safetensors", monkeypatch)
     stage = int(case[6])
     if stage == 3:
-        assert "stored no values: again.weight, again.bias" in capsys.readouterr().out
+        assert "stored no values for them: again.weight, again.bias" in capsys.readouterr().out
     net = Tied()
     assert ours.keys() == net.state_dict().keys() - (SECOND_NAMES if stage == 3 else set())
     assert {name for name, value in ours.items() if value.dtype != torch.float32} == {"mask"}
@@ -81,8 +81,8 @@ def test_the_weights_of_zero_to_fp32(
 @pytest.mark.parametrize(
     ("case", "lost", "message"),
     [
-        ("stage_2", "latest", r"has no file latest: give the folder itself, such as .*global_step2"),
-        ("stage_2", f"{TAG}/{MODEL}", r"no \*model_states.pt"),
+        ("stage_2", "latest", r"has no file named latest: give the checkpoint folder, such as .*global_step2"),
+        ("stage_2", f"{TAG}/{MODEL}", r"\*model_states.pt is missing"),
         ("stage_2", f"{TAG}/zero_pp_rank_1_mp_rank_00_optim_states.pt", "0 files zero_pp_rank_1_.*optim.* of rank 1"),
         ("stage_3", f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt", "0 files zero_pp_rank_0_.*model.* of rank 0"),
     ],
@@ -103,7 +103,7 @@ def test_a_file_is_missing(
         ({"callback": Evil(Path("never"))}, "loads .*mkdir, which could run any code: add --trust"),
         ({"num_experts": [4]}, "has experts, or pipeline or tensor parallelism"),
         ({"module": None}, "has experts, or pipeline or tensor parallelism"),
-        ({"param_shapes": [{"scale": torch.Size([1000])}]}, "is no complete DeepSpeed checkpoint: RuntimeError"),
+        ({"param_shapes": [{"scale": torch.Size([1000])}]}, "is not a complete DeepSpeed checkpoint: RuntimeError"),
     ],
     ids=["code", "experts", "pipeline", "another model"],
 )

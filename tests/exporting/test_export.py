@@ -153,7 +153,7 @@ def test_an_export_with_other_scores_is_not_kept(baseline: Path, tmp_path: Path,
         return encode({**weights, "fc3.bias": weights["fc3.bias"] + 1e-6}, metadata)
 
     monkeypatch.setattr(formats, "encode", wrong)
-    with pytest.raises(RunError, match="does not compute what the checkpoint does: scores differ by up to"):
+    with pytest.raises(RunError, match="does not reproduce the checkpoint: scores differ by up to"):
         formats.export(baseline, output, "safetensors")
     assert output.read_text() == "the one before"
     assert [file.name for file in tmp_path.iterdir()] == ["net.safetensors"]

@@ -95,7 +95,7 @@ def test_names_forge_no_line(digits: tuple[Path, Dataset], folder: Path, tmp_pat
     done = run_program("predict", str(network), str(broken), str(image))  # what can be read is classified
     assert done.returncode == 2
     assert re.fullmatch(r".*a\\nb\.png: x\\r\\x1b\[31m\\nsafe\.png: é \d+\.\d %\n", done.stdout)
-    assert re.fullmatch(r"error: cannot read the image .*c\\x1b\[2K\.png: it is not PNG or JPEG.*\n", done.stderr)
+    assert re.fullmatch(r"error: cannot read the image .*c\\x1b\[2K\.png: it is not a PNG.*\n", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_names_forge_no_line(digits: tuple[Path, Dataset], folder: Path, tmp_pat
         ("last.ckpt", "a.png --top 0", "--top must be at least 1, not 0"),
         ("last.ckpt", "a.png --model mlp", "give FILE.py:NAME"),
         ("nowhere", "a.png", "nowhere does not exist"),
-        ("plain.safetensors", "a.png", "does not say which model it is of: give a checkpoint of cifar-zero train"),
-        ("moe.safetensors", "a.png", 'is of another model: Missing key(s) in state_dict: "fc3.'),
+        ("plain.safetensors", "a.png", "does not name its model: give a checkpoint of cifar-zero train"),
+        ("moe.safetensors", "a.png", 'comes from another model: Missing key(s) in state_dict: "fc3.'),
         ("evil.safetensors", "a.png", "torchvision:resnet18 (kwargs.checkpoint_path must be a number"),
         ("unclear.safetensors", "a.png", "unclear.safetensors: classes is not JSON"),
         ("cut.onnx", "a.png", "damaged or not an ONNX file"),
-        ("cut.safetensors", "a.png", "damaged or no safetensors file"),
+        ("cut.safetensors", "a.png", "damaged or not a safetensors file"),
     ],
 )
 @pytest.mark.filterwarnings("error")  # a warning is a second line

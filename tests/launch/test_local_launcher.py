@@ -80,7 +80,7 @@ def test_a_failed_rank_ends_the_run_and_is_named(tmp_path: Path):
     done = launched(tmp_path, body, GRACE_SECONDS=1)
     assert done.returncode == 7
     named = ["error: rank 2 ended with exit code 7; its last lines:", "  about to fail"]
-    hung = "rank 0, rank 1 did not end within 1 s of that: hung, or waited for it; killed"
+    hung = "rank 0, rank 1 did not end within 1 s after this error, and had to be killed"
     assert done.stderr.splitlines() == [*named, hung]
 
 
@@ -163,7 +163,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(tmp_path: Path):
     """
     done = launched(tmp_path, body, GRACE_SECONDS=1)
     assert done.returncode == 130
-    assert done.stderr == "Ctrl-C: the second one ended the ranks before they saved a checkpoint\n"
+    assert done.stderr == "Ctrl-C: the second Ctrl-C ended the ranks before they saved a checkpoint\n"
 
 
 def test_a_rank_that_does_not_end_on_request_is_killed(tmp_path: Path):

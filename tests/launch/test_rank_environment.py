@@ -64,8 +64,8 @@ def test_slurm_with_another_number_of_tasks_on_each_node_is_refused(more: dict[s
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"RANK": "x"}, "RANK is 'x': set it to a number from 0 on, or unset it"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0': set it to a number from 1 on"),
+        ({"RANK": "x"}, "RANK is 'x': set it to a number of at least 0, or unset it"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0': set it to a number of at least 1"),
         ({"RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: ranks count from 0"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
     ],

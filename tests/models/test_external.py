@@ -25,7 +25,7 @@ def test_is_torchvisions_own():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("torchvision:resnot18", "torchvision has no classifier of that name, did you mean resnet18"),
+        ("torchvision:resnot18", "torchvision has no classifier of this name, did you mean resnet18"),
         ("torchvision:vit_b_16", "cannot train on micro-batches of 4 x 32 x 32 pixels"),
         ("torchvision:resnet18 --model.kwargs.depth 3", "kwargs do not fit"),
         ("torchvision:vit_b_16 --model.kwargs.image_size 15", "Input shape indivisible"),

@@ -37,7 +37,7 @@ def test_it_is_trained_tested_and_exported_where_the_command_line_names_it(small
         ("own_code.py:Small --model.broken true", "(own_code.py, line 38: no good)"),
         ("own_code.py:seven_scores", "a score per class: give its last layer 10 outputs"),
         ("own_code.py:Nothing", "has no Nothing"),
-        ("own_code.py:Named", "call its argument `name` something else"),
+        ("own_code.py:Named", "rename its argument `name`"),
         ("nowhere.py:Small", "nowhere.py does not exist"),
         ("own_code.py:Small --model.widht 5", "did you mean --model.width?"),
     ],

@@ -55,7 +55,7 @@ def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
         starting.pretrained_weights(resolve(command_line.parse(flags)))
     line = str(error.value)
     assert f"--model.weights DEFAULT: cannot load https://download.pytorch.org/models/{file.name} (" in line
-    assert f"put that file into {file.parent}, or start from another one with --weights FILE" in line
+    assert f"put this file into {file.parent}, or start from another one with --weights FILE" in line
     assert "\n" not in line
 
 

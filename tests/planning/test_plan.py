@@ -112,7 +112,7 @@ class Fails(Wide):
         (["--module", "OWN:Fails"], "--module: own.py, line 10: ValueError: no good"),
         (["--module", "OWN:Missing"], "own.py has no Missing"),
         (["--module", "OWN:Wide", "--module.width", "wide"], "--module.width: expected int, not wide"),
-        (["--module", "OWN:Wide", "--batch_size", "4"], "--batch_size is not for --module: give it to your code"),
+        (["--module", "OWN:Wide", "--batch_size", "4"], "--batch_size does not work with --module: set it in"),
         (["--module", f"{CODE}:Digits"], "--module has no train_dataloader"),
         (
             ["--module", f"{CODE}:Digits", "--datamodule", f"{CODE}:DigitsData", "--module.manual", "true"],
@@ -134,7 +134,7 @@ def test_a_mistake_in_a_users_module_is_one_line(planned, flags: list[str], mess
     [
         ("--model vit_lage", "unknown model 'vit_lage': did you mean vit_large?"),
         ("--device_memry 80GB", "unknown option --device_memry"),
-        ("--devices 3 --batch_size 64", "the nearest that divide: 63 or 66"),
+        ("--devices 3 --batch_size 64", "use --batch_size 63 or 66"),
         ("--device_memory 80PB", "--device_memory 80PB: give a size such as 80GB"),
         ("--device_memory=", "--device_memory : give a size such as 80GB"),
         ("--host_memory 1e-10", "--host_memory 1e-10: give a size"),

@@ -83,7 +83,7 @@ def test_state_in_attributes_is_followed():
 def test_an_optimizer_that_calls_the_loss_several_times_is_not_judged():
     verdict = trained(Module(torch.optim.LBFGS)).verdict
     assert (verdict.outcome, verdict.faults) == ("not judged", [])
-    assert "steps that cannot be computed again" in str(verdict)
+    assert "steps, because computing them again fails" in str(verdict)
 
 
 def test_a_wrong_update_raises_at_its_step():
@@ -134,7 +134,7 @@ class Deep(Module):
 
 @pytest.mark.parametrize(
     ("module", "where"),
-    [(Deep, "the first module whose output differs is tanh"), (Faulty, "the outputs of all modules are right")],
+    [(Deep, "the first module whose output differs is tanh"), (Faulty, "the outputs of all modules are correct")],
 )
 def test_the_first_wrong_module_is_named(module: type[Module], where: str):
     check = OutputCheck(every=1, on_fault="warn")

@@ -149,7 +149,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             super().setup_environment()
         for name in self.operators:  # loaded before Lightning's next call, which starts the clock of the fit
             if self.local_rank == 0:
-                say(f"loading DeepSpeed's {name}; at its first use on this computer it is compiled, a minute or more")
+                say(f"loading DeepSpeed's {name}; its first use on this computer compiles it in a minute or more")
             ALL_OPS[name].load(verbose=False)
 
     def _format_config(self) -> None:
@@ -218,7 +218,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         """Raises UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast."""
         for name, parameter in model.named_parameters():
             if not EngineHooks(self).shape(parameter):
-                raise UsageError(f"{name} has no dimensions, which DeepSpeed cannot broadcast: give it the shape (1,)")
+                raise UsageError(f"{name} is a scalar, and DeepSpeed cannot broadcast it: give it the shape (1,)")
 
     @property
     def _builds_sharded(self) -> bool:
@@ -280,7 +280,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         checkpoint = read(path, self._io.trust, verify=False)
         carried = restore(self.deepspeed_engine, checkpoint, self.group_names)
         if self.is_global_zero and not carried:
-            say(f"{path} holds no usable optimizer state: the optimizer starts again, with the weights of the run.")
+            say(f"{path} has no usable optimizer state, so the optimizer starts again, with the weights of the run.")
         return checkpoint
 
     @property

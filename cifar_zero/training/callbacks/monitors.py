@@ -89,7 +89,7 @@ class ReduceOnPlateau(Callback):
         for group in trainer.optimizers[0].param_groups:
             group["lr"] *= FACTOR
         if trainer.is_global_zero:
-            say(f"val/loss has not fallen below {self._best:.4f}: learning rate {group['lr']:.2g} from here on")
+            say(f"val/loss has not fallen below {self._best:.4f}: the learning rate is now {group['lr']:.2g}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "waited": self._waited}

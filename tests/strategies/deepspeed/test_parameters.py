@@ -30,5 +30,5 @@ class Scaled(LightningModule):
 def test_a_parameter_that_deepspeed_cannot_take_is_named():
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(accelerator="cpu", devices=1, strategy=ZeROStrategy(2), max_steps=1, **quiet)
-    with pytest.raises(UsageError, match=r"scale has no dimensions.*give it the shape"):
+    with pytest.raises(UsageError, match=r"scale is a scalar.*give it the shape"):
         trainer.fit(Scaled(), DataLoader(TensorDataset(torch.randn(16, 4)), 2))
