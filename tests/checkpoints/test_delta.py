@@ -103,7 +103,7 @@ def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp
     with pytest.raises(UsageError, match=r"does not belong to .* checksums"):
         apply_delta(base, delta)
     torch.save(models.build("vit_tiny", 10).state_dict(), base)
-    with pytest.raises(UsageError, match=r"which has no conv1\.weight"):
+    with pytest.raises(UsageError, match=r"which lacks conv1\.weight"):
         apply_delta(base, delta)
     with pytest.raises(UsageError, match=f"--weights BASE --delta {delta}"):
         read_plain(delta)
