@@ -67,10 +67,15 @@ class Network:
     """The properties of a model that the formulas need."""
 
     weights: tuple[Weight, ...]
-    largest_block: int
-    """Elements of the largest block that fsdp2 shards, or all elements if there are no blocks."""
+    blocks: tuple[int, ...]
+    """Elements of each block that fsdp2 shards separately."""
     built_whole: bool = False
     """Whether the model is built whole on the host before ZeRO 3 shards it."""
+
+    @property
+    def largest_block(self) -> int:
+        """Elements of the largest block, or all elements if there are no blocks."""
+        return max(self.blocks, default=self.elements)
 
     @property
     def elements(self) -> int:
@@ -99,10 +104,10 @@ def network_of(run: Run) -> Network:
     for parameter in net.parameters():
         sharing = ep_size if id(parameter) in experts else 1
         weights.append(Weight(parameter.numel(), parameter.requires_grad, sharing))
-    largest = 0
-    for block in getattr(net, "blocks", [net]):
-        largest = max(largest, sum(parameter.numel() for parameter in block.parameters()))
-    return Network(tuple(weights), largest, issubclass(MODELS[run.recipe.model.name], ThirdParty))
+    blocks: list[int] = []
+    for block in getattr(net, "blocks", []):
+        blocks.append(sum(parameter.numel() for parameter in block.parameters()))
+    return Network(tuple(weights), tuple(blocks), issubclass(MODELS[run.recipe.model.name], ThirdParty))
 
 
 @dataclass(frozen=True)

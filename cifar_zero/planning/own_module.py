@@ -112,4 +112,4 @@ def _measured(given: Given, settings: Settings, device: str) -> Own:
         optimizer=Choice(name, {"weight_decay": 0, **first.optimizer.defaults}),
         batch_size=first.micro_batch * placement.world_size * placement.accumulate,
     )
-    return settings, Network(tuple(weights), max(blocks, default=0), built_whole=True), lines
+    return settings, Network(tuple(weights), tuple(blocks), built_whole=True), lines

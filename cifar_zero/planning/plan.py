@@ -81,7 +81,9 @@ def main() -> int:
             "recommended": choice and choice.strategy,
             "reason": reason,
             "command": start,
-            "strategies": [{**asdict(need), "device": need.device, "host": need.host} for need in needs],
+            "strategies": [
+                {**asdict(need), "device": need.device, "host": need.host, "sent": need.traffic.sent} for need in needs
+            ],
         }
         print(json.dumps(plan, indent=1))  # all sizes in bytes
         return int(choice is None)
@@ -122,8 +124,8 @@ def _parse() -> tuple[Namespace, list[str]]:
 
 def print_plan(needs: Sequence[MemoryEstimate]) -> None:
     """Prints a row for each strategy, in GB on the rank with the most bytes, and why strategies are refused."""
-    row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}"
-    print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch"))
+    row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}{:>9}"
+    print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch", "sent"))
     for need in needs:
         parts = (need.states.device.total, need.buckets, need.activations, need.device, need.host)
         fits = "no"
@@ -131,8 +133,13 @@ def print_plan(needs: Sequence[MemoryEstimate]) -> None:
             fits = "-"
         elif need.fits:
             fits = "yes"
-        print(row.format(need.strategy, *map(gigabytes, parts), fits, f"{need.most_images:,}"))
+        print(
+            row.format(
+                need.strategy, *map(gigabytes, parts), fits, f"{need.most_images:,}", gigabytes(need.traffic.sent)
+            )
+        )
     print("states: on the device; device, host: the peak; batch: the largest micro-batch that fits")
+    print("sent: in an optimizer step, with ring collectives")
     for need in needs:
         if need.refused:
             print(f"{need.strategy}: {need.refused}")

@@ -15,7 +15,7 @@ def plan(room: MemoryBudget, *flags: str) -> list[MemoryEstimate]:
     common = "--accelerator gpu --optimizer adam --precision bf16-mixed --batch_size 64 --devices 1"
     run = make_run(command_line.parse([*common.split(), *flags]))
     line = LinearFit(0, GB)
-    return survey(run, Network((Weight(10 * GB),), 0), room, {"autocast": line, "cast": line})
+    return survey(run, Network((Weight(10 * GB),), (0,)), room, {"autocast": line, "cast": line})
 
 
 @pytest.mark.parametrize(
