@@ -53,7 +53,7 @@ def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
     rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
     baseline, fsdp2, pipeline = (variant.run for variant in plan(["baseline", "fsdp2", "pipeline"], [], [], 1, rest))
     assert [run.placement.ranks_per_model for run in (baseline, fsdp2, pipeline)] == [1, 2, 4]
-    with pytest.raises(UsageError, match="is for fsdp2, fsdp, tensor_parallel"):
+    with pytest.raises(UsageError, match="works only with fsdp2, fsdp, tensor_parallel"):
         plan(["baseline", "ddp"], [], [], 1, rest)
 
 

@@ -55,7 +55,7 @@ def test_plot_schedule_draws_and_does_not_train(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train.py", *small_data, "--schedule", "onecycle", "--plot_schedule"])
     assert train.main() == 0
-    assert "drawn in runs/schedule.png" in capsys.readouterr().out
+    assert "plotted in runs/schedule.png" in capsys.readouterr().out
     assert (tmp_path / "runs" / "schedule.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.rglob("*") if path.suffix == ".png" or path.name == "checkpoints"] == [
         "schedule.png"
