@@ -49,8 +49,9 @@ def traffic(run: Run, network: Network) -> Traffic:
     - Stage 3 gathers parameters in the forward and again in the backward pass of each micro-batch, except for those
       that it keeps (`REUSE_ELEMENTS`; __params_to_release in zero/partitioned_param_coordinator.py). It reduce-scatters
       gradients in each micro-batch (__avg_scatter_grads in zero/stage3.py). Parameters that are whole on each rank are
-      gathered one by one after the update (_post_step). The gathers are an upper bound: if a prefetch bucket holds
-      several layers, prefetching keeps up to --zero.max_live_parameters elements instead.
+      gathered one by one after the update (_post_step). The gathers are estimated for a model of more than
+      REUSE_ELEMENTS / 2 elements. Prefetching may keep up to --zero.max_live_parameters elements, so that fewer bytes
+      are gathered, and near that limit it gathers in smaller messages than --zero.prefetch_bucket_size.
     - fsdp2 gathers each block in the forward and again in the backward pass of each micro-batch, and the rest of the
       model once. It reduce-scatters the gradients in each micro-batch, in float32 under mixed precision
       (foreach_all_gather and foreach_reduce in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
