@@ -4,6 +4,7 @@ request, and undoes the change after them."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,51 +47,56 @@ def counted_costs(patch: pytest.MonkeyPatch) -> None:
     step has the loader's whole cost."""
     optimizers_of_a_gpu(patch)
     patch.setitem(BLOCK_IMAGES, "cpu", 1)
-    advance = EpochLoop.advance
-
-    def counted_advance(self: EpochLoop, data_fetcher: Any) -> None:
-        number = self.total_batch_idx + 1
-        costs = self.__dict__.setdefault("costs", StepCosts())
-        if number not in COUNTED:
-            advance(self, data_fetcher)
-        else:
-            from deepspeed.accelerator import get_accelerator  # imported here, once the run has chosen the device
-
-            with pytest.MonkeyPatch.context() as for_a_step, costs:
-                for_a_step.setattr(get_accelerator(), "synchronize", lambda *_: costs.waits.update([caller()]))
-                advance(self, data_fetcher)
-        if number == COUNTED[-1] and self.trainer.is_global_zero:
-            Path(self.trainer.default_root_dir, "costs.json").write_text(json.dumps(costs.totals()))
-
-    patch.setattr(EpochLoop, "advance", counted_advance)
+    _count(patch, EngineCosts, "costs.json")
 
 
 def counted_collectives(patch: pytest.MonkeyPatch) -> None:
     """Makes rank 0 write collectives.json into the run folder. It lists the kind and the bytes of each collective in
     COUNTED. vit_tiny is small."""
     small_vit(patch)
+    _count(patch, Collectives, "collectives.json")
+
+
+def _count(patch: pytest.MonkeyPatch, mode_type: type[EngineCosts] | type[Collectives], file: str) -> None:
+    """Makes rank 0 write the totals of a mode that is on in all COUNTED micro-batches into a file of the run folder."""
     advance = EpochLoop.advance
 
     def counted_advance(self: EpochLoop, data_fetcher: Any) -> None:
         number = self.total_batch_idx + 1
-        found = self.__dict__.setdefault("found", [])
-        if number not in COUNTED:
+        mode = self.__dict__.setdefault("mode", mode_type())
+        with mode if number in COUNTED else nullcontext():
             advance(self, data_fetcher)
-        else:
-            with _Collectives(found):
-                advance(self, data_fetcher)
         if number == COUNTED[-1] and self.trainer.is_global_zero:
-            Path(self.trainer.default_root_dir, "collectives.json").write_text(json.dumps(found))
+            Path(self.trainer.default_root_dir, file).write_text(json.dumps(mode.totals()))
 
     patch.setattr(EpochLoop, "advance", counted_advance)
 
 
-class _Collectives(TorchDispatchMode):
+class EngineCosts(StepCosts):
+    """StepCosts that counts DeepSpeed's `synchronize` as a wait."""
+
+    def __enter__(self) -> Any:
+        from deepspeed.accelerator import get_accelerator  # imported here, once the run has chosen the device
+
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(get_accelerator(), "synchronize", lambda *_: self.waits.update([caller()]))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
+
+
+class Collectives(TorchDispatchMode):
     """Lists the name and the bytes of each collective. A collective of DDP's C++ code is an operator too."""
 
-    def __init__(self, found: list[tuple[str, int]]):
+    def __init__(self) -> None:
         super().__init__()
-        self._found = found
+        self._found: list[tuple[str, int]] = []
+
+    def totals(self) -> list[tuple[str, int]]:
+        """Returns the name and the bytes of each collective."""
+        return self._found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
