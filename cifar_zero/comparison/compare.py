@@ -15,7 +15,7 @@ from cifar_zero.comparison import own_module, report, script
 from cifar_zero.comparison.cases import RECIPE, RESUMES, plan_cases, resolved
 from cifar_zero.comparison.fuzz import random_cases
 from cifar_zero.comparison.own_module import STEPS
-from cifar_zero.comparison.pool import TRAIN_JOBS, program, train_cases, train_jobs
+from cifar_zero.comparison.pool import TRAIN_JOBS, program_of, train_cases, train_jobs
 from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import PLAIN, Comparison
 from cifar_zero.comparison.resuming import Continuation, with_continuations
@@ -27,7 +27,7 @@ from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.launch import rank_environment
 
-RECIPES = program("cifar_zero.comparison.jobs:train_recipe")
+RECIPES = program_of("cifar_zero.comparison.jobs:train_recipe")
 """Trains the recipes of --acceptance, and a recipe on the steps of --script."""
 
 EPILOG = """\

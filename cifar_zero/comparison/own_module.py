@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_zero.comparison.pool import program, train_cases
+from cifar_zero.comparison.pool import program_of, train_cases
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments
@@ -39,7 +39,7 @@ STEPS = 20  # optimizer steps by default
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
 """Strategies that are compared by default, unless this machine cannot train them."""
 
-MODULES = program("cifar_zero.comparison.own_module:train")
+MODULES = program_of("cifar_zero.comparison.own_module:train")
 
 
 def plan(

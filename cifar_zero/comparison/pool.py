@@ -25,12 +25,11 @@ TRAININGS = 500
 random placements left 0.36 MB in a rank, because torch and DeepSpeed keep process groups, and with them modules (torch
 2.15, DeepSpeed 0.19.8)."""
 
-
 TRAIN_JOBS = "train-jobs"
 """First argument of `cifar-zero compare` in the processes that train jobs. A function and a file of jobs follow."""
 
 
-def program(train: str) -> tuple[str, ...]:
+def program_of(train: str) -> tuple[str, ...]:
     """Returns the program that trains a file of jobs, without the file (see `run_process.start`). `train` is the
     function MODULE:NAME that trains a job (see `jobs.Train`)."""
     return ("cifar_zero", "compare", TRAIN_JOBS, train)

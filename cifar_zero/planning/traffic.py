@@ -57,7 +57,7 @@ def traffic(run: Run, network: Network) -> Traffic:
       (foreach_all_gather and foreach_reduce in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
     """
     spec, placement = run.spec, run.placement
-    zero, times, ranks = placement.zero, placement.accumulate, placement.world_size
+    times, ranks = placement.accumulate, placement.world_size
     size = parameter_size(spec, placement.precision)
     gradients = network.trained * size
     if spec.family == "fsdp2":
@@ -66,28 +66,35 @@ def traffic(run: Run, network: Network) -> Traffic:
         return Traffic(ranks, 0, times * gradients, times * gathered, times * (3 * len(network.blocks) + 2))
     trained = [weight.elements for weight in reversed(network.weights) if weight.trained]
     if spec.stage == 3:
-        sharded: list[int] = []
-        for weight in network.weights:
-            if weight.elements > zero.param_persistence_threshold:
-                sharded.append(weight.elements)
-        again: list[int] = []  # gathered in the backward pass
-        passed = 0
-        for elements in reversed(sharded):
-            passed += elements
-            if passed > formulas.REUSE_ELEMENTS // 2:
-                again.append(elements)
-        once = network.elements - sum(sharded)
-        gathered = times * (sum(sharded) + sum(again)) + once
-        messages = _messages(trained, zero.reduce_bucket_size)
-        messages += _messages([*sharded, *again], zero.prefetch_bucket_size, overfilled=True)
-        messages = times * messages + len(network.weights) - len(sharded)
-        return Traffic(ranks, 0, times * gradients, gathered * size, messages)
+        return _stage_3(run, network, trained)
     if spec.stage > 0:
         times = times if spec.stage == 2 else 1
-        messages = times * _messages(trained, zero.reduce_bucket_size)
+        messages = times * _messages(trained, placement.zero.reduce_bucket_size)
         return Traffic(ranks, times * gradients, 0, gradients, messages + 1)
     bucket = STAGE_0_ELEMENTS if spec.family == "deepspeed" else DDP_BYTES // size
     return Traffic(ranks, gradients, 0, 0, _messages(trained, bucket, overfilled=True))
+
+
+def _stage_3(run: Run, network: Network, trained: Sequence[int]) -> Traffic:
+    """Returns the collectives of stage 3. `trained` are the elements of the trained weights, the last weight first."""
+    placement, zero = run.placement, run.placement.zero
+    times, size = placement.accumulate, parameter_size(run.spec, placement.precision)
+    sharded: list[int] = []
+    for weight in network.weights:
+        if weight.elements > zero.param_persistence_threshold:
+            sharded.append(weight.elements)
+    again: list[int] = []  # gathered in the backward pass
+    passed = 0
+    for elements in reversed(sharded):
+        passed += elements
+        if passed > formulas.REUSE_ELEMENTS // 2:
+            again.append(elements)
+    once = network.elements - sum(sharded)
+    gathered = times * (sum(sharded) + sum(again)) + once
+    messages = _messages(trained, zero.reduce_bucket_size)
+    messages += _messages([*sharded, *again], zero.prefetch_bucket_size, overfilled=True)
+    messages = times * messages + len(network.weights) - len(sharded)
+    return Traffic(placement.world_size, 0, times * network.trained * size, gathered * size, messages)
 
 
 def _messages(sizes: Sequence[int], bucket: int, overfilled: bool = False) -> int:
