@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from cifar_zero.checkpoints.network import merged, on_meta, trained_names
+from cifar_zero.build_model import merged, on_meta, trained_names
 from cifar_zero.checkpoints.read import RECORD, checked, of_another_version, read
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE
@@ -33,7 +33,7 @@ FILE = "weights.txt"  # file in the run folder with all names that were loaded, 
 LISTED = 4  # maximum number of names of each kind in a line on the console
 
 
-def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
+def net_weights(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
     """Returns the weights by the model's own names. If the checkpoint has averaged weights and `averaged` is set,
     returns the averaged weights."""
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
@@ -41,10 +41,10 @@ def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, T
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
 
 
-def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the weights of `network` with adapters merged, which are the weights of a plain model of models/."""
+def merged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the weights of `net_weights` with adapters merged, which are the weights of a plain model of models/."""
     lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
-    return merged(network(checkpoint), lora.get("alpha", 0.0))
+    return merged(net_weights(checkpoint), lora.get("alpha", 0.0))
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
@@ -128,11 +128,11 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return read_whole(file)[0]
     if file.is_dir():
-        return plain_network(read(file, trust))
+        return merged_weights(read(file, trust))
     content: Any = load(file, trust)
     if isinstance(content, dict):
         if RECORD in content:
-            return plain_network(checked(content, file))
+            return merged_weights(checked(content, file))
         for wrapper in ("state_dict", "model"):  # keys of Lightning and timm, and of torchvision's references and DeiT
             if isinstance(content.get(wrapper), dict):
                 content = content[wrapper]
@@ -207,7 +207,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
     trained = trained_names(on_meta(recipe, len(record["classes"])))
-    weights = network(checkpoint)
+    weights = net_weights(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
     if not base:
         raise UsageError(f"--to delta: the run of {name} trained all weights: use --to safetensors")

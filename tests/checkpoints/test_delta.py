@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cifar_zero import models
-from cifar_zero.checkpoints.network import build
+from cifar_zero.build_model import build
 from cifar_zero.checkpoints.read import RECORD
 from cifar_zero.checkpoints.weights import apply_delta, load_full_weights, read_plain
 from cifar_zero.config import command_line

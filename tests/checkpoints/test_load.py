@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cifar_zero import models
-from cifar_zero.checkpoints.network import build
+from cifar_zero.build_model import build
 from cifar_zero.checkpoints.read import RECORD
 from cifar_zero.checkpoints.weights import FILE, load_full_weights, match, read_plain
 from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe

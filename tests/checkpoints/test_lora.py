@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero.checkpoints.network import adapt, build, merged
+from cifar_zero.build_model import adapt, build, merged
 from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import Layout

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.core.atomic import attempt
 from cifar_zero.core.hardware import cpu_name
 from cifar_zero.launch.collectives import gather

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_module import CIFARModule
-from cifar_zero.checkpoints.network import check_patterns, freeze, on_meta
+from cifar_zero.build_model import check_patterns, freeze, on_meta
 from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
