@@ -57,7 +57,7 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str)
         raise UsageError(f"{checkpoint} comes from another model: {differing}") from error
 
 
-def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
+def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
     """Returns a checkpoint's description of its model as strings, the only values that safetensors allows.
 
     `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is the side
@@ -78,7 +78,7 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32"
         "image_size": str(side),
         "mean": ",".join(map(str, mean)),
         "std": ",".join(map(str, std)),
-        "dtype": dtype,
+        "dtype": "float32",
         "checkpoint": name,
         "step": str(checkpoint["global_step"]),
     }

@@ -32,7 +32,7 @@ from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
 
 TAG = "checkpoint"  # folder inside a DeepSpeed checkpoint, as Lightning names it
-SHAPE = "zero_shape"  # key under which the strategy records its ranks and shards
+LAYOUT = "zero_shape"  # key under which the strategy records its layout (`ZeROStrategy.layout`)
 
 GROUPS = "zero_groups"
 """Key of the plain names and the shapes of the parameters in each of a rank's flat tensors, in the order of the
@@ -95,10 +95,10 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
         raise UsageError(f"{folder} is not a DeepSpeed checkpoint of this program: {why}") from error
 
 
-def shape_of(folder: Path, trust: bool = False) -> Any:
+def layout_of(folder: Path, trust: bool = False) -> Any:
     """Returns the layout of ranks and shards that the strategy recorded, or None if it recorded none. Raises UsageError
     if the file cannot be read."""
-    return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(SHAPE)
+    return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(LAYOUT)
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
@@ -146,7 +146,7 @@ def _check_complete(
     main = models[0]
     stage, ranks = _stage(main), main["dp_world_size"]
     num_experts = sum(main.get("num_experts", []))
-    sharing = main.get(SHAPE, {}).get("ep_size", 1) if num_experts and not stage else 0
+    sharing = main.get(LAYOUT, {}).get("ep_size", 1) if num_experts and not stage else 0
     for found, expected, what in (
         (models, ranks if stage == 3 else 1, "model files"),
         (experts, num_experts, "expert files"),
@@ -155,14 +155,11 @@ def _check_complete(
     ):
         if len(found) != expected:
             raise UsageError(f"{folder} is incomplete: it has {len(found)} {what}, not {expected} (stage {stage})")
-    if not stage and not of_expert_ranks and main["optimizer"] is None:  # DeepSpeed pull request 7786
-        raise UsageError(f"{folder} lacks optimizer state, as DeepSpeed below 0.18.5 saves none at stage 0 in bfloat16")
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:
     """Fills a rank's shard with the tensors that DeepSpeed kept on NVMe and copied from there into the checkpoint."""
-    folders = (folder / TAG / "offloaded_tensors").glob("rank*")
-    (files,) = (found for found in folders if int(found.name.removeprefix("rank")) == rank)
+    files = folder / TAG / "offloaded_tensors" / f"rank{rank:02d}"  # DeepSpeed's dp_index_to_str
 
     def read(stem: str) -> Tensor:
         file = files / f"{stem}.tensor.swp"
@@ -216,6 +213,8 @@ def _assembled(
             for key, value in states[0].items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     values: Mapping[str, Any] = whole_tensors([own[key] for own in states], shapes, stage, padding)
+                elif key == "step":  # a number in the state of DeepSpeed's Adam
+                    values = {name: torch.as_tensor(value, dtype=torch.float32).clone() for name in shapes}
                 else:
                     values = dict.fromkeys(shapes, value)
                 for name, whole in values.items():
@@ -223,7 +222,7 @@ def _assembled(
     frozen: Shapes = main.get("frozen_param_shapes") or {} if stage == 3 else {}
     for name, shape in frozen.items():
         weights[name] = uncut([model["frozen_param_fragments"][name].flatten() for model in models], shape)
-    for name, first_name in main.get(TIED, {}).items():  # an earlier version did not write this key
+    for name, first_name in main[TIED].items():
         weights[name] = weights[first_name]
     progress = {key: main[key] for key in main[PROGRESS]}
     if AVERAGE in main:
@@ -281,20 +280,15 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
 def _as_torch(
     states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the optimizer's state in torch's form, in DeepSpeed's groups. DeepSpeed's Adam stores the step count as a
-    number, which becomes a tensor. `names` are the names of the parameters in each flat tensor."""
+    """Returns the optimizer's state in torch's form, in DeepSpeed's groups. `names` are the names of the parameters in
+    each flat tensor."""
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
     first = 0
     for group in groups:
         numbered = dict(enumerate((name for flat in group["params"] for name in names[flat]), first))
         first += len(numbered)
-        entries = {number: states[name] for number, name in numbered.items() if name in states}
-        for number, entry in entries.items():
-            step = entry.get("step")
-            if step is not None and not (isinstance(step, Tensor) and step.is_meta):
-                entry["step"] = torch.tensor(float(step))
-            state[number] = entry
+        state |= {number: states[name] for number, name in numbered.items() if name in states}
         options = {key: value for key, value in group.items() if key not in DEEPSPEED_GROUP_KEYS}
         param_groups.append({**options, "params": [*numbered], "param_names": [*numbered.values()]})
     return {"state": state, "param_groups": param_groups}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, _foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module, Parameter
@@ -64,7 +64,7 @@ class Hooks:
     def __init__(self, strategy: Any = None):
         self.strategy = strategy
 
-    def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
+    def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         """Returns which implementation of an optimizer to use on a device type, cuda or cpu.
 
         torch's fused optimizer updates all parameters in one call and is used on CUDA. It is not used on the CPU, where
@@ -93,8 +93,7 @@ class Hooks:
     def data_group(self) -> dist.ProcessGroup | None:
         """Returns the process group that contains this rank and one rank of each other replica. Together these ranks
         see each image once. None stands for all ranks."""
-        mesh = self.strategy.device_mesh if isinstance(self.strategy, ModelParallelStrategy) else None
-        return None if mesh is None else mesh["data_parallel"].get_group()
+        return None
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
         """Maps the name of each weight on this rank to its name in the plain model. `names` must contain all weights of

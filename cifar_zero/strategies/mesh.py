@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -24,10 +25,13 @@ Shard = Callable[[nn.Module, DeviceMesh], None]
 class MeshHooks(Hooks):
     """The hooks of the strategies that split the model themselves."""
 
-    def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
+    def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         if device_type == "cuda" and self.strategy.fuses:
             return "torch_fused_dtensor"
         return "torch"
+
+    def data_group(self) -> dist.ProcessGroup:
+        return self.strategy.device_mesh["data_parallel"].get_group()
 
     def compute_dtype(self, parameter: Any) -> torch.dtype:
         if self.strategy.casts and parameter.is_floating_point():
