@@ -92,8 +92,8 @@ class EngineHooks(Hooks):
 
     def full_gradient(self, parameter: Any) -> Tensor:
         gradient = safe_get_full_grad(parameter)
-        # With BF16_Optimizer (ZeRO 0 of DeepSpeed 0.17.5 and older, which benchmarks/releases.py tests), parameter.grad is
-        # the gradient of this rank alone.
+        # With BF16_Optimizer, parameter.grad is the gradient of this rank alone. ZeRO 0 of DeepSpeed 0.17.5 and older,
+        # which benchmarks/releases.py tests, has this optimizer.
         gradient = parameter._hp_grad.view_as(parameter) if hasattr(parameter, "_hp_grad") else gradient
         if gradient is None:
             return torch.zeros(self.shape(parameter), device=parameter.device)
