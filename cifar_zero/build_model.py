@@ -105,8 +105,11 @@ def frozen_batch_norms(net: nn.Module) -> list[_BatchNorm]:
     """Returns the batch norms without a trained parameter, or an empty list if the model has no frozen parameter."""
     if all(parameter.requires_grad for parameter in net.parameters()):
         return []
-    norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
-    return [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
+    frozen: list[_BatchNorm] = []
+    for module in net.modules():
+        if isinstance(module, _BatchNorm) and not any(each.requires_grad for each in module.parameters()):
+            frozen.append(module)
+    return frozen
 
 
 A, B = ".lora_a", ".lora_b"  # suffixes of the adapters' names

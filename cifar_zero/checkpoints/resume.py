@@ -105,15 +105,15 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     node. `agents` are the names of torchrun's processes, see `rank_environment.torchrun_agent`.
     """
     found: list[Path] = []
-    folders = (Path(out, name + suffix) for suffix in ("", FALLBACK_SUFFIX))
-    for file in (file for folder in folders for file in folder.glob(f"version_*/{run_folder.RANKS}")):
-        try:
-            earlier = {place["agent"] for place in plain_data.read_json(file, str(file))}
-        except (UsageError, TypeError, KeyError):  # damaged, for example by a full disk
-            continue
-        if earlier.intersection(agents) - {""}:
-            atomic.recover(file.parent)
-            found += run_folder.checkpoints(file.parent)
+    for suffix in ("", FALLBACK_SUFFIX):
+        for file in Path(out, name + suffix).glob(f"version_*/{run_folder.RANKS}"):
+            try:
+                earlier = {place["agent"] for place in plain_data.read_json(file, str(file))}
+            except (UsageError, TypeError, KeyError):  # damaged, for example by a full disk
+                continue
+            if earlier.intersection(agents) - {""}:
+                atomic.recover(file.parent)
+                found += run_folder.checkpoints(file.parent)
     if found:
         return run_folder.newest(found)
     return None
@@ -155,9 +155,10 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
             f"--resume {resume}: its run has --data.source {source}, not {asked}: "
             f"continue it with --data.source {source}, or fine-tune it with --weights {resume} and without --resume"
         )
-    for option in (option for option in now if option in before and before[option] != now[option]):
-        if not may_change_on_resume(option):
-            raise UsageError(f"--resume {resume}: its run has --{option} {before[option]}, not {now[option]}")
+    for option, value in now.items():
+        saved = before.get(option, value)
+        if saved != value and not may_change_on_resume(option):
+            raise UsageError(f"--resume {resume}: its run has --{option} {saved}, not {value}")
 
 
 def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:

@@ -89,15 +89,14 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
     """Returns the checkpoint that `--resume last` names, which is the newest of a run's name under `out`. With
     `fallback`, runs that fell back from CIFAR-10 to the digits count too. Raises UsageError if there is none."""
     own, digits = Path(out, name), Path(out, name + FALLBACK_SUFFIX)
-    folders = [own]
+    found = checkpoints(own)
     if fallback:
-        folders.append(digits)
+        found += checkpoints(digits)
     elif digits.is_dir() and not own.is_dir():
         raise UsageError(
             f"--resume last: the only run named {name} under {out} was trained on the embedded digits, not CIFAR-10: "
             f"continue it with --resume {digits}"
         )
-    found = [checkpoint for folder in folders for checkpoint in checkpoints(folder)]
     if not found:
         raise UsageError(
             f"--resume last: no run named {name} under {out} has a checkpoint: name the run with --name (by default "

@@ -125,11 +125,10 @@ def files_of(folder: Path) -> tuple[list[Path], ...]:
     """Returns the files of the model, of its experts, of the shards, and of the ranks with other experts at stage 0.
     Raises UsageError if no file of the model exists."""
 
-    def found(*patterns: str) -> list[Path]:
-        files = [file for pattern in patterns for file in folder.glob(pattern)]
-        return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.stem)])
+    def found(pattern: str) -> list[Path]:
+        return sorted(folder.glob(pattern), key=lambda file: [*map(int, re.findall(r"\d+", file.stem))])
 
-    models = found("mp_rank_*model_states.pt", "zero_pp_rank_*model_states.pt")
+    models = found("mp_rank_*model_states.pt") or found("zero_pp_rank_*model_states.pt")
     if not models:
         raise UsageError(f"{folder} contains no checkpoint: *model_states.pt is missing")
     experts = found("layer_*_expert_*model_states.pt")
@@ -191,10 +190,11 @@ def _assembled(
 ) -> dict[str, Any]:
     main = models[0]
     stage = _stage(main)
-    of_model = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
-    of_experts = {name: value for expert in experts for name, value in expert.items()}
-    plain = plain_names([*main["module"], *of_experts])
-    weights = {plain[name]: value for name, value in (of_model | of_experts).items()}
+    stored = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
+    for expert in experts:
+        stored |= expert
+    plain = plain_names({**main["module"], **stored})
+    weights = {plain[name]: value for name, value in stored.items()}
     state: dict[str, State] = {}
     names: dict[int, list[str]] = {}
     for number in range(len(shards[0].groups)):
@@ -272,8 +272,9 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
     if not average["sharded"]:
         return average
     weights: dict[str, Tensor] = dict(average["weights"])
-    for name, shape in (item for group in groups for item in group.items()):
-        weights[name] = uncut([of_rank["weights"][name] for of_rank in averages], shape)
+    for group in groups:
+        for name, shape in group.items():
+            weights[name] = uncut([of_rank["weights"][name] for of_rank in averages], shape)
     return {**average, "weights": weights, "sharded": False}
 
 

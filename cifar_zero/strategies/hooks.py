@@ -111,8 +111,11 @@ class Hooks:
 
     def gradients(self, module: Module) -> dict[str, Tensor]:
         """Returns `full_gradient` for every trained parameter, on the CPU, by the plain model's names. Collective."""
-        trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-        return self.by_plain_name({name: self.full_gradient(each).cpu() for name, each in trained})
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                gradients[name] = self.full_gradient(parameter).cpu()
+        return self.by_plain_name(gradients)
 
     def shape(self, parameter: Any) -> torch.Size:
         """Returns the unsharded shape of a parameter, without communication."""
@@ -127,7 +130,7 @@ class Hooks:
         master weight, so the module's parameter is converted. If the parameter belongs to an expert, the copy is of
         this rank's expert. Collective; call it only during a fit.
         """
-        return _unsharded(parameter).to(torch.float32, copy=True)
+        return unsharded(parameter).to(torch.float32, copy=True)
 
     def full_gradient(self, parameter: Any) -> Tensor:
         """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none.
@@ -138,7 +141,7 @@ class Hooks:
         """
         if parameter.grad is None:
             return torch.zeros(self.shape(parameter), device=parameter.device)
-        return _unsharded(parameter.grad).to(torch.float32, copy=True)
+        return unsharded(parameter.grad).to(torch.float32, copy=True)
 
     def write(self, parameter: Any, value: Tensor) -> None:
         """Overwrites a parameter with an unsharded value, which must be the same on every rank. Collective. Call it
@@ -298,7 +301,8 @@ def tensors_in(container: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(container) if isinstance(leaf, Tensor)]
 
 
-def _unsharded(tensor: Tensor) -> Tensor:
+def unsharded(tensor: Tensor) -> Tensor:
+    """Returns the whole tensor of a DTensor, or any other tensor unchanged. It is detached. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 

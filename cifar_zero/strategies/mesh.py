@@ -9,14 +9,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from cifar_zero.config.placement import Placement
 from cifar_zero.optimizers import Implementation
 from cifar_zero.optimizers.groups import keep_own_options
-from cifar_zero.strategies.hooks import Hooks, cut
+from cifar_zero.strategies.hooks import Hooks, cut, unsharded
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
 """Function that replaces the parameters of a whole model, which are the same on every rank, with this rank's shards."""
@@ -131,8 +130,7 @@ def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
     must call this function."""
 
     def whole(tensor: Tensor) -> Tensor | None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+        tensor = unsharded(tensor)
         if keep:
             return tensor.cpu()
 

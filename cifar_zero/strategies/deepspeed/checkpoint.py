@@ -22,10 +22,10 @@ from cifar_zero.optimizers.groups import by_name
 from cifar_zero.strategies.deepspeed.engine_state import (
     Cut,
     cut_parameter,
-    forget_second_copies,
     names_of_parameters,
     optimizer_groups,
     plain_names_of,
+    rewriting,
 )
 
 MOVED = ("lr", "momentum", "betas")
@@ -134,28 +134,25 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
     """
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     saved = by_name(_named(checkpoint["optimizer_states"][0], group_names))
-    stage, optimizer, base = engine.zero_optimization_stage(), engine.optimizer, engine.basic_optimizer
     plain, names = plain_names_of(engine, engine.module.state_dict()), names_of_parameters(engine)
-    if stage == 3:
-        optimizer.checkpoint_event_prologue()  # shards every parameter, including those that are kept whole
-        buffers = dict(engine.module.named_buffers())  # whole on every rank
-        for name in plain.keys() & buffers.keys():
-            buffers[name].copy_(weights[plain[name]])
-    else:
-        engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
-    for parameters, target, cut in optimizer_groups(engine):
-        own = [names[parameter] for parameter in parameters]
-        _fill(target.data, cut([weights[name] for name in own]))
-        _set_state(base, target, [saved[name][1] for name in own], cut)
+    stage, base = engine.zero_optimization_stage(), engine.basic_optimizer
+    with rewriting(engine):
+        if stage == 3:
+            buffers = dict(engine.module.named_buffers())  # whole on every rank
+            for name in plain.keys() & buffers.keys():
+                buffers[name].copy_(weights[plain[name]])
+            for parameter, name in names.items():
+                shard: Any = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
+                _fill(shard.data, cut_parameter(weights[name], parameter))
+        else:
+            engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
+        for parameters, target, cut in optimizer_groups(engine):
+            own = [names[parameter] for parameter in parameters]
+            _fill(target.data, cut([weights[name] for name in own]))
+            _set_state(base, target, [saved[name][1] for name in own], cut)
     for group in base.param_groups:
         options, _ = next(saved[plain[name]] for name in group["param_names"] if plain[name] in saved)
         group.update({key: options[key] for key in MOVED if key in options})
-    if stage == 3:
-        for parameter, name in names.items():
-            shard: Any = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
-            _fill(shard.data, cut_parameter(weights[name], parameter))
-        optimizer.checkpoint_event_epilogue()
-        forget_second_copies(engine.module)
     engine.global_steps = checkpoint["global_step"]
     engine.global_samples = engine.global_steps * engine.train_batch_size()
 

@@ -1,6 +1,7 @@
 """Reads where a DeepSpeed engine keeps its parameters and master weights, and how they are sharded."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -81,6 +82,19 @@ def names_of_parameters(engine: Any) -> dict[Parameter, str]:
     own = dict(engine.module.named_parameters())
     plain = plain_names_of(engine, own)
     return {parameter: plain[name] for name, parameter in own.items()}
+
+
+@contextmanager
+def rewriting(engine: Any) -> Generator[None, None, None]:
+    """Makes ZeRO 3 shard the parameters that it keeps whole when the context is entered, and gather them again when it
+    is left."""
+    shards = engine.zero_optimization_partition_weights()
+    if shards:
+        engine.optimizer.checkpoint_event_prologue()
+    yield
+    if shards:
+        engine.optimizer.checkpoint_event_epilogue()
+        forget_second_copies(engine.module)
 
 
 def forget_second_copies(module: Module) -> None:

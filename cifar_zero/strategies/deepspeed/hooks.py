@@ -1,8 +1,8 @@
 """Defines what other packages read from DeepSpeed's engine, under ZeROStrategy and under Lightning's own
 DeepSpeedStrategy."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import deepspeed
@@ -24,9 +24,9 @@ from cifar_zero.optimizers.torch_updates import TorchLion
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.engine_state import (
     cut_parameter,
-    forget_second_copies,
     optimizer_groups,
     plain_names_of,
+    rewriting,
 )
 from cifar_zero.strategies.hooks import Hooks, Updated, count_bytes, tensors_in
 
@@ -131,17 +131,8 @@ class EngineHooks(Hooks):
             options_before = getattr(self.strategy, "options_before", {}).get(id(group), {})
             yield kind(target, parameters, cut, own, {**group, **options_before})
 
-    @contextmanager
-    def rewriting(self) -> Generator[None, None, None]:
-        """Makes ZeRO 3 shard the parameters that it keeps whole when the context is entered, and gather them again when
-        it is left."""
-        shards = self.engine.zero_optimization_partition_weights()
-        if shards:
-            self.engine.optimizer.checkpoint_event_prologue()
-        yield
-        if shards:
-            self.engine.optimizer.checkpoint_event_epilogue()
-            forget_second_copies(self.engine.module)
+    def rewriting(self) -> AbstractContextManager[None]:
+        return rewriting(self.engine)
 
     def starts_step(self, batch_idx: int, accumulate: int) -> bool:
         """Returns whether the micro-batch is the first of a step, by the engine's own count. DeepSpeed carries

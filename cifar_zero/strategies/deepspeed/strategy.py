@@ -20,7 +20,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.nn import Module
 
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
-from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.zero_folder import layout_of
 from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
@@ -65,6 +64,8 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     operators: tuple[str, ...] = ()
     """DeepSpeed's operators that the run needs. They are compiled when they are first used."""
+
+    checkpoint_io: Any  # an AtomicCheckpointIO after `setup_environment`
 
     config: dict[str, Any]
 
@@ -207,43 +208,36 @@ class ZeROStrategy(DeepSpeedStrategy):
         progress = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
         failure = write_folder(self.deepspeed_engine, final, progress, self._layout, self.exclude_frozen_parameters)
         if self.is_global_zero:
-            self._io.conclude(final, failure)
+            self.checkpoint_io.conclude(final, failure)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and number of ranks. If the checkpoint has this run's layout, DeepSpeed
         loads it, each rank its own shard. Any other checkpoint is assembled and sharded again."""
         path = Path(checkpoint_path)
-        if self._training_engine is None:  # a test without a fit: DeepSpeed (0.19.8) cannot load it at ZeRO 3
-            checkpoint = read(path, self._io.trust, verify=False)
-            if self.zero_stage_3:
-                self._restore_zero_state(checkpoint, strict=True)
-            else:
-                self.model.module.load_state_dict(checkpoint["state_dict"])  # pyright: ignore
-            return checkpoint
-        if path.is_dir() and layout_of(path, self._io.trust) == self._layout:
-            self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
+        trained = self._training_engine is not None
+        if trained and path.is_dir() and layout_of(path, self.checkpoint_io.trust) == self._layout:
+            self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self.checkpoint_io.trust)
             return super().load_checkpoint(checkpoint_path)
-        checkpoint = read(path, self._io.trust, verify=False)
-        restore(self.deepspeed_engine, checkpoint, self.group_names)
+        checkpoint = self.checkpoint_io.load_checkpoint(path)
+        if trained:
+            restore(self.deepspeed_engine, checkpoint, self.group_names)
+        elif self.zero_stage_3:  # a test without a fit: DeepSpeed (0.19.8) cannot load the checkpoint
+            self._restore_zero_state(checkpoint, strict=True)
+        else:
+            self.model.module.load_state_dict(checkpoint["state_dict"])  # pyright: ignore
         return checkpoint
-
-    @property
-    def _io(self) -> AtomicCheckpointIO:
-        plugin = self.checkpoint_io
-        assert isinstance(plugin, AtomicCheckpointIO)
-        return plugin
 
     @property
     def _layout(self) -> dict[str, Any]:
         """Everything that a shard depends on. Only a run with the same values can load a shard as it is."""
-        engine: Any = self.deepspeed_engine
+        assert self.lightning_module is not None
         return {
             "zero": self._zero,
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
             "optimizer": EngineHooks(self).optimizer_implementation(self.root_device.type),
-            "ep_size": experts.ep_size(engine.module),
+            "ep_size": experts.ep_size(self.lightning_module),
         }
 
     @property
