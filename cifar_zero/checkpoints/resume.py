@@ -119,7 +119,7 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     return None
 
 
-def resuming(run: Run, checkpoint: Path | str) -> str:
+def command_to_resume(run: Run, checkpoint: Path | str) -> str:
     """Returns the command that resumes a run. It repeats the flags with which the user consents to run code, because
     consent must be on the command line."""
     model, transform, flags = run.recipe.model.name, run.recipe.augment.transform, [*run.consent.callbacks]
@@ -133,12 +133,12 @@ def resuming(run: Run, checkpoint: Path | str) -> str:
     return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
 
 
-def from_newest(run: Run, run_dir: Path) -> str:
+def command_to_resume_newest(run: Run, run_dir: Path) -> str:
     """Returns the command that resumes a run from its newest checkpoint, or else from the checkpoint that the run
     itself resumed. Returns an empty string if there is neither."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
     if checkpoint:
-        return resuming(run, checkpoint)
+        return command_to_resume(run, checkpoint)
     return ""
 
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cifar_zero.build_model import merged, on_meta, trained_names
-from cifar_zero.checkpoints.read import RECORD, checked, of_another_version, read
+from cifar_zero.checkpoints.read import RECORD, of_another_version, read, with_checked_record
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.settings import DataConfig, settings_of
@@ -132,7 +132,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     content: Any = load(file, trust)
     if isinstance(content, dict):
         if RECORD in content:
-            return merged_weights(checked(content, file))
+            return merged_weights(with_checked_record(content, file))
         for wrapper in ("state_dict", "model"):  # keys of Lightning and timm, and of torchvision's references and DeiT
             if isinstance(content.get(wrapper), dict):
                 content = content[wrapper]
@@ -243,7 +243,7 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     if checksum(frozen) != metadata[BASE]:
         raise UsageError(f"--delta {delta} does not belong to {base}, because the checksums of their weights differ")
     state = {PREFIX + name: value for name, value in {**frozen, **trained}.items()}
-    return checked({"state_dict": state, "global_step": step, RECORD: record}, f"--delta {delta}")
+    return with_checked_record({"state_dict": state, "global_step": step, RECORD: record}, f"--delta {delta}")
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
