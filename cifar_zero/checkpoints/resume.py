@@ -129,8 +129,10 @@ def command_to_resume(run: Run, checkpoint: Path | str) -> str:
         flags += ["--augment.transform", transform]
     if run.consent.trust:
         flags.append("--trust")
-    launched = rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ  # by another program
-    return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
+    line = command("train", "--resume", checkpoint, *flags)
+    if rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ:  # launched by another program
+        line += ", started by the same launcher"
+    return line
 
 
 def command_to_resume_newest(run: Run, run_dir: Path) -> str:

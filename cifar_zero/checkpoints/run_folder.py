@@ -23,8 +23,7 @@ def claim(out: str, name: str) -> Path:
     parent = Path(out) / name
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        taken = [int(suffix) for entry in parent.glob("version_*") if (suffix := entry.name[8:]).isdecimal()]
-        version = max(taken, default=-1)
+        version = max(map(_version, parent.glob("version_*")), default=-1)
         while True:
             version += 1
             with suppress(FileExistsError):  # another run has just made the same folder
@@ -76,8 +75,13 @@ def _run_of(checkpoint: Path) -> tuple[Path, int]:
     """Returns the folder of all runs with the name of a checkpoint's run, and the run's version, which is -1 outside of
     a run folder."""
     folder = checkpoint.absolute().parent.parent  # version_N, if the path is <name>/version_N/checkpoints/last.ckpt
+    return folder.parent, _version(folder)
+
+
+def _version(folder: Path) -> int:
+    """Returns N for a folder named version_N, and -1 for any other folder."""
     version = folder.name.removeprefix("version_")
-    return folder.parent, int(version) if version.isdecimal() else -1
+    return int(version) if version.isdecimal() else -1
 
 
 def checkpoints(folder: Path) -> list[Path]:

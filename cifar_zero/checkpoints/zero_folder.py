@@ -145,7 +145,7 @@ def _check_complete(
     main = models[0]
     stage, ranks = _stage(main), main["dp_world_size"]
     num_experts = sum(main.get("num_experts", []))
-    sharing = main.get(LAYOUT, {}).get("ep_size", 1) if num_experts and not stage else 0
+    sharing = main[LAYOUT]["ep_size"] if num_experts and not stage else 0
     for found, expected, what in (
         (models, ranks if stage == 3 else 1, "model files"),
         (experts, num_experts, "expert files"),

@@ -1,7 +1,6 @@
 """Writes and reads the files of DeepSpeed's checkpoints, and restores an engine from a checkpoint of another strategy
 or number of ranks."""
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.utils import zero_to_fp32
 from torch import Tensor
 
 from cifar_zero.checkpoints.io import save
@@ -68,18 +66,15 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
         self.failure = self.failure or failure_of(write)
 
 
-def write_folder(
-    engine: Any, final: Path, progress: dict[str, Any], layout: dict[str, Any], exclude_frozen_parameters: bool
-) -> str:
-    """Writes a checkpoint folder, each rank its own files, under a temporary name, and renames the folder when it is
-    complete. Returns the first error of any rank on rank 0, or an empty string. Collective.
+def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dict[str, Any]) -> str:
+    """Writes a checkpoint folder, each rank its own files, under a temporary name. Rank 0 renames the folder when it is
+    complete. Returns the first error of any rank, or an empty string. Collective.
 
     Args:
         engine: DeepSpeed's engine.
         final: Path of the folder.
-        progress: What Lightning and the callbacks save besides weights and optimizer.
-        layout: `ZeROStrategy.layout`.
-        exclude_frozen_parameters: Whether to leave frozen parameters out, as an option of Lightning's strategy.
+        progress: What Lightning and the callbacks save in addition to the weights and the optimizer's state.
+        layout: What a shard depends on. Only an engine with an equal layout can load a shard as it is.
     """
     folder = atomic.staged(final)
     notes: dict[str, Any] = {GROUPS: _group_shapes(engine), TIED: _tied_names(engine), PROGRESS: [*progress]}
@@ -87,17 +82,10 @@ def write_folder(
         notes[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
     guard = engine.checkpoint_engine = GuardedCheckpointEngine(notes=notes)
     engine._copy_recovery_script = lambda save_path: None  # it would write outside of the guard
-    engine.save_checkpoint(
-        str(folder),
-        tag=TAG,
-        client_state={**progress, LAYOUT: layout},
-        save_latest=False,
-        exclude_frozen_parameters=exclude_frozen_parameters,
-    )
+    engine.save_checkpoint(str(folder), tag=TAG, client_state={**progress, LAYOUT: layout}, save_latest=False)
 
     def finish() -> None:
         (folder / "latest").write_text(TAG)
-        shutil.copyfile(zero_to_fp32.__file__, folder / "zero_to_fp32.py")
         atomic.put_in_place(final)
 
     failure = next(filter(None, gather(guard.failure)), "")

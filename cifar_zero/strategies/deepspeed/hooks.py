@@ -206,10 +206,9 @@ class EngineHooks(Hooks):
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
 
     def loss_scale(self) -> float | None:
-        optimizer = self.engine.optimizer
-        settings = getattr(optimizer, "loss_scale_config", optimizer)  # a separate object at ZeRO 0
-        dynamic = self.engine.fp16_enabled() and getattr(settings, "dynamic_loss_scale", False)
-        return optimizer.loss_scale if dynamic else None
+        if self.engine.fp16_enabled() and self.engine.dynamic_loss_scale():
+            return self.engine.optimizer.loss_scale
+        return None
 
     def skipped_steps(self) -> int:
         return self.engine.skipped_steps

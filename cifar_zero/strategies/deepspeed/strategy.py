@@ -206,7 +206,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             failure_of(lambda: atomic.discard(atomic.staged(final)))
         self.barrier()
         progress = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
-        failure = write_folder(self.deepspeed_engine, final, progress, self._layout, self.exclude_frozen_parameters)
+        failure = write_folder(self.deepspeed_engine, final, progress, self._layout)
         if self.is_global_zero:
             self.checkpoint_io.conclude(final, failure)
         self.barrier()
