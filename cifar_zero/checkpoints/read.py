@@ -30,8 +30,9 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
 
 
 def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]:
-    """Returns the content of a checkpoint after checking the part that callbacks/checkpoint.py adds, if there is one.
-    Options that are missing in it get their defaults. Raises UsageError if another version of the program wrote it."""
+    """Checks the record that callbacks/checkpoint.py adds to a checkpoint, and returns the content with defaults for
+    the options that the record lacks. Content without a record is returned unchanged. Raises UsageError if another
+    version of the program wrote the record."""
     if RECORD not in content:
         return content
     try:

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run resumes before anything is launched, and refuses the checkpoint of another run. Does
+"""Finds the checkpoint that a run resumes, before anything is launched, and refuses the checkpoint of another run. Does
 not import torch.
 
 `config/strategy_rules.py` refuses strategies that cannot resume. `training/starting.py` refuses checkpoints with other
@@ -58,9 +58,9 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Does not read the
-    checkpoint, because rank 0 compares it with the run later, see `training.starting.check_checkpoint`. Raises
-    UsageError if there is no such checkpoint."""
+    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes what
+    killed processes left unfinished next to the checkpoint. Does not read the checkpoint, because rank 0 compares it
+    with the run later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -102,7 +102,7 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     one.
 
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
-    node. `agents` are the names of torchrun's processes, see `rank_environment.torchrun_agent`.
+    node. `agents` are the names of torchrun's processes (see `rank_environment.torchrun_agent`).
     """
     found: list[Path] = []
     for suffix in ("", FALLBACK_SUFFIX):

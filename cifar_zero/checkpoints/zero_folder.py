@@ -32,7 +32,7 @@ from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
 
 TAG = "checkpoint"  # folder inside a DeepSpeed checkpoint, as Lightning names it
-LAYOUT = "zero_shape"  # key under which the strategy records its layout (`ZeROStrategy.layout`)
+LAYOUT = "zero_shape"  # key of what a shard depends on, such as the number of ranks
 
 GROUPS = "zero_groups"
 """Key of the plain names and the shapes of the parameters in each of a rank's flat tensors, in the order of the
@@ -53,7 +53,7 @@ PROGRESS = "zero_progress"
 """Key of the names of all entries that Lightning and the run's callbacks have added to the files of the model."""
 
 DEEPSPEED_GROUP_KEYS = {"params", "param_names", "name", "moe"}
-"""Keys of a parameter group that belong to an engine, or that are written anew."""
+"""Keys of a parameter group that only an engine uses, or that `_as_torch` replaces."""
 
 EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
 """DeepSpeed's name of an expert's weight, with groups for the mixture, the expert's number and the weight's own
@@ -96,8 +96,8 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
 
 
 def layout_of(folder: Path, trust: bool = False) -> Any:
-    """Returns the layout of ranks and shards that the strategy recorded, or None if it recorded none. Raises UsageError
-    if the file cannot be read."""
+    """Returns what the shards of a checkpoint depend on, as the strategy recorded it, or None if there is no such
+    record. Raises UsageError if the file cannot be read."""
     return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(LAYOUT)
 
 

@@ -47,8 +47,8 @@ def build(
 
 
 def _plain(placement: Placement) -> Strategy | str:
-    """Returns Lightning's DDP for several ranks or if the placement names it, else "auto", for which Lightning takes
-    its single-device strategy."""
+    """Returns Lightning's DDP strategy if there are several ranks or the placement names it. Otherwise returns "auto",
+    with which Lightning uses its single-device strategy."""
     if placement.strategy == "baseline" and placement.world_size == 1:
         return "auto"
     from lightning.pytorch.strategies import DDPStrategy

@@ -43,7 +43,7 @@ class Updated:
 
     def optimizer_of(self, twin: Parameter) -> Any:
         """Returns an optimizer that updates `twin`, a copy of the tensor, exactly as the original optimizer updates the
-        tensor. It has copies of the tensor's state."""
+        tensor. The new optimizer has a copy of the tensor's state."""
         other = object.__new__(type(self.optimizer))  # copy.copy would drop attributes of subclasses (torch 2.15)
         vars(other).update(vars(self.optimizer))
         other.param_groups = [{**self.group, "params": [twin]}]
@@ -198,8 +198,8 @@ class Hooks:
         return True
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns the number of ranks over which a gradient, or the layers that the parameter belongs to, are divided.
-        It is 1 if all ranks have the same gradient."""
+        """Returns the number of ranks among which the gradient of a parameter, or its layer, is divided. The number is
+        1 if all ranks have the same gradient."""
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             return 1
@@ -222,7 +222,7 @@ class Hooks:
             if parameter.grad is not None:
                 # torch's get_total_norm would round the norm of each gradient to the gradient's dtype.
                 total += ranks * torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32).square()
-        if divided:  # world_size / ranks ranks have added each part, multiplied by ranks
+        if divided:  # each part is added by world_size / ranks ranks, each time multiplied by ranks
             dist.all_reduce(total)
             total /= dist.get_world_size()
         return total.sqrt()

@@ -27,8 +27,8 @@ from cifar_zero.strategies.deepspeed.engine_state import (
 )
 
 MOVED = ("lr", "momentum", "betas")
-"""Options of a parameter group that schedules change. `optimizers.groups.keep_own_options` keeps only the learning rate
-of a checkpoint, because a schedule of cifar_zero/schedules changes nothing else."""
+"""Options of a parameter group that a schedule of a user's module may change. The schedules of cifar_zero/schedules
+change only the learning rate, so `optimizers.groups.keep_own_options` keeps only that."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
