@@ -19,13 +19,12 @@ STEP_CHECK = "step_check.json"
 
 
 def claim(out: str, name: str) -> Path:
-    """Makes and returns the first free version_N of a run's name. Raises UsageError if it cannot be made."""
+    """Makes and returns the next version_N of a run's name. Raises UsageError if the folder cannot be made."""
     parent = Path(out) / name
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        version = max(map(_version, parent.glob("version_*")), default=-1)
         while True:
-            version += 1
+            version = max(map(_version, parent.glob("version_*")), default=-1) + 1
             with suppress(FileExistsError):  # another run has just made the same folder
                 folder = parent / f"version_{version}"
                 folder.mkdir()
@@ -62,9 +61,9 @@ def newest_checkpoint(folder: Path) -> Path:
 def newest(found: list[Path]) -> Path:
     """Returns the newest of several checkpoints.
 
-    The run's name is the one whose checkpoint was written last, and the run is the last version of this name. The
-    newest checkpoint of this run is last.ckpt, or else the one that was written last. Times alone are not enough,
-    because copying a folder changes them.
+    First selects the name of which a checkpoint was written last, and then the last version of this name. Returns this
+    run's last.ckpt, or else its checkpoint that was written last. Times alone are not enough, because copying a folder
+    changes them.
     """
     name, _ = _run_of(max(found, key=written))
     of_name = [path for path in found if _run_of(path)[0] == name]
@@ -140,7 +139,7 @@ def deepspeed_files(path: str) -> Path | None:
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may be another program's."""
+    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may be of another program."""
     return (path / "latest").is_file() and (path / "checkpoint").is_dir()
 
 

@@ -165,16 +165,13 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
     )
 
 
-def load_full_weights(
-    net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any] = Tensor.copy_
-) -> None:
+def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
     """Loads whole tensors into a model of which each rank may hold only its shards. Tensors of the model that are not
     in `weights` stay as they are. All ranks call it. `write` overwrites a parameter, which the strategy may have
     sharded, with a whole tensor."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
-            with torch.no_grad():
-                write(tensor, weights[name])
+            write(tensor, weights[name])
 
 
 def _with_shape(name: str, tensor: Tensor) -> str:

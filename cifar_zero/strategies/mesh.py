@@ -1,4 +1,4 @@
-"""Base class of the strategies that split the model themselves: fsdp2, tensor_parallel and pipeline."""
+"""Defines the base class of the strategies that split the model themselves: fsdp2, tensor_parallel and pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

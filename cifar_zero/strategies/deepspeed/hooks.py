@@ -240,7 +240,7 @@ class EngineHooks(Hooks):
 
 
 class UpdatedByDeepSpeed(Updated):
-    """A tensor that a compiled optimizer of DeepSpeed updates. A class of torch defines the same step."""
+    """A tensor that a compiled optimizer of DeepSpeed updates. A class of torch computes the same update."""
 
     def optimizer_of(self, twin: torch.nn.Parameter) -> Any:
         kind: Any = torch_class(self.optimizer)

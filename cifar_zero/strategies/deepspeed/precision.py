@@ -1,4 +1,4 @@
-"""Lightning's precision plugin for DeepSpeed, corrected where it changes the maths."""
+"""Corrects Lightning's precision plugin for DeepSpeed where it changes the maths."""
 
 from typing import Any
 

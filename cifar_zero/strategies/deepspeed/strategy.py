@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeedStrategy, extended to CPU ranks, and corrected where it changes the maths or a checkpoint."""
+"""Extends Lightning's DeepSpeedStrategy to CPU ranks, and corrects it where it changes the maths or a checkpoint."""
 
 import importlib
 import os
@@ -45,8 +45,8 @@ second fit."""
 
 
 class ZeROStrategy(DeepSpeedStrategy):
-    """DeepSpeed's engine under Lightning, on CUDA as Lightning runs it and elsewhere on DeepSpeed's own CPU
-    accelerator.
+    """Runs DeepSpeed's engine under Lightning, on CUDA as Lightning's strategy does, and elsewhere on DeepSpeed's own
+    CPU accelerator.
 
     Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are the options of Lightning's
     strategy. The class adds two things that Lightning 2.6.6 lacks:
@@ -80,7 +80,6 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
-        self.options_before, self.group_names = {}, []
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
         # The throughput timer waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -280,6 +279,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if spawns else None
         before = [{key: group[key] for key in group if key not in ("params", "lr")} for group in optimizer.param_groups]
         started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        self.options_before = {}
         for group, options in zip(optimizer.param_groups, before, strict=True):
             self.options_before[id(group)] = {key: own for key, own in options.items() if group.get(key) != own}
         if spawns:
