@@ -66,11 +66,15 @@ class EngineHooks(Hooks):
         return plain_names_of(self.engine, names)
 
     def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        plain = self.plain_names(tensors)
-        of_experts = {plain[name]: tensor.cpu() for name, tensor in tensors.items() if EXPERT.fullmatch(name)}
-        found = {plain[name]: tensor for name, tensor in tensors.items()}
-        for of_rank in gather(of_experts) if of_experts else ():
-            found |= of_rank
+        found: dict[str, Tensor] = {}
+        of_experts: dict[str, Tensor] = {}
+        for name, plain in self.plain_names(tensors).items():
+            found[plain] = tensors[name]
+            if EXPERT.fullmatch(name):
+                of_experts[plain] = tensors[name].cpu()
+        if of_experts:
+            for of_rank in gather(of_experts):
+                found |= of_rank
         return found
 
     def shape(self, parameter: Any) -> torch.Size:
@@ -119,13 +123,12 @@ class EngineHooks(Hooks):
             yield parameter.detach(), whole.to(parameter.dtype)
 
     def updated(self, optimizer: Any, at_any_step: bool = False) -> Iterator[Updated]:
-        engine, zero = self.engine, self.engine.optimizer
         if self._offload_device == "nvme":
             return
-        own = engine.basic_optimizer
+        own = self.engine.basic_optimizer
         kind = UpdatedByDeepSpeed if torch_class(own) else Updated
-        group_of = getattr(zero, "sub_group_to_group_id", {})  # only ZeRO 3 has sub-groups
-        for number, (parameters, target, cut) in enumerate(optimizer_groups(engine)):
+        group_of = getattr(self.engine.optimizer, "sub_group_to_group_id", {})  # only ZeRO 3 has sub-groups
+        for number, (parameters, target, cut) in enumerate(optimizer_groups(self.engine)):
             holders = [group for group in own.param_groups if any(each is target for each in group["params"])]
             group = holders[0] if holders else own.param_groups[group_of.get(number, 0)]
             options_before = getattr(self.strategy, "options_before", {}).get(id(group), {})
