@@ -58,7 +58,7 @@ def run(program: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) ->
     return program.main()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(base: Path, checkpoint: Path, delta: Path):
+def test_a_delta_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(base: Path, checkpoint: Path, delta: Path):
     assert load_file(delta).keys() == TRAINED
     assert delta.stat().st_size < base.stat().st_size / 10
     expected = torch.load(checkpoint, weights_only=True)["state_dict"]
@@ -93,7 +93,7 @@ def test_the_programs_read_a_delta(
     assert of_checkpoint[-1].startswith("test loss ")
 
 
-def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
+def test_a_delta_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
     weights = torch.load(base)
     torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own value does not matter
     apply_delta(base, delta)

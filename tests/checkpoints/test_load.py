@@ -18,7 +18,7 @@ def net() -> nn.Module:
     return models.build("net", 10)
 
 
-def test_every_kind_of_file(net: nn.Module, tmp_path: Path):
+def test_weights_are_read_from_every_kind_of_file(net: nn.Module, tmp_path: Path):
     weights = dict(net.state_dict())
     torch.save(weights, tmp_path / "plain.pt")
     torch.save({"model": weights, "epoch": 3}, tmp_path / "torchvision.pth")
@@ -46,7 +46,7 @@ def test_tensors_that_fit_are_loaded_and_the_rest_is_listed(net: nn.Module, tmp_
         assert torch.equal(value, before[name] if name.startswith("fc3") else weights[name])
 
 
-def test_refused(net: nn.Module, tmp_path: Path):
+def test_a_file_without_fitting_weights_is_refused(net: nn.Module, tmp_path: Path):
     torch.save({"lr": 0.1}, tmp_path / "other.pt")
     with pytest.raises(UsageError, match="contains no weights"):
         read_plain(tmp_path / "other.pt")

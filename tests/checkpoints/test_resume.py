@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes, and on which images."""
+"""Checks which checkpoint a run resumes, and on which images."""
 
 from __future__ import annotations
 

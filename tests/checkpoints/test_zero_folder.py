@@ -1,4 +1,4 @@
-"""Reading hand-written DeepSpeed folders of models with mixtures of experts that small runs do not produce."""
+"""Reads hand-written DeepSpeed folders with experts, of kinds that small runs do not produce."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check(folder: Path, names: list[str]) -> None:
 NAMES = ["net.gate.wg.weight", *(f"net.experts.{number}.bias" for number in range(LOCAL * RANKS))]
 
 
-def test_experts_that_deepspeed_has_split_into_two_groups(tmp_path: Path):
+def test_experts_that_deepspeed_has_split_into_two_groups_are_assembled(tmp_path: Path):
     """DeepSpeed splits from 178,956,971 parameters on, in the middle of a mixture."""
     shards = {}
     for rank in range(RANKS):
@@ -97,14 +97,14 @@ def stage_0(folder: Path) -> Path:
     return write(folder, 0, ranks)
 
 
-def test_stage_0_in_16_bits(tmp_path: Path):
+def test_stage_0_in_16_bits_is_assembled(tmp_path: Path):
     check(stage_0(tmp_path), NAMES)
 
 
 @pytest.mark.parametrize(
     "file", ["expp_rank_0_mp_rank_00_optim_states.pt", "layer_0_expert_4_mp_rank_00_model_states.pt"]
 )
-def test_a_missing_file(file: str, tmp_path: Path):
+def test_a_missing_file_is_refused(file: str, tmp_path: Path):
     folder = stage_0(tmp_path)
     (folder / TAG / file).unlink()
     with pytest.raises(UsageError, match="is incomplete"):

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration: one owner for each setting, and switches as DeepSpeed reads them."""
+"""Checks DeepSpeed's configuration: each setting has one owner, and DeepSpeed reads the switches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SWITCHES = {
 OFFLOAD = {"ratio": 0.75, "pin_memory": True, "cpuadam_cores_perc": 0.5}
 
 
-def test_switches_key_by_key():
+def test_switches_reach_deepspeed_key_by_key():
     flags = [f"--zero.{name}={value}".lower() for name, value in SWITCHES.items()]
     flags += [f"--offload.{name}={value}".lower() for name, value in OFFLOAD.items()]
     read = section("--strategy", "deepspeed_stage_3_superoffload", *flags, "--zero.reduce_bucket_size", "1001")
@@ -75,7 +75,7 @@ def test_lightning_accepts_one_rank_in_a_notebook(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_get_ds_config_key_by_key(stage: int, dtype: Dtype):
+def test_get_ds_config_equals_its_source_key_by_key(stage: int, dtype: Dtype):
     assert get_ds_config(stage, dtype) == {
         "train_batch_size": 16,
         "steps_per_print": 2000,
@@ -113,7 +113,7 @@ def test_get_ds_config_key_by_key(stage: int, dtype: Dtype):
     }
 
 
-def test_recipe_says_what_the_source_says():
+def test_the_recipe_has_the_values_of_its_source():
     config = command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])
     source = get_ds_config(0, "fp16")
     adam, warmup = source["optimizer"]["params"], source["scheduler"]["params"]

@@ -1,4 +1,4 @@
-"""SuperOffload on a machine that may have no GPU. Its optimizer needs the streams of a GPU (tests/gpu)."""
+"""Checks on any machine that SuperOffload is turned on. Its optimizer needs the streams of a GPU (tests/gpu)."""
 
 import pytest
 from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
