@@ -58,7 +58,9 @@ def run(program: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) ->
     return program.main()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_delta_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(base: Path, checkpoint: Path, delta: Path):
+def test_a_delta_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(
+    base: Path, checkpoint: Path, delta: Path
+):
     assert load_file(delta).keys() == TRAINED
     assert delta.stat().st_size < base.stat().st_size / 10
     expected = torch.load(checkpoint, weights_only=True)["state_dict"]

@@ -11,7 +11,9 @@ from cifar_zero.checkpoints.io import AtomicCheckpointIO
 CANNOT_BE_PICKLED = {"state_dict": {}, "callbacks": lambda: None}
 
 
-def test_a_checkpoint_that_cannot_be_pickled_is_reported_and_the_earlier_one_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_checkpoint_that_cannot_be_pickled_is_reported_and_the_earlier_one_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     plugin = AtomicCheckpointIO()
     before = tmp_path / "before.ckpt"
     plugin.save_checkpoint({"state_dict": {}}, before)
