@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
 
-from cifar_zero.checkpoints import network
+from cifar_zero import build_model
 from cifar_zero.checkpoints.weights import load_full_weights
 from cifar_zero.config.recipe import Views
 from cifar_zero.config.settings import Settings
@@ -58,7 +58,7 @@ class CIFARModule(LightningModule):
             return
         settings = self.settings
         torch.manual_seed(settings.recipe.seed)
-        self.net = network.build(settings.recipe, self.num_classes)
+        self.net = build_model.build(settings.recipe, self.num_classes)
         strategy = None if self._trainer is None else self._trainer.strategy
         load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
@@ -88,7 +88,7 @@ class CIFARModule(LightningModule):
         without trained parameters."""
         assert self.net is not None
         self.gates = gates(self.net)
-        network.freeze_statistics(self.net)
+        build_model.freeze_statistics(self.net)
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns class scores (N, classes) for images (N, 3, H, W), which are uint8 or already normalised.

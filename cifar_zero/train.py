@@ -37,7 +37,9 @@ def main() -> int:
     if run.placement.num_nodes > 1:
         raise UsageError(f"--num_nodes {run.placement.num_nodes}: start it on each node with {torchrun('train')} ...")
     strategy = ["--strategy", run.placement.strategy]  # resolved, in case the command line has auto
-    return local_launcher.run(run.placement.world_size, run.on_cpu, strategy, partial(resume.from_newest, run))
+    return local_launcher.run(
+        run.placement.world_size, run.on_cpu, strategy, partial(resume.command_to_resume_newest, run)
+    )
 
 
 def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, Any]:

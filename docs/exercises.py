@@ -298,7 +298,7 @@ def batch_for_zero(answer: Callable[[], int]) -> str:
 
 def lora_cost(answer: Callable[..., tuple[int, int]]) -> str:
     """Exercise 14: compares the size of an adapter, and its training state, with a layer of this program."""
-    from cifar_zero.checkpoints.network import LoRALinear
+    from cifar_zero.build_model import LoRALinear
     from cifar_zero.config.recipe import LoRAConfig
 
     for inputs, outputs, rank in ((192, 576, 8), (400, 120, 4), (4096, 4096, 16)):

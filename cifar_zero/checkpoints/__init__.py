@@ -1,1 +1,1 @@
-"""Reading the checkpoints of every strategy."""
+"""Writes, finds and reads the checkpoints of every strategy."""

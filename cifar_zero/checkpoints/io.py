@@ -1,4 +1,4 @@
-"""Lightning's interface for writing, reading and removing checkpoints."""
+"""Implements Lightning's interface for writing, reading and removing checkpoints."""
 
 from pathlib import Path
 from typing import Any

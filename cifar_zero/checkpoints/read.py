@@ -20,18 +20,19 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
     DeepSpeed writes. For the arguments see `safe_load.load`. Raises UsageError if the checkpoint is damaged or would
     need `trust`."""
     if checkpoint.is_dir():
-        return checked(read_folder(checkpoint, trust, verify, device), checkpoint)
+        return with_checked_record(read_folder(checkpoint, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
         raise UsageError(f"{checkpoint} contains only weights: give the checkpoint that they come from")
     content = load(checkpoint, trust, verify, device)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise UsageError(f"{checkpoint} is not a checkpoint of a run: it has no state_dict")
-    return checked(content, checkpoint)
+    return with_checked_record(content, checkpoint)
 
 
-def checked(content: dict[str, Any], name: object) -> dict[str, Any]:
-    """Returns the content of a checkpoint after checking the part that callbacks/checkpoint.py adds, if there is one.
-    Options that are missing in it get their defaults. Raises UsageError if another version of the program wrote it."""
+def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]:
+    """Checks the record that callbacks/checkpoint.py adds to a checkpoint, and returns the content with defaults for
+    the options that the record lacks. Content without a record is returned unchanged. Raises UsageError if another
+    version of the program wrote the record."""
     if RECORD not in content:
         return content
     try:

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run resumes before anything is launched, and refuses the checkpoint of another run. Does
+"""Finds the checkpoint that a run resumes, before anything is launched, and refuses the checkpoint of another run. Does
 not import torch.
 
 `config/strategy_rules.py` refuses strategies that cannot resume. `training/starting.py` refuses checkpoints with other
@@ -58,9 +58,9 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Does not read the
-    checkpoint, because rank 0 compares it with the run later, see `training.starting.check_checkpoint`. Raises
-    UsageError if there is no such checkpoint."""
+    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes what
+    killed processes left unfinished next to the checkpoint. Does not read the checkpoint, because rank 0 compares it
+    with the run later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -102,24 +102,24 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     one.
 
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
-    node. `agents` are the names of torchrun's processes, see `rank_environment.torchrun_agent`.
+    node. `agents` are the names of torchrun's processes (see `rank_environment.torchrun_agent`).
     """
     found: list[Path] = []
-    folders = (Path(out, name + suffix) for suffix in ("", FALLBACK_SUFFIX))
-    for file in (file for folder in folders for file in folder.glob(f"version_*/{run_folder.RANKS}")):
-        try:
-            earlier = {place["agent"] for place in plain_data.read_json(file, str(file))}
-        except (UsageError, TypeError, KeyError):  # damaged, for example by a full disk
-            continue
-        if earlier.intersection(agents) - {""}:
-            atomic.recover(file.parent)
-            found += run_folder.checkpoints(file.parent)
+    for suffix in ("", FALLBACK_SUFFIX):
+        for file in Path(out, name + suffix).glob(f"version_*/{run_folder.RANKS}"):
+            try:
+                earlier = {place["agent"] for place in plain_data.read_json(file, str(file))}
+            except (UsageError, TypeError, KeyError):  # damaged, for example by a full disk
+                continue
+            if earlier.intersection(agents) - {""}:
+                atomic.recover(file.parent)
+                found += run_folder.checkpoints(file.parent)
     if found:
         return run_folder.newest(found)
     return None
 
 
-def resuming(run: Run, checkpoint: Path | str) -> str:
+def command_to_resume(run: Run, checkpoint: Path | str) -> str:
     """Returns the command that resumes a run. It repeats the flags with which the user consents to run code, because
     consent must be on the command line."""
     model, transform, flags = run.recipe.model.name, run.recipe.augment.transform, [*run.consent.callbacks]
@@ -129,16 +129,18 @@ def resuming(run: Run, checkpoint: Path | str) -> str:
         flags += ["--augment.transform", transform]
     if run.consent.trust:
         flags.append("--trust")
-    launched = rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ  # by another program
-    return command("train", "--resume", checkpoint, *flags) + ", started by the same launcher" * launched
+    line = command("train", "--resume", checkpoint, *flags)
+    if rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ:  # launched by another program
+        line += ", started by the same launcher"
+    return line
 
 
-def from_newest(run: Run, run_dir: Path) -> str:
+def command_to_resume_newest(run: Run, run_dir: Path) -> str:
     """Returns the command that resumes a run from its newest checkpoint, or else from the checkpoint that the run
     itself resumed. Returns an empty string if there is neither."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
     if checkpoint:
-        return resuming(run, checkpoint)
+        return command_to_resume(run, checkpoint)
     return ""
 
 
@@ -155,9 +157,10 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
             f"--resume {resume}: its run has --data.source {source}, not {asked}: "
             f"continue it with --data.source {source}, or fine-tune it with --weights {resume} and without --resume"
         )
-    for option in (option for option in now if option in before and before[option] != now[option]):
-        if not may_change_on_resume(option):
-            raise UsageError(f"--resume {resume}: its run has --{option} {before[option]}, not {now[option]}")
+    for option, value in now.items():
+        saved = before.get(option, value)
+        if saved != value and not may_change_on_resume(option):
+            raise UsageError(f"--resume {resume}: its run has --{option} {saved}, not {value}")
 
 
 def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:

@@ -19,14 +19,12 @@ STEP_CHECK = "step_check.json"
 
 
 def claim(out: str, name: str) -> Path:
-    """Makes and returns the first free version_N of a run's name. Raises UsageError if it cannot be made."""
+    """Makes and returns the next version_N of a run's name. Raises UsageError if the folder cannot be made."""
     parent = Path(out) / name
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        taken = [int(suffix) for entry in parent.glob("version_*") if (suffix := entry.name[8:]).isdecimal()]
-        version = max(taken, default=-1)
         while True:
-            version += 1
+            version = max(map(_version, parent.glob("version_*")), default=-1) + 1
             with suppress(FileExistsError):  # another run has just made the same folder
                 folder = parent / f"version_{version}"
                 folder.mkdir()
@@ -63,9 +61,9 @@ def newest_checkpoint(folder: Path) -> Path:
 def newest(found: list[Path]) -> Path:
     """Returns the newest of several checkpoints.
 
-    The run's name is the one whose checkpoint was written last, and the run is the last version of this name. The
-    newest checkpoint of this run is last.ckpt, or else the one that was written last. Times alone are not enough,
-    because copying a folder changes them.
+    First selects the name of which a checkpoint was written last, and then the last version of this name. Returns this
+    run's last.ckpt, or else its checkpoint that was written last. Times alone are not enough, because copying a folder
+    changes them.
     """
     name, _ = _run_of(max(found, key=written))
     of_name = [path for path in found if _run_of(path)[0] == name]
@@ -76,8 +74,13 @@ def _run_of(checkpoint: Path) -> tuple[Path, int]:
     """Returns the folder of all runs with the name of a checkpoint's run, and the run's version, which is -1 outside of
     a run folder."""
     folder = checkpoint.absolute().parent.parent  # version_N, if the path is <name>/version_N/checkpoints/last.ckpt
+    return folder.parent, _version(folder)
+
+
+def _version(folder: Path) -> int:
+    """Returns N for a folder named version_N, and -1 for any other folder."""
     version = folder.name.removeprefix("version_")
-    return folder.parent, int(version) if version.isdecimal() else -1
+    return int(version) if version.isdecimal() else -1
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -89,15 +92,14 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
     """Returns the checkpoint that `--resume last` names, which is the newest of a run's name under `out`. With
     `fallback`, runs that fell back from CIFAR-10 to the digits count too. Raises UsageError if there is none."""
     own, digits = Path(out, name), Path(out, name + FALLBACK_SUFFIX)
-    folders = [own]
+    found = checkpoints(own)
     if fallback:
-        folders.append(digits)
+        found += checkpoints(digits)
     elif digits.is_dir() and not own.is_dir():
         raise UsageError(
             f"--resume last: the only run named {name} under {out} was trained on the embedded digits, not CIFAR-10: "
             f"continue it with --resume {digits}"
         )
-    found = [checkpoint for folder in folders for checkpoint in checkpoints(folder)]
     if not found:
         raise UsageError(
             f"--resume last: no run named {name} under {out} has a checkpoint: name the run with --name (by default "
@@ -137,7 +139,7 @@ def deepspeed_files(path: str) -> Path | None:
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may be another program's."""
+    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may be of another program."""
     return (path / "latest").is_file() and (path / "checkpoint").is_dir()
 
 

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from cifar_zero.checkpoints.network import merged, on_meta, trained_names
-from cifar_zero.checkpoints.read import RECORD, checked, of_another_version, read
+from cifar_zero.build_model import merged, on_meta, trained_names
+from cifar_zero.checkpoints.read import RECORD, of_another_version, read, with_checked_record
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.settings import DataConfig, settings_of
@@ -33,7 +33,7 @@ FILE = "weights.txt"  # file in the run folder with all names that were loaded, 
 LISTED = 4  # maximum number of names of each kind in a line on the console
 
 
-def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
+def net_weights(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
     """Returns the weights by the model's own names. If the checkpoint has averaged weights and `averaged` is set,
     returns the averaged weights."""
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
@@ -41,10 +41,10 @@ def network(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, T
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
 
 
-def plain_network(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the weights of `network` with adapters merged, which are the weights of a plain model of models/."""
+def merged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the weights of `net_weights` with adapters merged, which are the weights of a plain model of models/."""
     lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
-    return merged(network(checkpoint), lora.get("alpha", 0.0))
+    return merged(net_weights(checkpoint), lora.get("alpha", 0.0))
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
@@ -57,7 +57,7 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str)
         raise UsageError(f"{checkpoint} comes from another model: {differing}") from error
 
 
-def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32") -> dict[str, str]:
+def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
     """Returns a checkpoint's description of its model as strings, the only values that safetensors allows.
 
     `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is the side
@@ -78,7 +78,7 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str, dtype: str = "float32"
         "image_size": str(side),
         "mean": ",".join(map(str, mean)),
         "std": ",".join(map(str, std)),
-        "dtype": dtype,
+        "dtype": "float32",
         "checkpoint": name,
         "step": str(checkpoint["global_step"]),
     }
@@ -128,11 +128,11 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return read_whole(file)[0]
     if file.is_dir():
-        return plain_network(read(file, trust))
+        return merged_weights(read(file, trust))
     content: Any = load(file, trust)
     if isinstance(content, dict):
         if RECORD in content:
-            return plain_network(checked(content, file))
+            return merged_weights(with_checked_record(content, file))
         for wrapper in ("state_dict", "model"):  # keys of Lightning and timm, and of torchvision's references and DeiT
             if isinstance(content.get(wrapper), dict):
                 content = content[wrapper]
@@ -165,16 +165,13 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
     )
 
 
-def load_full_weights(
-    net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any] = Tensor.copy_
-) -> None:
+def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
     """Loads whole tensors into a model of which each rank may hold only its shards. Tensors of the model that are not
     in `weights` stay as they are. All ranks call it. `write` overwrites a parameter, which the strategy may have
     sharded, with a whole tensor."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
-            with torch.no_grad():
-                write(tensor, weights[name])
+            write(tensor, weights[name])
 
 
 def _with_shape(name: str, tensor: Tensor) -> str:
@@ -207,7 +204,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
     trained = trained_names(on_meta(recipe, len(record["classes"])))
-    weights = network(checkpoint)
+    weights = net_weights(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
     if not base:
         raise UsageError(f"--to delta: the run of {name} trained all weights: use --to safetensors")
@@ -243,7 +240,7 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     if checksum(frozen) != metadata[BASE]:
         raise UsageError(f"--delta {delta} does not belong to {base}, because the checksums of their weights differ")
     state = {PREFIX + name: value for name, value in {**frozen, **trained}.items()}
-    return checked({"state_dict": state, "global_step": step, RECORD: record}, f"--delta {delta}")
+    return with_checked_record({"state_dict": state, "global_step": step, RECORD: record}, f"--delta {delta}")
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:

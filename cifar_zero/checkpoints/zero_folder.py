@@ -32,7 +32,7 @@ from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
 
 TAG = "checkpoint"  # folder inside a DeepSpeed checkpoint, as Lightning names it
-SHAPE = "zero_shape"  # key under which the strategy records its ranks and shards
+LAYOUT = "zero_shape"  # key of what a shard depends on, such as the number of ranks
 
 GROUPS = "zero_groups"
 """Key of the plain names and the shapes of the parameters in each of a rank's flat tensors, in the order of the
@@ -53,7 +53,7 @@ PROGRESS = "zero_progress"
 """Key of the names of all entries that Lightning and the run's callbacks have added to the files of the model."""
 
 DEEPSPEED_GROUP_KEYS = {"params", "param_names", "name", "moe"}
-"""Keys of a parameter group that belong to an engine, or that are written anew."""
+"""Keys of a parameter group that only an engine uses, or that `_as_torch` replaces."""
 
 EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
 """DeepSpeed's name of an expert's weight, with groups for the mixture, the expert's number and the weight's own
@@ -95,10 +95,10 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
         raise UsageError(f"{folder} is not a DeepSpeed checkpoint of this program: {why}") from error
 
 
-def shape_of(folder: Path, trust: bool = False) -> Any:
-    """Returns the layout of ranks and shards that the strategy recorded, or None if it recorded none. Raises UsageError
-    if the file cannot be read."""
-    return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(SHAPE)
+def layout_of(folder: Path, trust: bool = False) -> Any:
+    """Returns what the shards of a checkpoint depend on, as the strategy recorded it, or None if there is no such
+    record. Raises UsageError if the file cannot be read."""
+    return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(LAYOUT)
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
@@ -125,11 +125,10 @@ def files_of(folder: Path) -> tuple[list[Path], ...]:
     """Returns the files of the model, of its experts, of the shards, and of the ranks with other experts at stage 0.
     Raises UsageError if no file of the model exists."""
 
-    def found(*patterns: str) -> list[Path]:
-        files = [file for pattern in patterns for file in folder.glob(pattern)]
-        return sorted(files, key=lambda file: [int(number) for number in re.findall(r"\d+", file.stem)])
+    def found(pattern: str) -> list[Path]:
+        return sorted(folder.glob(pattern), key=lambda file: [*map(int, re.findall(r"\d+", file.stem))])
 
-    models = found("mp_rank_*model_states.pt", "zero_pp_rank_*model_states.pt")
+    models = found("mp_rank_*model_states.pt") or found("zero_pp_rank_*model_states.pt")
     if not models:
         raise UsageError(f"{folder} contains no checkpoint: *model_states.pt is missing")
     experts = found("layer_*_expert_*model_states.pt")
@@ -146,7 +145,7 @@ def _check_complete(
     main = models[0]
     stage, ranks = _stage(main), main["dp_world_size"]
     num_experts = sum(main.get("num_experts", []))
-    sharing = main.get(SHAPE, {}).get("ep_size", 1) if num_experts and not stage else 0
+    sharing = main[LAYOUT]["ep_size"] if num_experts and not stage else 0
     for found, expected, what in (
         (models, ranks if stage == 3 else 1, "model files"),
         (experts, num_experts, "expert files"),
@@ -155,14 +154,11 @@ def _check_complete(
     ):
         if len(found) != expected:
             raise UsageError(f"{folder} is incomplete: it has {len(found)} {what}, not {expected} (stage {stage})")
-    if not stage and not of_expert_ranks and main["optimizer"] is None:  # DeepSpeed pull request 7786
-        raise UsageError(f"{folder} lacks optimizer state, as DeepSpeed below 0.18.5 saves none at stage 0 in bfloat16")
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:
     """Fills a rank's shard with the tensors that DeepSpeed kept on NVMe and copied from there into the checkpoint."""
-    folders = (folder / TAG / "offloaded_tensors").glob("rank*")
-    (files,) = (found for found in folders if int(found.name.removeprefix("rank")) == rank)
+    files = folder / TAG / "offloaded_tensors" / f"rank{rank:02d}"  # DeepSpeed's dp_index_to_str
 
     def read(stem: str) -> Tensor:
         file = files / f"{stem}.tensor.swp"
@@ -194,10 +190,11 @@ def _assembled(
 ) -> dict[str, Any]:
     main = models[0]
     stage = _stage(main)
-    of_model = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
-    of_experts = {name: value for expert in experts for name, value in expert.items()}
-    plain = plain_names([*main["module"], *of_experts])
-    weights = {plain[name]: value for name, value in (of_model | of_experts).items()}
+    stored = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
+    for expert in experts:
+        stored |= expert
+    plain = plain_names({**main["module"], **stored})
+    weights = {plain[name]: value for name, value in stored.items()}
     state: dict[str, State] = {}
     names: dict[int, list[str]] = {}
     for number in range(len(shards[0].groups)):
@@ -216,6 +213,8 @@ def _assembled(
             for key, value in states[0].items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     values: Mapping[str, Any] = whole_tensors([own[key] for own in states], shapes, stage, padding)
+                elif key == "step":  # a number in the state of DeepSpeed's Adam
+                    values = {name: torch.as_tensor(value, dtype=torch.float32).clone() for name in shapes}
                 else:
                     values = dict.fromkeys(shapes, value)
                 for name, whole in values.items():
@@ -223,7 +222,7 @@ def _assembled(
     frozen: Shapes = main.get("frozen_param_shapes") or {} if stage == 3 else {}
     for name, shape in frozen.items():
         weights[name] = uncut([model["frozen_param_fragments"][name].flatten() for model in models], shape)
-    for name, first_name in main.get(TIED, {}).items():  # an earlier version did not write this key
+    for name, first_name in main[TIED].items():
         weights[name] = weights[first_name]
     progress = {key: main[key] for key in main[PROGRESS]}
     if AVERAGE in main:
@@ -273,28 +272,24 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
     if not average["sharded"]:
         return average
     weights: dict[str, Tensor] = dict(average["weights"])
-    for name, shape in (item for group in groups for item in group.items()):
-        weights[name] = uncut([of_rank["weights"][name] for of_rank in averages], shape)
+    for group in groups:
+        for name, shape in group.items():
+            weights[name] = uncut([of_rank["weights"][name] for of_rank in averages], shape)
     return {**average, "weights": weights, "sharded": False}
 
 
 def _as_torch(
     states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the optimizer's state in torch's form, in DeepSpeed's groups. DeepSpeed's Adam stores the step count as a
-    number, which becomes a tensor. `names` are the names of the parameters in each flat tensor."""
+    """Returns the optimizer's state in torch's form, in DeepSpeed's groups. `names` are the names of the parameters in
+    each flat tensor."""
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
     first = 0
     for group in groups:
         numbered = dict(enumerate((name for flat in group["params"] for name in names[flat]), first))
         first += len(numbered)
-        entries = {number: states[name] for number, name in numbered.items() if name in states}
-        for number, entry in entries.items():
-            step = entry.get("step")
-            if step is not None and not (isinstance(step, Tensor) and step.is_meta):
-                entry["step"] = torch.tensor(float(step))
-            state[number] = entry
+        state |= {number: states[name] for number, name in numbered.items() if name in states}
         options = {key: value for key, value in group.items() if key not in DEEPSPEED_GROUP_KEYS}
         param_groups.append({**options, "params": [*numbered], "param_names": [*numbered.values()]})
     return {"state": state, "param_groups": param_groups}

@@ -13,7 +13,7 @@ import cpuinfo
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from cifar_zero.checkpoints.network import on_meta
+from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints.weights import encode
 from cifar_zero.comparison import resuming
 from cifar_zero.comparison.baseline import SKETCHES

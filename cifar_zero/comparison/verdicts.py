@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.weights import network
+from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
 from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind
 from cifar_zero.core.errors import UsageError
@@ -122,7 +122,7 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
     try:
         if not (checkpoint := last_checkpoint(run)).exists():
             raise UsageError(f"{run.folder} has no checkpoint of its last step")
-        return network(read(checkpoint, trust), averaged=False)
+        return net_weights(read(checkpoint, trust), averaged=False)
     except UsageError as error:
         notes.append(f"The weights of {run.folder} were not compared: {error}.")
         return None

@@ -14,8 +14,8 @@ from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import (
     encode,
     load_weights,
+    merged_weights,
     metadata_of,
-    plain_network,
     read_whole,
     read_with_delta,
     write_delta,
@@ -52,7 +52,7 @@ def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
     if not delta and file.suffix in (".safetensors", ".onnx"):
         return load_export(file, file.suffix)
     content = read_with_delta(file, delta, trust)
-    return build(plain_network(content), metadata_of(content, file.name), file)[1]
+    return build(merged_weights(content), metadata_of(content, file.name), file)[1]
 
 
 def load_export(file: Path, suffix: str) -> Classifier:
@@ -142,7 +142,7 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
     """
     content = read_with_delta(checkpoint, delta, trust)
     metadata = metadata_of(content, checkpoint.name)
-    net, original = build(plain_network(content), metadata, checkpoint)
+    net, original = build(merged_weights(content), metadata, checkpoint)
     side, tolerance, staged = original.inputs.side, 0.0, atomic.staged(output)
     try:
         if to == "onnx":

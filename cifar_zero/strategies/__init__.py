@@ -14,10 +14,13 @@ from cifar_zero.config.placement import Placement
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
+    from cifar_zero.config.run import Run
     from cifar_zero.strategies.hooks import Hooks
 
 
-def build(placement: Placement, num_parameters: int, largest_parameter: int = 0) -> Strategy | str:
+def build(
+    placement: Placement, num_parameters: int, largest_parameter: int = 0, run: Run | None = None
+) -> Strategy | str:
     """Returns the strategy for Lightning's Trainer, for any LightningModule with `num_parameters` parameters.
 
     The placement must be resolved: devices is a number, accelerator is cpu or gpu, and precision is a format. Clipping
@@ -28,6 +31,7 @@ def build(placement: Placement, num_parameters: int, largest_parameter: int = 0)
         num_parameters: Number of elements of all parameters. DeepSpeed's communication buckets are no larger.
         largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers. 0 if
             unknown.
+        run: The run whose own model and optimizer are trained; None for another LightningModule.
 
     Raises:
         UsageError: If the ranks cannot be divided as the placement requires, or its DeepSpeed configuration cannot be
@@ -38,13 +42,13 @@ def build(placement: Placement, num_parameters: int, largest_parameter: int = 0)
         return _plain(placement)
     family = import_module(f"cifar_zero.strategies.{spec.family}")
     if spec.family == "deepspeed":
-        return family.build(placement, spec, num_parameters, largest_parameter)
+        return family.build(placement, spec, num_parameters, largest_parameter, run)
     return family.build(placement)
 
 
 def _plain(placement: Placement) -> Strategy | str:
-    """Returns Lightning's DDP for several ranks or if the placement names it, else "auto", for which Lightning takes
-    its single-device strategy."""
+    """Returns Lightning's DDP strategy if there are several ranks or the placement names it. Otherwise returns "auto",
+    with which Lightning uses its single-device strategy."""
     if placement.strategy == "baseline" and placement.world_size == 1:
         return "auto"
     from lightning.pytorch.strategies import DDPStrategy

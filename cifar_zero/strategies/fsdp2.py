@@ -1,5 +1,5 @@
-"""Sharding with torch's fully_shard (FSDP2), which is ZeRO 3 in torch itself. Each parameter is a DTensor that is
-sharded along its first dimension, or along the one that `tensor_parallel.data_dimension` returns.
+"""Shards models with torch's fully_shard (FSDP2), which is ZeRO 3 in torch itself. Each parameter is a DTensor that is
+sharded along its first dimension, or along the dimension that `tensor_parallel.data_dimension` returns.
 
 Zhao et al. 2023, "PyTorch FSDP"; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """

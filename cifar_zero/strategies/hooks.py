@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, _foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module, Parameter
@@ -43,7 +43,7 @@ class Updated:
 
     def optimizer_of(self, twin: Parameter) -> Any:
         """Returns an optimizer that updates `twin`, a copy of the tensor, exactly as the original optimizer updates the
-        tensor. It has copies of the tensor's state."""
+        tensor. The new optimizer has a copy of the tensor's state."""
         other = object.__new__(type(self.optimizer))  # copy.copy would drop attributes of subclasses (torch 2.15)
         vars(other).update(vars(self.optimizer))
         other.param_groups = [{**self.group, "params": [twin]}]
@@ -64,7 +64,7 @@ class Hooks:
     def __init__(self, strategy: Any = None):
         self.strategy = strategy
 
-    def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
+    def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         """Returns which implementation of an optimizer to use on a device type, cuda or cpu.
 
         torch's fused optimizer updates all parameters in one call and is used on CUDA. It is not used on the CPU, where
@@ -93,8 +93,7 @@ class Hooks:
     def data_group(self) -> dist.ProcessGroup | None:
         """Returns the process group that contains this rank and one rank of each other replica. Together these ranks
         see each image once. None stands for all ranks."""
-        mesh = self.strategy.device_mesh if isinstance(self.strategy, ModelParallelStrategy) else None
-        return None if mesh is None else mesh["data_parallel"].get_group()
+        return None
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
         """Maps the name of each weight on this rank to its name in the plain model. `names` must contain all weights of
@@ -112,8 +111,11 @@ class Hooks:
 
     def gradients(self, module: Module) -> dict[str, Tensor]:
         """Returns `full_gradient` for every trained parameter, on the CPU, by the plain model's names. Collective."""
-        trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-        return self.by_plain_name({name: self.full_gradient(each).cpu() for name, each in trained})
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                gradients[name] = self.full_gradient(parameter).cpu()
+        return self.by_plain_name(gradients)
 
     def shape(self, parameter: Any) -> torch.Size:
         """Returns the unsharded shape of a parameter, without communication."""
@@ -128,7 +130,7 @@ class Hooks:
         master weight, so the module's parameter is converted. If the parameter belongs to an expert, the copy is of
         this rank's expert. Collective; call it only during a fit.
         """
-        return _unsharded(parameter).to(torch.float32, copy=True)
+        return unsharded(parameter).to(torch.float32, copy=True)
 
     def full_gradient(self, parameter: Any) -> Tensor:
         """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none.
@@ -139,7 +141,7 @@ class Hooks:
         """
         if parameter.grad is None:
             return torch.zeros(self.shape(parameter), device=parameter.device)
-        return _unsharded(parameter.grad).to(torch.float32, copy=True)
+        return unsharded(parameter.grad).to(torch.float32, copy=True)
 
     def write(self, parameter: Any, value: Tensor) -> None:
         """Overwrites a parameter with an unsharded value, which must be the same on every rank. Collective. Call it
@@ -196,8 +198,8 @@ class Hooks:
         return True
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns the number of ranks over which a gradient, or the layers that the parameter belongs to, are divided.
-        It is 1 if all ranks have the same gradient."""
+        """Returns the number of ranks among which the gradient of a parameter, or its layer, is divided. The number is
+        1 if all ranks have the same gradient."""
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             return 1
@@ -220,7 +222,7 @@ class Hooks:
             if parameter.grad is not None:
                 # torch's get_total_norm would round the norm of each gradient to the gradient's dtype.
                 total += ranks * torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32).square()
-        if divided:  # world_size / ranks ranks have added each part, multiplied by ranks
+        if divided:  # each part is added by world_size / ranks ranks, each time multiplied by ranks
             dist.all_reduce(total)
             total /= dist.get_world_size()
         return total.sqrt()
@@ -299,7 +301,8 @@ def tensors_in(container: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(container) if isinstance(leaf, Tensor)]
 
 
-def _unsharded(tensor: Tensor) -> Tensor:
+def unsharded(tensor: Tensor) -> Tensor:
+    """Returns the whole tensor of a DTensor, or any other tensor unchanged. It is detached. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 

@@ -1,21 +1,21 @@
-"""Base class of the strategies that split the model themselves: fsdp2, tensor_parallel and pipeline."""
+"""Defines the base class of the strategies that split the model themselves: fsdp2, tensor_parallel and pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from cifar_zero.config.placement import Placement
 from cifar_zero.optimizers import Implementation
 from cifar_zero.optimizers.groups import keep_own_options
-from cifar_zero.strategies.hooks import Hooks, cut
+from cifar_zero.strategies.hooks import Hooks, cut, unsharded
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
 """Function that replaces the parameters of a whole model, which are the same on every rank, with this rank's shards."""
@@ -24,10 +24,13 @@ Shard = Callable[[nn.Module, DeviceMesh], None]
 class MeshHooks(Hooks):
     """The hooks of the strategies that split the model themselves."""
 
-    def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
+    def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         if device_type == "cuda" and self.strategy.fuses:
             return "torch_fused_dtensor"
         return "torch"
+
+    def data_group(self) -> dist.ProcessGroup:
+        return self.strategy.device_mesh["data_parallel"].get_group()
 
     def compute_dtype(self, parameter: Any) -> torch.dtype:
         if self.strategy.casts and parameter.is_floating_point():
@@ -127,8 +130,7 @@ def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
     must call this function."""
 
     def whole(tensor: Tensor) -> Tensor | None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+        tensor = unsharded(tensor)
         if keep:
             return tensor.cpu()
 

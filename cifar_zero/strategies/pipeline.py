@@ -23,13 +23,13 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies.mesh import MeshHooks, MeshStrategy, on_host
 
 CHUNKS_PER_RANK = 4
-"""Chunks of a micro-batch per rank, if the micro-batch has as many images. Ranks wait for (ranks - 1) / (chunks + ranks
-- 1) of a step, which is little from four chunks per rank on (GPipe, section 2.3)."""
+"""Number of chunks per rank into which a micro-batch is divided, unless it has fewer images. Ranks are idle for
+(ranks - 1) / (chunks + ranks - 1) of a step, which is little with four chunks per rank or more (GPipe, section 2.3)."""
 
 
 def build(placement: Placement) -> "PipelineStrategy":
-    """Returns the strategy in which several ranks hold one model, each at least one block of it, and the other ranks
-    hold replicas."""
+    """Returns the strategy in which a group of ranks holds one model, with at least one block on each rank. Other
+    groups hold replicas."""
     return PipelineStrategy(placement, shard)
 
 

@@ -21,8 +21,8 @@ from cifar_zero.strategies.mesh import MeshStrategy, by_block
 
 
 def build(placement: Placement) -> MeshStrategy:
-    """Returns the strategy in which several ranks hold one model and divide its attention heads, and the other ranks
-    hold replicas."""
+    """Returns the strategy in which a group of ranks holds one model and divides its attention heads. Other groups hold
+    replicas."""
     return MeshStrategy(placement, shard)
 
 
@@ -37,10 +37,10 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> None:
 class ColwiseQKV(ColwiseParallel):
     """Splits a linear layer that outputs queries, keys and values, so that each rank has its heads of all three.
 
-    The weight stays one DTensor in its plain order, so that it is written to a checkpoint like any other. torch (2.15)
-    has this split, every n-th piece of each of three parts, under a private name, for FSDP combined with tensor
-    parallelism. FSDP cannot split the rows of the weight again, see `data_dimension`. The bias has no other dimension
-    that FSDP could split, so it is whole on every rank.
+    The weight stays one DTensor in its plain order, so that it is written to a checkpoint like any other weight. The
+    split takes every n-th piece of each of the three parts. torch (2.15) has it under a private name, for FSDP combined
+    with tensor parallelism. FSDP cannot split the rows of the weight again (see `data_dimension`). The bias has no
+    other dimension that FSDP could split, so it is whole on every rank.
     """
 
     def __init__(self) -> None:

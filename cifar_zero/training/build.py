@@ -9,12 +9,12 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 
 from cifar_zero import models, strategies
+from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
-from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.config.help import OWNED
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
@@ -22,8 +22,6 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
-from cifar_zero.models.cast import STATISTICS
-from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
 from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
@@ -92,19 +90,7 @@ def strategy_of(run: Run) -> Strategy | str:
     """Returns the strategy of a run, built for the run's own model and optimizer."""
     net = on_meta(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
-    strategy = strategies.build(run.placement, sum(sizes), max(sizes))
-    if isinstance(strategy, DeepSpeedStrategy):
-        engine: Any = strategy
-        engine.config["train_micro_batch_size_per_gpu"] = run.micro_batch  # DeepSpeed (0.19.8) only reports it
-        engine.precision_plugin.casts_batches = False  # the module casts them
-        if run.placement.precision != "32-true":
-            # By default DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
-            dtype = "bf16" if "bf16" in run.placement.precision else "fp16"
-            engine.config.setdefault("data_types", {"buffer_dtype": dtype, "keep_in_fp32_modules": [*STATISTICS]})
-        engine.shards_while_building = not issubclass(models.MODELS[run.recipe.model.name], models.ThirdParty)
-        if run.spec.offload_optimizer and OFFLOADED_BY.get(run.recipe.optimizer.name) == BY_DEEPSPEED:
-            engine.operators = ("cpu_adam", *engine.operators)
-    return strategy
+    return strategies.build(run.placement, sum(sizes), max(sizes), run)
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:

@@ -70,7 +70,7 @@ def evaluate(run: Run, checkpoint: Path, content: dict[str, Any] | None = None) 
     """Tests a checkpoint, prints its test table and returns the test/* metrics of metrics.json. `content` is the
     checkpoint's content if it has been read already."""
     from cifar_zero.checkpoints.read import RECORD, read
-    from cifar_zero.checkpoints.weights import load_weights, network
+    from cifar_zero.checkpoints.weights import load_weights, net_weights
     from cifar_zero.training import build
     from cifar_zero.training.results import print_test_table, test_metrics
 
@@ -81,7 +81,7 @@ def evaluate(run: Run, checkpoint: Path, content: dict[str, Any] | None = None) 
     module, datamodule = resolve_name(MODULE)(run, run.num_classes), resolve_name(DATAMODULE)(run)
     module.configure_model()
     averaged = bool(run.recipe.ema or run.recipe.swa_from)
-    load_weights(module.net, network(content, averaged), str(checkpoint))
+    load_weights(module.net, net_weights(content, averaged), str(checkpoint))
     build.trainer(run, None, callbacks=[]).test(module, datamodule=datamodule, verbose=False)
     metrics = test_metrics(module, datamodule)
     print(f"{checkpoint}: {datamodule.num_test:,} test images of {datamodule.dataset.name}")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cifar_zero.checkpoints import network
+from cifar_zero import build_model
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import UsageError
@@ -77,7 +77,7 @@ def check_gradients(run: Run) -> int:
     row per parameter. The row has the derivative of the loss by the element with the steepest slope, from autograd and
     from moving that element. The model computes in float64 without dropout."""
     torch.manual_seed(run.recipe.seed)
-    net = network.build(run.recipe, run.num_classes).double().eval()
+    net = build_model.build(run.recipe, run.num_classes).double().eval()
     side = run.data.image_size
     images = torch.rand(IMAGES, IMAGE_SHAPE[0], side, side, dtype=torch.float64) * 2 - 1
     labels = torch.arange(IMAGES) % run.num_classes

@@ -6,11 +6,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from cifar_zero import data
+from cifar_zero.build_model import check_patterns, on_meta
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.network import check_patterns, on_meta
 from cifar_zero.checkpoints.read import RECORD, check_resumable, read
 from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of
-from cifar_zero.checkpoints.weights import Match, apply_delta, load_weights, match, network, plain_network, read_plain
+from cifar_zero.checkpoints.weights import (
+    Match,
+    apply_delta,
+    load_weights,
+    match,
+    merged_weights,
+    net_weights,
+    read_plain,
+)
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.recipe import LoRAConfig
 from cifar_zero.config.run import Run
@@ -59,7 +67,7 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
         if record is not None:
             check_same_run(run, record["config"])
             check_classes(run.data, record, resume)
-        load_weights(on_meta(run.recipe, run.num_classes), network(checkpoint), resume)
+        load_weights(on_meta(run.recipe, run.num_classes), net_weights(checkpoint), resume)
         return record and record["images"]
 
     if run.output.resume:
@@ -85,7 +93,7 @@ def pretrained_weights(run: Run) -> Match | None:
         return None
     source = run.recipe.weights
     if run.recipe.delta:
-        weights = plain_network(apply_delta(Path(source), Path(run.recipe.delta), run.consent.trust))
+        weights = merged_weights(apply_delta(Path(source), Path(run.recipe.delta), run.consent.trust))
     elif source:
         weights = read_plain(Path(source), run.consent.trust)
     else:

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from cifar_zero import models
-from cifar_zero.checkpoints.network import build
+from cifar_zero.build_model import build
 from cifar_zero.checkpoints.read import RECORD
-from cifar_zero.checkpoints.weights import apply_delta, load_full_weights, read_plain
+from cifar_zero.checkpoints.weights import apply_delta, read_plain
 from cifar_zero.config import command_line
-from cifar_zero.config.settings import Settings, tree_of
+from cifar_zero.config.settings import tree_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export, formats
 from cifar_zero.training import evaluate
+from tests.support.helpers import read_weights
 
 FLAGS = ["--lora.rank", "2", "--lora.target", "fc1", "--trainable", "fc3.*", "--accelerator", "cpu"]
 TRAINED = {"fc1.lora_a", "fc1.lora_b", "fc3.weight", "fc3.bias"}
@@ -36,19 +36,15 @@ def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
     """A checkpoint of a run that started from the base; the weights are made up."""
     config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
     net = build(config.recipe, 10)
-    load_full_weights(net, torch.load(base))
+    net.load_state_dict(torch.load(base), strict=False)
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1)
-    return saved(tmp_path / "last.ckpt", dict(net.state_dict()), config)
-
-
-def saved(file: Path, weights: dict[str, Tensor], settings: Settings) -> Path:
-    state = {f"net.{name}": value for name, value in weights.items()}
-    record = {"config": tree_of(settings), "classes": [f"class {label}" for label in range(10)]}
-    torch.save({"state_dict": state, RECORD: record, "global_step": 7}, file)
-    return file
+    state = {f"net.{name}": value for name, value in net.state_dict().items()}
+    record = {"config": tree_of(config), "classes": [f"class {label}" for label in range(10)]}
+    torch.save({"state_dict": state, RECORD: record, "global_step": 7}, tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
 
 
 @pytest.fixture
@@ -62,7 +58,9 @@ def run(program: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) ->
     return program.main()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(base: Path, checkpoint: Path, delta: Path):
+def test_a_delta_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(
+    base: Path, checkpoint: Path, delta: Path
+):
     assert load_file(delta).keys() == TRAINED
     assert delta.stat().st_size < base.stat().st_size / 10
     expected = torch.load(checkpoint, weights_only=True)["state_dict"]
@@ -79,8 +77,10 @@ def test_the_programs_read_a_delta(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    images = torch.rand(3, 3, 32, 32)
+    images, adapted = torch.rand(3, 3, 32, 32), build(command_line.parse(FLAGS).recipe, 10).eval()
+    read_weights(adapted, checkpoint)
     expected = formats.load(str(checkpoint)).scores(images)
+    torch.testing.assert_close(expected, adapted(images))  # the adapters are merged into the weights
     assert torch.equal(formats.load(str(base), delta=str(delta)).scores(images), expected)
     whole = tmp_path / "whole.safetensors"
     arguments = ("--to", "safetensors", "--output", whole)
@@ -95,7 +95,7 @@ def test_the_programs_read_a_delta(
     assert of_checkpoint[-1].startswith("test loss ")
 
 
-def test_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
+def test_a_delta_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
     weights = torch.load(base)
     torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own value does not matter
     apply_delta(base, delta)

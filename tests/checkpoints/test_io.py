@@ -11,7 +11,9 @@ from cifar_zero.checkpoints.io import AtomicCheckpointIO
 CANNOT_BE_PICKLED = {"state_dict": {}, "callbacks": lambda: None}
 
 
-def test_a_checkpoint_that_cannot_be_pickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_checkpoint_that_cannot_be_pickled_is_reported_and_the_earlier_one_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     plugin = AtomicCheckpointIO()
     before = tmp_path / "before.ckpt"
     plugin.save_checkpoint({"state_dict": {}}, before)
@@ -23,7 +25,7 @@ def test_a_checkpoint_that_cannot_be_pickled(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in tmp_path.iterdir()] == ["before.ckpt"]
 
 
-def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_checkpoint_that_cannot_be_removed_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").touch()
     plugin = AtomicCheckpointIO()
     plugin.remove_checkpoint(tmp_path / "file" / "last.ckpt")

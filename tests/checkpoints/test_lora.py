@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero.checkpoints.network import adapt, build, merged
+from cifar_zero.build_model import adapt, build, merged
 from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import Layout
@@ -17,7 +17,7 @@ SMALL: Any = SimpleNamespace(layout=Layout(width=12, depth=2, heads=3), dropout=
 
 
 @torch.no_grad()
-def test_starts_as_the_plain_model_and_merges_into_one():
+def test_an_adapted_model_starts_as_the_plain_model_and_merges_into_one():
     torch.manual_seed(0)
     plain, images = ViT(10, SMALL).eval(), torch.randn(4, 3, 32, 32)
     net = ViT(10, SMALL).eval()

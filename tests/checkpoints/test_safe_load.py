@@ -1,4 +1,4 @@
-"""Loading files of torch.save that are damaged or would run code."""
+"""Loads files of torch.save that are damaged or would run code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_flipped_byte_of_a_tensor_is_found(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04" + bytes(100)])
-def test_a_file_that_is_no_checkpoint(content: bytes, tmp_path: Path):
+def test_a_file_that_is_not_a_checkpoint_is_refused(content: bytes, tmp_path: Path):
     file = tmp_path / "last.ckpt"
     file.write_bytes(content)
     with pytest.raises(UsageError, match="damaged or not a checkpoint"):

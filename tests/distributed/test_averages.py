@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.checkpoints.weights import network, read_safetensors
+from cifar_zero.checkpoints.weights import net_weights, read_safetensors
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.arguments import read_arguments
 from cifar_zero.exporting import formats
@@ -67,8 +67,8 @@ def test_the_average_is_the_same_under_every_strategy(one: str, other: str, runs
     mine, expected = last_checkpoint(runs[one]), last_checkpoint(runs[other])
     assert mine["global_step"] == expected["global_step"]
     assert mine[AVERAGE]["count"] == expected[AVERAGE]["count"]
-    assert largest_difference(network(mine), network(expected)) < 1e-6
-    assert largest_difference(network(mine), network(mine, averaged=False)) > 1e-3
+    assert largest_difference(net_weights(mine), net_weights(expected)) < 1e-6
+    assert largest_difference(net_weights(mine), net_weights(mine, averaged=False)) > 1e-3
 
 
 def test_a_stopped_run_resumes_exactly(runs: dict[str, Path]):
@@ -77,7 +77,7 @@ def test_a_stopped_run_resumes_exactly(runs: dict[str, Path]):
     assert continued["global_step"] == whole["global_step"]
     assert STOPPED_AT < whole["global_step"] < 5 * 9  # it ended early
     for averaged in (True, False):
-        assert largest_difference(network(continued, averaged), network(whole, averaged)) == 0
+        assert largest_difference(net_weights(continued, averaged), net_weights(whole, averaged)) == 0
     keys = [next(key for key in checkpoint["callbacks"] if "EarlyStop" in key) for checkpoint in (continued, whole)]
     assert continued["callbacks"][keys[0]] == whole["callbacks"][keys[1]]
 

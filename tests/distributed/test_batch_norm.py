@@ -10,7 +10,7 @@ import torch
 from torch.optim.swa_utils import update_bn
 
 from cifar_zero import data as sources
-from cifar_zero.checkpoints.weights import network
+from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config import command_line
 from cifar_zero.data.augment import normalize
@@ -111,7 +111,7 @@ def test_statistics_stay_in_float32_where_the_model_is_cast(strategy: str, bfloa
 def test_averaged_weights_have_the_statistics_of_all_ranks_images(strategy: str, folder: Path, small_data: list[str]):
     """They are the mean of what torch's update_bn computes from each rank's micro-batches."""
     checkpoint = last_checkpoint(folder / strategy)
-    averaged, newest = network(checkpoint), network(checkpoint, averaged=False)
+    averaged, newest = net_weights(checkpoint), net_weights(checkpoint, averaged=False)
     assert checkpoint[AVERAGE]["count"] == 2
     data = command_line.parse([*small_data, "--data.synthetic_size", "160"]).data
     images = torch.from_numpy(np.ascontiguousarray(sources.load(data, "synthetic").train_images))

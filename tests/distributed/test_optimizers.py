@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.checkpoints.weights import network
+from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
 from tests.support.helpers import WHOLE, last_checkpoint, train_all
 
@@ -52,7 +52,7 @@ def largest_difference(folder: Path, name: str, strategy: str) -> float:
     assert {number: state.keys() for number, state in states[0].items()} == {
         number: state.keys() for number, state in states[1].items()
     }
-    weights = network(found), network(expected)
+    weights = net_weights(found), net_weights(expected)
     assert weights[0].keys() == weights[1].keys()
     return max((weights[0][key] - weights[1][key]).abs().max().item() for key in weights[0])
 

@@ -18,7 +18,7 @@ import torch
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.weights import network
+from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.schedules import SCHEDULES, with_total_steps
 from tests.support.helpers import (
     ROOT,
@@ -156,7 +156,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
         process.wait()
         resume = ["--resume", "last"] if list(out.rglob("*.ckpt")) else []
     assert_ok(run_program("train.py", *command, *resume))
-    ended = network(read(run_folder.newest_checkpoint(out / name)))
+    ended = net_weights(read(run_folder.newest_checkpoint(out / name)))
     assert all(torch.equal(ended[key], whole[key]) for key in whole)
 
 

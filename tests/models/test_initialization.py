@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cifar_module import CIFARModule
-from cifar_zero.checkpoints import network
+from cifar_zero import build_model
 from cifar_zero.config.command_line import parse
 from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
 from cifar_zero.models.initialization import initialize
@@ -64,6 +64,6 @@ class Draws(TorchDispatchMode):
 def test_weights_on_a_gpu_are_those_of_a_cpu(model: str, scheme: str):
     """Baseline, DDP and ZeRO build the model on the GPU, fsdp2 and a machine without one on the CPU."""
     with FakeTensorMode(), Draws() as draws, torch.device("cuda"):
-        net = network.build(Recipe(model=Choice(model), init=cast(Any, scheme), lora=LoRAConfig(rank=2)), 10)
+        net = build_model.build(Recipe(model=Choice(model), init=cast(Any, scheme), lora=LoRAConfig(rank=2)), 10)
     assert {parameter.device.type for parameter in net.parameters()} == {"cuda"}
     assert draws.devices == {torch.device("cpu")}

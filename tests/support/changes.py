@@ -38,7 +38,7 @@ def optimizers_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def _on_cuda(chosen: Any) -> Any:
-    return lambda self, device_type, clips: chosen(self, "cuda", clips)
+    return lambda self, device_type, clips=False: chosen(self, "cuda", clips)
 
 
 def counted_costs(patch: pytest.MonkeyPatch) -> None:

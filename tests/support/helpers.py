@@ -28,9 +28,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_zero import models
 from cifar_zero.__main__ import COMMANDS
-from cifar_zero.checkpoints.network import on_meta
+from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.weights import load_weights, network
+from cifar_zero.checkpoints.weights import load_weights, net_weights
 from cifar_zero.config import command_line
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.config.recipe import Choice, Recipe
@@ -268,12 +268,12 @@ def last_checkpoint(out: Path) -> dict[str, Any]:
 def last_weights(out: Path) -> dict[str, torch.Tensor]:
     """Returns the weights of the last checkpoint by the model's own names. They are the average if the checkpoint has
     one."""
-    return network(last_checkpoint(out))
+    return net_weights(last_checkpoint(out))
 
 
 def read_weights(net: torch.nn.Module, checkpoint: Path) -> dict[str, torch.Tensor]:
     """Returns the weights in a checkpoint, which must fit a model."""
-    weights = network(read(checkpoint))
+    weights = net_weights(read(checkpoint))
     load_weights(net, weights, str(checkpoint))
     return weights
 

@@ -2,37 +2,53 @@
 strategy itself, its hooks, checkpoints and experts."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from cifar_zero.config import ds_config
-from cifar_zero.config.ds_config import OFFLOADS, Dtype, get_ds_config
+from cifar_zero.config.ds_config import Dtype, get_ds_config
 from cifar_zero.config.placement import Placement, Precision
+from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
-from cifar_zero.strategies.deepspeed.strategy import ZeROPrecision, ZeROStrategy
+from cifar_zero.models import MODELS, ThirdParty
+from cifar_zero.models.cast import STATISTICS
+from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
+from cifar_zero.strategies.deepspeed.precision import ZeROPrecision
+from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
 
 __all__ = ["ZeROStrategy", "build"]
 
 DTYPES: dict[Precision, Dtype] = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 
 
-def build(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int) -> ZeROStrategy:
+def build(
+    placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int, run: Run | None
+) -> ZeROStrategy:
     """Returns the strategy for Lightning's Trainer; for the arguments see `strategies.build`."""
     config = engine_config(placement, spec, num_parameters, largest_parameter)
-    devices = [config["zero_optimization"].get(section, {}).get("device") for section in OFFLOADS]
-    strategy = ZeROStrategy(
-        config=config,
-        precision_plugin=ZeROPrecision(placement.precision),  # pyright: ignore[reportArgumentType]
-        remote_device=devices[1],  # where the shards of the parameters are stored
-    )
-    if "nvme" in devices:
+    precision: Any = ZeROPrecision(placement.precision)  # pyright: ignore[reportArgumentType]
+    shards: Any = spec.offload_parameters or None  # where the shards of the parameters are stored
+    strategy = ZeROStrategy(config=config, precision_plugin=precision, remote_device=shards)
+    if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
         strategy.operators = ("async_io",)
+    if run is None:
+        return strategy
+
+    precision.casts_batches = False  # CIFARModule casts them
+    dtype = DTYPES[placement.precision]
+    if dtype != "fp32":
+        # By default DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
+        config.setdefault("data_types", {"buffer_dtype": dtype, "keep_in_fp32_modules": [*STATISTICS]})
+    strategy.shards_while_building = not issubclass(MODELS[run.recipe.model.name], ThirdParty)
+    if spec.offload_optimizer and OFFLOADED_BY.get(run.recipe.optimizer.name) == BY_DEEPSPEED:
+        strategy.operators = ("cpu_adam", *strategy.operators)
     return strategy
 
 
 def engine_config(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int = 0) -> dict[str, Any]:
     """Returns the configuration of an engine; for the arguments see `strategies.build`. The command line decides batch
-    size, accumulation, clipping, precision, optimizer and schedule. Lightning adds gradient_accumulation_steps and
-    gradient_clipping. No bucket is larger than the model."""
+    size, accumulation, clipping, precision, optimizer and schedule. Lightning adds train_micro_batch_size_per_gpu,
+    gradient_accumulation_steps and gradient_clipping. No bucket is larger than the model."""
     dtype = DTYPES[placement.precision]
     example = get_ds_config(spec.stage, dtype)
     config = {**(spec.raw or ds_config.for_engine(example))}
@@ -50,26 +66,19 @@ def engine_config(placement: Placement, spec: Spec, num_parameters: int, largest
         config["zero_optimization"] = {**buckets, **zero}
     else:
         by_flags = _zero_section(placement, spec, num_parameters, largest_parameter or num_parameters)
-        config["zero_optimization"] = {**zero, **buckets, **by_flags}
+        config["zero_optimization"] = {**zero, **by_flags, **buckets}
     return config
 
 
 def _zero_section(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int) -> dict[str, Any]:
-    switches, offload = placement.zero, placement.offload
-    zero: dict[str, Any] = {
-        "overlap_comm": switches.overlap_comm,
-        "round_robin_gradients": switches.round_robin_gradients,
-    }
+    """Returns the options of DeepSpeed's ZeRO section that the flags set. DeepSpeed accepts the names of its fields
+    without the prefix stage3_, and ignores options of other stages."""
+    offload = placement.offload
+    zero: dict[str, Any] = asdict(placement.zero)
     if spec.stage == 3:
-        zero |= {
-            "sub_group_size": switches.sub_group_size,
-            "stage3_param_persistence_threshold": switches.param_persistence_threshold,
-            "stage3_prefetch_bucket_size": switches.prefetch_bucket_size,
-            "stage3_max_live_parameters": switches.max_live_parameters,
-            # DeepSpeed's own linear layer (0.19.8, zero/linear.py) is written in Python, and saves memory only if
-            # weights are sharded.
-            "memory_efficient_linear": num_parameters > switches.param_persistence_threshold,
-        }
+        # DeepSpeed's own linear layer (0.19.8, zero/linear.py) is written in Python, and saves memory only if weights
+        # are sharded.
+        zero["memory_efficient_linear"] = num_parameters > placement.zero.param_persistence_threshold
     pinned = {"pin_memory": offload.pin_memory}
     if spec.offload_optimizer:
         zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned, "ratio": offload.ratio}

@@ -1,26 +1,34 @@
 """Writes and reads the files of DeepSpeed's checkpoints, and restores an engine from a checkpoint of another strategy
 or number of ranks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
-from torch.nn import Parameter
 
 from cifar_zero.checkpoints.io import save
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.checkpoints.zero_folder import plain_names
+from cifar_zero.checkpoints.zero_folder import GROUPS, LAYOUT, ON_DISK, PROGRESS, TAG, TIED
+from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
+from cifar_zero.launch.collectives import gather
 from cifar_zero.optimizers.groups import by_name
-from cifar_zero.strategies.deepspeed.experts import ep_size
+from cifar_zero.strategies.deepspeed.engine_state import (
+    Cut,
+    cut_parameter,
+    names_of_parameters,
+    optimizer_groups,
+    plain_names_of,
+    rewriting,
+)
 
-Shard = Callable[[Sequence[Tensor]], Tensor]
-"""Function that returns this rank's flat part, given the whole tensors of a group's parameters."""
+MOVED = ("lr", "momentum", "betas")
+"""Options of a parameter group that a schedule of a user's module may change. The schedules of cifar_zero/schedules
+change only the learning rate, so `optimizers.groups.keep_own_options` keeps only that."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
@@ -50,7 +58,7 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
         self._try(lambda: save(state_dict, Path(path)))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Reads a file, whose checksums were compared at the start. Raises UsageError if it is damaged or
+        """Reads a file, whose checksums were compared at the start. Raises UsageError if the file is damaged or
         `safe_load.load` refuses it."""
         return load(Path(path), self._trust, verify=False)
 
@@ -58,44 +66,83 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
         self.failure = self.failure or failure_of(write)
 
 
-MOVED = ("lr", "momentum", "betas")  # options of a parameter group that schedules change
+def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dict[str, Any]) -> str:
+    """Writes a checkpoint folder, each rank its own files, under a temporary name. Rank 0 renames the folder when it is
+    complete. Returns the first error of any rank, or an empty string. Collective.
+
+    Args:
+        engine: DeepSpeed's engine.
+        final: Path of the folder.
+        progress: What Lightning and the callbacks save in addition to the weights and the optimizer's state.
+        layout: What a shard depends on. Only an engine with an equal layout can load a shard as it is.
+    """
+    folder = atomic.staged(final)
+    notes: dict[str, Any] = {GROUPS: _group_shapes(engine), TIED: _tied_names(engine), PROGRESS: [*progress]}
+    if engine.zero_nvme_offload_optimizer():
+        notes[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
+    guard = engine.checkpoint_engine = GuardedCheckpointEngine(notes=notes)
+    engine._copy_recovery_script = lambda save_path: None  # it would write outside of the guard
+    engine.save_checkpoint(str(folder), tag=TAG, client_state={**progress, LAYOUT: layout}, save_latest=False)
+
+    def finish() -> None:
+        (folder / "latest").write_text(TAG)
+        atomic.put_in_place(final)
+
+    failure = next(filter(None, gather(guard.failure)), "")
+    if engine.global_rank == 0 and not failure:
+        return failure_of(finish)
+    return failure
 
 
-def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Sequence[str]]) -> bool:
+def _group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
+    """Returns, for each tensor that this rank's optimizer updates, the plain names and unsharded shapes of its
+    parameters."""
+    names = names_of_parameters(engine)
+    shapes: list[dict[str, torch.Size]] = []
+    for parameters, *_ in optimizer_groups(engine):
+        shapes.append({names[each]: getattr(each, "ds_shape", each.shape) for each in parameters})
+    return shapes
+
+
+def _tied_names(engine: Any) -> dict[str, str]:
+    """Maps each additional plain name of a tied weight to its first plain name."""
+    first = names_of_parameters(engine)
+    every = dict(engine.module.named_parameters(remove_duplicate=False))
+    plain = plain_names_of(engine, every)
+    return {plain[name]: first[each] for name, each in every.items() if plain[name] != first[each]}
+
+
+def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Sequence[str]]) -> None:
     """Loads a plain checkpoint into an engine of any ZeRO stage and number of ranks.
 
-    Returns whether the checkpoint had the optimizer's state. `group_names` are the names of the parameters in each of
-    the optimizer's groups, for a checkpoint without names.
+    Args:
+        engine: DeepSpeed's engine, which `checkpoint` is to continue.
+        checkpoint: Content of the checkpoint, as `checkpoints.read.read` returns it.
+        group_names: Names of the parameters in each of the optimizer's groups, for a checkpoint without names.
     """
     weights: dict[str, Tensor] = checkpoint["state_dict"]
-    carried = bool(checkpoint.get("optimizer_states"))
-    saved = by_name(_named(checkpoint["optimizer_states"][0], group_names)) if carried else {}
-    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    plain, names = plain_names_of(engine, engine.module.state_dict()), _names_of_parameters(engine)
-    if stage == 3:
-        optimizer.checkpoint_event_prologue()  # shards every parameter, including those that are kept whole
-        buffers = dict(engine.module.named_buffers())  # whole on every rank
-        for name in plain.keys() & buffers.keys():
-            buffers[name].copy_(weights[plain[name]])
-    else:
-        engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
-    for parameters, target, shard in optimizer_groups(engine):
-        own = [names[parameter] for parameter in parameters]
-        _fill(target.data, shard([weights[name] for name in own]))
-        if carried:
-            _set_state(engine.basic_optimizer, target, [saved[name][1] for name in own], shard)
-    if carried:
-        for group in engine.basic_optimizer.param_groups:
-            of_names = [saved[plain[name]][0] for name in group["param_names"] if plain[name] in saved]
-            group.update({key: of_names[0][key] for key in MOVED if key in of_names[0]})
-    if stage == 3:
-        for parameter, name in names.items():
-            _fill(parameter.ds_tensor.data, cut(weights[name], parameter))  # pyright: ignore[reportAttributeAccessIssue]
-        optimizer.checkpoint_event_epilogue()
-        forget_second_copies(engine.module)
+    saved = by_name(_named(checkpoint["optimizer_states"][0], group_names))
+    plain, names = plain_names_of(engine, engine.module.state_dict()), names_of_parameters(engine)
+    stage, base = engine.zero_optimization_stage(), engine.basic_optimizer
+    with rewriting(engine):
+        if stage == 3:
+            buffers = dict(engine.module.named_buffers())  # whole on every rank
+            for name in plain.keys() & buffers.keys():
+                buffers[name].copy_(weights[plain[name]])
+            for parameter, name in names.items():
+                shard: Any = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
+                _fill(shard.data, cut_parameter(weights[name], parameter))
+        else:
+            engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
+        for parameters, target, cut in optimizer_groups(engine):
+            own = [names[parameter] for parameter in parameters]
+            _fill(target.data, cut([weights[name] for name in own]))
+            _set_state(base, target, [saved[name][1] for name in own], cut)
+    for group in base.param_groups:
+        options, _ = next(saved[plain[name]] for name in group["param_names"] if plain[name] in saved)
+        group.update({key: options[key] for key in MOVED if key in options})
     engine.global_steps = checkpoint["global_step"]
     engine.global_samples = engine.global_steps * engine.train_batch_size()
-    return carried
 
 
 def _named(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -108,116 +155,32 @@ def _named(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[
     return {**state, "param_groups": named}
 
 
-def group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
-    """Returns, for each tensor that this rank's optimizer updates, the plain names and unsharded shapes of its
-    parameters."""
-    names = _names_of_parameters(engine)
-    shapes: list[dict[str, torch.Size]] = []
-    for parameters, *_ in optimizer_groups(engine):
-        shapes.append({names[each]: getattr(each, "ds_shape", each.shape) for each in parameters})
-    return shapes
-
-
-def tied_names(engine: Any) -> dict[str, str]:
-    """Maps each additional plain name of a tied weight to its first plain name."""
-    first: dict[Parameter, str] = _names_of_parameters(engine)
-    every = dict(engine.module.named_parameters(remove_duplicate=False))
-    plain = plain_names_of(engine, every)
-    return {plain[name]: first[each] for name, each in every.items() if plain[name] != first[each]}
-
-
-def plain_names_of(engine: Any, names: Iterable[str]) -> dict[str, str]:
-    """Maps the name of each weight on this rank to its name in the plain model. The rank may have only some of all
-    experts."""
-    return plain_names(names, engine.global_rank % ep_size(engine.module))
-
-
-def _names_of_parameters(engine: Any) -> dict[Parameter, str]:
-    own = dict(engine.module.named_parameters())
-    plain = plain_names_of(engine, own)
-    return {parameter: plain[name] for name, parameter in own.items()}
-
-
-def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Shard]]:
-    """Yields a tuple for each float32 tensor that the optimizer updates: its parameters in order, the tensor, and the
-    function that cuts this rank's part."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage == 3:
-        for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            yield group, target, lambda wholes, group=group: torch.cat([*map(cut, wholes, group)])
-    elif stage:
-        # With grad_accum_dtype fp32, ZeRO 1 uses another optimizer class, deepspeed/runtime/bf16_optimizer.py.
-        if hasattr(optimizer, "fp32_groups_flat_partition"):
-            groups, targets = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
-        else:
-            groups, targets = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
-        paddings = getattr(optimizer, "round_robin_bit16_padding", None)  # present with parameter_alignment
-        for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
-            start = deepspeed.comm.get_rank(group=optimizer.real_dp_process_group[number]) * target.numel()
-            part = slice(start, start + target.numel())
-            padding = paddings and paddings[number]
-            yield group, target, lambda wholes, part=part, padding=padding: _flat(wholes, padding)[part]
-    elif optimizer is engine.basic_optimizer:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield [parameter], parameter, _flat
-    elif hasattr(optimizer, "fp32_groups_flat"):
-        for group, target in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            yield group, target, _flat
-    else:
-        for group, targets in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            for parameter, target in zip(group, targets, strict=True):
-                yield [parameter], target, _flat
-
-
 def _fill(target: Tensor, part: Tensor) -> Tensor:
     """Copies a flat part into a tensor in place, and returns the tensor, which may end with padding."""
     target.view(-1)[: part.numel()].copy_(part)
     return target
 
 
-def _flat(wholes: Sequence[Tensor], paddings: Sequence[int] | None = None) -> Tensor:
-    parts: list[Tensor] = []
-    for whole, padding in zip(wholes, paddings or [0] * len(wholes), strict=True):
-        parts.append(torch.nn.functional.pad(whole.flatten(), (0, padding)))
-    return torch.cat(parts)
-
-
-def cut(whole: Tensor, parameter: Any) -> Tensor:
-    """Returns this rank's flat part of a parameter at ZeRO 3. The last rank's part is padded with zeros."""
-    size = parameter.ds_tensor.ds_numel
-    rank = deepspeed.comm.get_rank(group=parameter.ds_process_group)
-    part = whole.flatten()[rank * size : (rank + 1) * size]
-    return torch.nn.functional.pad(part, (0, size - part.numel()))
-
-
-def forget_second_copies(module: torch.nn.Module) -> None:
-    """Drops the secondary copies of zero_hpz_partition_size after the parameters of ZeRO 3 were overwritten. Otherwise
-    the old copies would be gathered until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
-    for parameter in module.parameters():
-        parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], shard: Shard) -> None:
+def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], cut: Cut) -> None:
     """Sets the base optimizer's state of a flat tensor, given the state of each of its parameters in `entries`."""
     state: dict[str, Any] = {}
     for key, value in entries[0].items():
         if key == "step":
-            state |= _step(base, target, float(value))
+            state[key] = _step(base, target, float(value))
         elif isinstance(value, Tensor):
-            state[key] = _fill(torch.zeros_like(target), shard([entry[key] for entry in entries]))
+            state[key] = _fill(torch.zeros_like(target), cut([entry[key] for entry in entries]))
         else:
             state[key] = value
     if state:
         base.state[target] = state
 
 
-def _step(base: Any, target: Tensor, step: float) -> dict[str, Any]:
+def _step(base: Any, target: Tensor, step: float) -> Tensor | int:
     """Returns the step count as optimizer state, which is an int for DeepSpeed's Adam and a tensor for torch's
     optimizers."""
     if isinstance(base, DeepSpeedCPUAdam):
-        return {"step": int(step)}
+        return int(step)
     counted = torch.tensor(step)
     if any(group.get("fused") or group.get("capturable") for group in base.param_groups):
-        counted = counted.to(target.device)
-    return {"step": counted}
+        return counted.to(target.device)
+    return counted

@@ -1,8 +1,8 @@
 """Defines what other packages read from DeepSpeed's engine, under ZeROStrategy and under Lightning's own
 DeepSpeedStrategy."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import deepspeed
@@ -22,7 +22,12 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.optimizers import Implementation
 from cifar_zero.optimizers.torch_updates import TorchLion
 from cifar_zero.strategies.deepspeed import experts
-from cifar_zero.strategies.deepspeed.checkpoint import cut, forget_second_copies, optimizer_groups, plain_names_of
+from cifar_zero.strategies.deepspeed.engine_state import (
+    cut_parameter,
+    optimizer_groups,
+    plain_names_of,
+    rewriting,
+)
 from cifar_zero.strategies.hooks import Hooks, Updated, count_bytes, tensors_in
 
 GRADIENTS = (
@@ -32,15 +37,6 @@ GRADIENTS = (
 )
 """Attributes in which DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
 
-MASTER_WEIGHTS = (
-    "single_partition_of_fp32_groups",  # zero/stage_1_and_2.py: this rank's shard, with gradients if offloaded
-    "fp32_partitioned_groups_flat",  # zero/stage3.py: the same
-    "fp32_groups_flat_partition",  # bf16_optimizer.py
-    "fp32_groups_flat",  # fp16/fused_optimizer.py (stage 0)
-    "fp32_groups",  # fp16/unfused_optimizer.py (stage 0)
-)
-"""Attributes in which DeepSpeed 0.19.8's optimizers keep the float32 weights that they update."""
-
 
 class EngineHooks(Hooks):
     """Reads DeepSpeed's engine and the tensors that it has sharded. `Hooks` describes what each method returns."""
@@ -49,12 +45,18 @@ class EngineHooks(Hooks):
     def engine(self) -> Any:
         return self.strategy.deepspeed_engine
 
-    def optimizer_implementation(self, device_type: str, clips: bool) -> Implementation:
+    def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         """Returns DeepSpeed's C++ implementation for an offloaded optimizer, else torch's. DeepSpeed's fused optimizer
         is not used, because it would have to be compiled."""
-        if offload_device(self.strategy, "offload_optimizer") != "none":
+        if self._offload_device != "none":
             return "deepspeed_cpu"
         return "torch" if device_type == "cpu" else "torch_fused"
+
+    @property
+    def _offload_device(self) -> str:
+        """The device to which the optimizer is offloaded, or "none"."""
+        zero = self.strategy.config.get("zero_optimization", {})
+        return zero.get("offload_optimizer", {}).get("device", "none")
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns an optimizer's groups, with experts in separate groups."""
@@ -64,11 +66,15 @@ class EngineHooks(Hooks):
         return plain_names_of(self.engine, names)
 
     def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        plain = self.plain_names(tensors)
-        of_experts = {plain[name]: tensor.cpu() for name, tensor in tensors.items() if EXPERT.fullmatch(name)}
-        found = {plain[name]: tensor for name, tensor in tensors.items()}
-        for of_rank in gather(of_experts) if of_experts else ():
-            found |= of_rank
+        found: dict[str, Tensor] = {}
+        of_experts: dict[str, Tensor] = {}
+        for name, plain in self.plain_names(tensors).items():
+            found[plain] = tensors[name]
+            if EXPERT.fullmatch(name):
+                of_experts[plain] = tensors[name].cpu()
+        if of_experts:
+            for of_rank in gather(of_experts):
+                found |= of_rank
         return found
 
     def shape(self, parameter: Any) -> torch.Size:
@@ -90,7 +96,8 @@ class EngineHooks(Hooks):
 
     def full_gradient(self, parameter: Any) -> Tensor:
         gradient = safe_get_full_grad(parameter)
-        # With BF16_Optimizer (ZeRO 0 of DeepSpeed 0.17.5 and older) parameter.grad is the gradient of this rank alone.
+        # With BF16_Optimizer, parameter.grad is the gradient of this rank alone. ZeRO 0 of DeepSpeed 0.17.5 and older,
+        # which benchmarks/releases.py tests, has this optimizer.
         gradient = parameter._hp_grad.view_as(parameter) if hasattr(parameter, "_hp_grad") else gradient
         if gradient is None:
             return torch.zeros(self.shape(parameter), device=parameter.device)
@@ -107,7 +114,7 @@ class EngineHooks(Hooks):
         return parameter.ds_tensor[: _used(parameter)] if hasattr(parameter, "ds_tensor") else parameter
 
     def cut(self, whole: Tensor, parameter: Any) -> Tensor:
-        return cut(whole, parameter)[: _used(parameter)] if hasattr(parameter, "ds_tensor") else whole
+        return cut_parameter(whole, parameter)[: _used(parameter)] if hasattr(parameter, "ds_tensor") else whole
 
     def held(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields this rank's shard at ZeRO 3, and also the whole parameter if ZeRO 3 keeps it because it is small."""
@@ -116,29 +123,19 @@ class EngineHooks(Hooks):
             yield parameter.detach(), whole.to(parameter.dtype)
 
     def updated(self, optimizer: Any, at_any_step: bool = False) -> Iterator[Updated]:
-        engine, zero = self.engine, self.engine.optimizer
-        if offload_device(self.strategy, "offload_optimizer") == "nvme":
+        if self._offload_device == "nvme":
             return
-        own = engine.basic_optimizer
+        own = self.engine.basic_optimizer
         kind = UpdatedByDeepSpeed if torch_class(own) else Updated
-        group_of = getattr(zero, "sub_group_to_group_id", {})  # only ZeRO 3 has sub-groups
-        for number, (parameters, target, cut_of) in enumerate(optimizer_groups(engine)):
+        group_of = getattr(self.engine.optimizer, "sub_group_to_group_id", {})  # only ZeRO 3 has sub-groups
+        for number, (parameters, target, cut) in enumerate(optimizer_groups(self.engine)):
             holders = [group for group in own.param_groups if any(each is target for each in group["params"])]
             group = holders[0] if holders else own.param_groups[group_of.get(number, 0)]
             options_before = getattr(self.strategy, "options_before", {}).get(id(group), {})
-            yield kind(target, parameters, cut_of, own, {**group, **options_before})
+            yield kind(target, parameters, cut, own, {**group, **options_before})
 
-    @contextmanager
-    def rewriting(self) -> Generator[None, None, None]:
-        """Makes ZeRO 3 shard the parameters that it keeps whole when the context is entered, and gather them again when
-        it is left."""
-        shards = self.engine.zero_optimization_partition_weights()
-        if shards:
-            self.engine.optimizer.checkpoint_event_prologue()
-        yield
-        if shards:
-            self.engine.optimizer.checkpoint_event_epilogue()
-            forget_second_copies(self.engine.module)
+    def rewriting(self) -> AbstractContextManager[None]:
+        return rewriting(self.engine)
 
     def starts_step(self, batch_idx: int, accumulate: int) -> bool:
         """Returns whether the micro-batch is the first of a step, by the engine's own count. DeepSpeed carries
@@ -212,17 +209,17 @@ class EngineHooks(Hooks):
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
 
     def loss_scale(self) -> float | None:
-        optimizer = self.engine.optimizer
-        settings = getattr(optimizer, "loss_scale_config", optimizer)  # a separate object at ZeRO 0
-        dynamic = self.engine.fp16_enabled() and getattr(settings, "dynamic_loss_scale", False)
-        return optimizer.loss_scale if dynamic else None
+        if self.engine.fp16_enabled() and self.engine.dynamic_loss_scale():
+            return self.engine.optimizer.loss_scale
+        return None
 
     def skipped_steps(self) -> int:
         return self.engine.skipped_steps
 
     def state_bytes(self, module: Module, optimizer: Any) -> tuple[int, int, int]:
-        parameters = [tensor for each in module.parameters() for tensor in (each, getattr(each, "ds_tensor", None))]
-        master = tensors_in([getattr(optimizer, name, None) for name in MASTER_WEIGHTS])
+        parameters = [*module.parameters()]
+        parameters += [getattr(each, "ds_tensor", None) for each in parameters]
+        master = [target for _, target, _ in optimizer_groups(self.engine)]  # with gradients if it is offloaded
         gradients = [tensor.grad for tensor in tensors_in([parameters, master]) if tensor.is_leaf]
         gradients += [getattr(optimizer, name, None) for name in GRADIENTS]
         return count_bytes(parameters, gradients, [master, getattr(optimizer, "optimizer", optimizer).state])
@@ -246,7 +243,7 @@ class EngineHooks(Hooks):
 
 
 class UpdatedByDeepSpeed(Updated):
-    """A tensor that a compiled optimizer of DeepSpeed updates. A class of torch defines the same step."""
+    """A tensor that a compiled optimizer of DeepSpeed updates. A class of torch computes the same update."""
 
     def optimizer_of(self, twin: torch.nn.Parameter) -> Any:
         kind: Any = torch_class(self.optimizer)
@@ -273,9 +270,3 @@ def torch_class(optimizer: Any) -> type[Optimizer] | None:
     if isinstance(optimizer, (DeepSpeedCPULion, FusedLion)):
         return TorchLion
     return None
-
-
-def offload_device(strategy: Any, part: str) -> str:
-    """Returns the device to which offload_optimizer or offload_param, a `part` of the configuration, moves its tensors,
-    or "none"."""
-    return strategy.config.get("zero_optimization", {}).get(part, {}).get("device", "none")

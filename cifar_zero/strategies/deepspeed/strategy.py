@@ -1,8 +1,7 @@
-"""Lightning's DeepSpeedStrategy, extended to CPU ranks, and corrected where it changes the maths or a checkpoint."""
+"""Extends Lightning's DeepSpeedStrategy to CPU ranks, and corrects it where it changes the maths or a checkpoint."""
 
 import importlib
 import os
-import shutil
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,33 +12,25 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
-from deepspeed.utils import groups, zero_to_fp32
+from deepspeed.utils import groups
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import Tensor
 from torch.nn import Module
 
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
-from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.zero_folder import GROUPS, ON_DISK, PROGRESS, SHAPE, TAG, TIED, shape_of
+from cifar_zero.checkpoints.zero_folder import layout_of
 from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.launch.collectives import gather
 from cifar_zero.models.cast import keep_batch_norm_float32
 from cifar_zero.strategies.deepspeed import experts
-from cifar_zero.strategies.deepspeed.checkpoint import (
-    GuardedCheckpointEngine,
-    forget_second_copies,
-    group_shapes,
-    restore,
-    tied_names,
-)
+from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine, restore, write_folder
+from cifar_zero.strategies.deepspeed.engine_state import forget_second_copies
 from cifar_zero.strategies.deepspeed.hooks import EngineHooks
+from cifar_zero.strategies.deepspeed.precision import ZeROPrecision
 
 LINEAR = torch.nn.functional.linear
 """torch's own linear function. ZeRO 3 replaces it for the lifetime of the process, for other models too (DeepSpeed
@@ -53,30 +44,9 @@ ENGINE = "_deepspeed_engine"
 second fit."""
 
 
-class ZeROPrecision(DeepSpeedPrecision):
-    """Leaves the division by the number of accumulated micro-batches to Lightning, and can leave a batch as it is.
-    Lightning (2.6.6) divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide
-    it by gradient_accumulation_steps again. The class can go when Lightning's own plugin passes scale_wrt_gas."""
-
-    casts_batches = True
-    """Whether a batch is cast to the precision, as Lightning's own plugin casts it. CIFARModule casts its images
-    itself."""
-
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Back-propagates the loss of one micro-batch, which is already divided by the number of micro-batches."""
-        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
-
-    def convert_input(self, data: Any) -> Any:
-        """Returns the batch, cast only if `casts_batches` is set. CIFARModule turns the cast off, because it casts the
-        images itself and soft labels must not be rounded."""
-        if self.casts_batches:
-            return super().convert_input(data)
-        return data
-
-
 class ZeROStrategy(DeepSpeedStrategy):
-    """DeepSpeed's engine under Lightning, on CUDA as Lightning runs it and elsewhere on DeepSpeed's own CPU
-    accelerator.
+    """Runs DeepSpeed's engine under Lightning, on CUDA as Lightning's strategy does, and elsewhere on DeepSpeed's own
+    CPU accelerator.
 
     Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are the options of Lightning's
     strategy. The class adds two things that Lightning 2.6.6 lacks:
@@ -95,9 +65,11 @@ class ZeROStrategy(DeepSpeedStrategy):
     operators: tuple[str, ...] = ()
     """DeepSpeed's operators that the run needs. They are compiled when they are first used."""
 
+    checkpoint_io: Any  # an AtomicCheckpointIO after `setup_environment`
+
     config: dict[str, Any]
 
-    _trained: Any = None
+    _training_engine: Any = None  # None before the first fit
 
     options_before: dict[int, dict[str, Any]]
     """Original values of the options that the engine changed at its start in the optimizer's groups, by the id of the
@@ -108,7 +80,6 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
-        self.options_before, self.group_names = {}, []
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
         # The throughput timer waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -132,7 +103,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Starts the process group. Replaces the default plugins of a plain Trainer."""
+        """Replaces the default plugins of a plain Trainer, starts the process group, and loads the `operators`. Also
+        switches off what DeepSpeed would do at the start or in each step without need."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
             self.checkpoint_io = AtomicCheckpointIO()
         if not isinstance(self.precision_plugin, ZeROPrecision):
@@ -200,25 +172,22 @@ class ZeROStrategy(DeepSpeedStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Starts the engine."""
+        """Casts the shards, spreads experts over the ranks, keeps batch norms in float32 and starts the engine. Raises
+        UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast."""
         assert self.model is not None
-        if self._casts_shards and self._trained is None:
+        if self._casts_shards and self._training_engine is None:
             dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
             parameters: Any = self.model.parameters()
             for parameter in parameters:
                 parameter.data = parameter.data.to(dtype)
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             forget_second_copies(self.model)
-        self._check_parameters(self.model)
+        for name, parameter in self.model.named_parameters():
+            if not EngineHooks(self).shape(parameter):
+                raise UsageError(f"{name} is a scalar, and DeepSpeed cannot broadcast it: give it the shape (1,)")
         experts.spread(self.model, self.global_rank)
         keep_batch_norm_float32(self.model)
         super().setup(trainer)
-
-    def _check_parameters(self, model: Module) -> None:
-        """Raises UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast."""
-        for name, parameter in model.named_parameters():
-            if not EngineHooks(self).shape(parameter):
-                raise UsageError(f"{name} is a scalar, and DeepSpeed cannot broadcast it: give it the shape (1,)")
 
     @property
     def _builds_sharded(self) -> bool:
@@ -229,76 +198,45 @@ class ZeROStrategy(DeepSpeedStrategy):
         return self._builds_sharded and "mixed" in self.precision_plugin.precision and self.remote_device != "nvme"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes the checkpoint folder, each rank its own files, under a temporary name, and renames it when it is
-        complete. DeepSpeed (0.19.8) writes in place. If any rank fails to write, all ranks get the error, and the
-        checkpoint plugin reports it."""
+        """Writes the checkpoint folder completely or not at all, whereas DeepSpeed (0.19.8) writes in place. If any
+        rank fails to write, the checkpoint plugin reports the error and the training continues."""
         final = Path(self.broadcast(filepath))
-        target = atomic.staged(final)
         if self.is_global_zero:
-            failure_of(lambda: atomic.discard(target))
+            failure_of(lambda: atomic.discard(atomic.staged(final)))
         self.barrier()
-        engine: Any = self.deepspeed_engine
         progress = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
-        notes: dict[str, Any] = {GROUPS: group_shapes(engine), TIED: tied_names(engine), PROGRESS: [*progress]}
-        if engine.zero_nvme_offload_optimizer():
-            notes[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
-        guard = engine.checkpoint_engine = GuardedCheckpointEngine(notes=notes)
-        engine._copy_recovery_script = lambda save_path: None  # it would write outside of the guard
-        engine.save_checkpoint(
-            str(target),
-            tag=TAG,
-            client_state={**progress, SHAPE: self._layout},
-            save_latest=False,
-            exclude_frozen_parameters=self.exclude_frozen_parameters,
-        )
-
-        def finish() -> None:
-            (target / "latest").write_text(TAG)
-            shutil.copyfile(zero_to_fp32.__file__, target / "zero_to_fp32.py")
-            atomic.put_in_place(final)
-
-        failure = next(filter(None, gather(guard.failure)), "")
+        failure = write_folder(self.deepspeed_engine, final, progress, self._layout)
         if self.is_global_zero:
-            failure = failure or failure_of(finish)
-            self._io.conclude(final, failure)
+            self.checkpoint_io.conclude(final, failure)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and number of ranks. If the checkpoint has this run's layout, DeepSpeed
         loads it, each rank its own shard. Any other checkpoint is assembled and sharded again."""
         path = Path(checkpoint_path)
-        if self._trained is None:  # a test without a fit: DeepSpeed (0.19.8) cannot load it at ZeRO 3
-            checkpoint = read(path, self._io.trust, verify=False)
-            if self.zero_stage_3:
-                self._restore_zero_state(checkpoint, strict=True)
-            else:
-                self.model.module.load_state_dict(checkpoint["state_dict"])  # pyright: ignore
-            return checkpoint
-        if path.is_dir() and shape_of(path, self._io.trust) == self._layout:
-            self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self._io.trust)
+        trained = self._training_engine is not None
+        if trained and path.is_dir() and layout_of(path, self.checkpoint_io.trust) == self._layout:
+            self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self.checkpoint_io.trust)
             return super().load_checkpoint(checkpoint_path)
-        checkpoint = read(path, self._io.trust, verify=False)
-        carried = restore(self.deepspeed_engine, checkpoint, self.group_names)
-        if self.is_global_zero and not carried:
-            say(f"{path} has no usable optimizer state, so the optimizer starts again, with the weights of the run.")
+        checkpoint = self.checkpoint_io.load_checkpoint(path)
+        if trained:
+            restore(self.deepspeed_engine, checkpoint, self.group_names)
+        elif self.zero_stage_3:  # a test without a fit: DeepSpeed (0.19.8) cannot load the checkpoint
+            self._restore_zero_state(checkpoint, strict=True)
+        else:
+            self.model.module.load_state_dict(checkpoint["state_dict"])  # pyright: ignore
         return checkpoint
-
-    @property
-    def _io(self) -> AtomicCheckpointIO:
-        plugin = self.checkpoint_io
-        assert isinstance(plugin, AtomicCheckpointIO)
-        return plugin
 
     @property
     def _layout(self) -> dict[str, Any]:
         """Everything that a shard depends on. Only a run with the same values can load a shard as it is."""
-        engine: Any = self.deepspeed_engine
+        assert self.lightning_module is not None
         return {
             "zero": self._zero,
             "ranks": self.world_size,
             "precision": str(self.precision_plugin.precision),
-            "optimizer": EngineHooks(self).optimizer_implementation(self.root_device.type, clips=False),
-            "ep_size": experts.ep_size(engine.module),
+            "optimizer": EngineHooks(self).optimizer_implementation(self.root_device.type),
+            "ep_size": experts.ep_size(self.lightning_module),
         }
 
     @property
@@ -311,7 +249,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         super()._initialize_deepspeed_train(model)
         EngineHooks(self).link_master_weights()
         EngineHooks(self).clip_experts_too()
-        self._trained = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
+        self._training_engine = vars(model)[ENGINE] = self.model  # setattr would make the engine a submodule
         engine: Any = self.model
         if self.world_size == 1 and not engine.zero_optimization():
             # One rank has nothing to average. DeepSpeed (0.19.8) would copy all gradients for an all-reduce.
@@ -341,6 +279,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if spawns else None
         before = [{key: group[key] for key in group if key not in ("params", "lr")} for group in optimizer.param_groups]
         started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        self.options_before = {}
         for group, options in zip(optimizer.param_groups, before, strict=True):
             self.options_before[id(group)] = {key: own for key, own in options.items() if group.get(key) != own}
         if spawns:
@@ -349,15 +288,15 @@ class ZeROStrategy(DeepSpeedStrategy):
         return started
 
     def _initialize_deepspeed_inference(self, model: Module) -> None:
-        if self._trained is not None and self._trained.module is model:
-            self.model = self._trained
+        if self._training_engine is not None and self._training_engine.module is model:
+            self.model = self._training_engine
         else:
             super()._initialize_deepspeed_inference(model)
 
     def teardown(self) -> None:
         """Ends a fit or a test. The model stays on the engine's device."""
         torch.nn.functional.linear = LINEAR
-        if self._trained is None:
+        if self._training_engine is None:
             super().teardown()
             return
         assert self.cluster_environment is not None

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from cifar_zero.checkpoints.network import freeze_statistics, frozen_batch_norms, tracked_batch_norms
+from cifar_zero.build_model import freeze_statistics, frozen_batch_norms, tracked_batch_norms
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.launch.collectives import average_over_ranks
 from cifar_zero.strategies import hooks_of

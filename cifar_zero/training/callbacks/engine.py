@@ -11,13 +11,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.core.atomic import attempt
 from cifar_zero.core.hardware import cpu_name
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
-from cifar_zero.strategies.mesh import MeshStrategy
 from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
 
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
@@ -55,9 +54,9 @@ class EngineInfo(IntervalCallback):
         self._first_step = trainer.global_step
         # Model states are measured in the second step, when the optimizer has its state, or in a run's only step.
         self._state_step = self._first_step + (trainer.estimated_stepping_batches != self._first_step + 1)
-        parameters = next(pl_module.parameters()).dtype
-        self.totals_of_run["compute_dtype"] = _name(_compute_dtype(trainer, parameters))
-        self.totals_of_run["parameter_dtype"] = _name(parameters)
+        parameter = next(pl_module.parameters())
+        self.totals_of_run["compute_dtype"] = _name(_compute_dtype(trainer, parameter))
+        self.totals_of_run["parameter_dtype"] = _name(parameter.dtype)
         config = hooks_of(trainer.strategy).engine_config()
         zero = config.get("zero_optimization", {})
         if zero.get("stage"):
@@ -115,16 +114,14 @@ def _is_scaled(trainer: Trainer) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
-def _compute_dtype(trainer: Trainer, parameters: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which the layers compute: the dtype of autocast, the dtype to which fully_shard casts, or
-    the dtype of the parameters."""
-    if isinstance(trainer.strategy, MeshStrategy) and trainer.strategy.casts:
-        return torch.bfloat16  # see strategies/fsdp2.py
+def _compute_dtype(trainer: Trainer, parameter: torch.nn.Parameter) -> torch.dtype:
+    """Returns the dtype in which the layers compute: the dtype of autocast, or else the dtype in which the strategy
+    uses a parameter."""
     device = trainer.strategy.root_device.type
     with trainer.precision_plugin.forward_context():
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
-        return parameters
+    return hooks_of(trainer.strategy).compute_dtype(parameter)
 
 
 def _name(dtype: torch.dtype) -> str:

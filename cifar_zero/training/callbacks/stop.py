@@ -146,9 +146,9 @@ def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
         return step
     if interrupt.has_ended:
         check_saved(trainer)
-        return f"{step}, saved; resume with: {resume.resuming(run, run_dir)}"
+        return f"{step}, saved; resume with: {resume.command_to_resume(run, run_dir)}"
     step += ", NOT saved, because Ctrl-C came twice"
-    if resuming := resume.from_newest(run, run_dir):
+    if resuming := resume.command_to_resume_newest(run, run_dir):
         step += f"; resume an earlier step with: {resuming}"
     return step
 

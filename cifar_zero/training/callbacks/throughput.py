@@ -21,7 +21,7 @@ from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from cifar_zero.checkpoints.network import build
+from cifar_zero.build_model import build
 from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits

@@ -1,4 +1,4 @@
-"""The first step under ZeRO in bfloat16 is Adam's first: DeepSpeed counts none of its own before."""
+"""Checks that DeepSpeed counts no step of its own before the first step under ZeRO in bfloat16."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ RATE = 0.01
 @pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
 @pytest.mark.parametrize("stage", [1, pytest.param(0, marks=of_test_all)])
-def test_moves_a_bias_by_the_learning_rate(stage: int, small_data: list[str]) -> None:
+def test_the_first_step_moves_a_bias_by_the_learning_rate(stage: int, small_data: list[str]) -> None:
     flags = ["--strategy", f"deepspeed_stage_{stage}", "--precision", "bf16-mixed", "--accelerator", "cpu"]
     flags += ["--optimizer", "adamw", "--optimizer.lr", str(RATE), "--init", "he"]  # with biases of 0
     run = make_run(command_line.parse([*small_data, *flags, "--devices", "1"]))

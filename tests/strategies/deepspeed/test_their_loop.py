@@ -22,7 +22,7 @@ STEPS = 12
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
-def test_ends_with_the_weights_of_deepspeeds_own_loop(
+def test_a_run_ends_with_the_weights_of_deepspeeds_own_loop(
     tmp_path: Path, small_data: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Large weight decay tells AdamW from Adam; a short warm-up and clipping change every step."""

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_module import CIFARModule
-from cifar_zero.checkpoints.network import check_patterns, freeze, on_meta
+from cifar_zero.build_model import check_patterns, freeze, on_meta
 from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
@@ -47,15 +47,8 @@ def test_frozen_batch_norms_keep_their_statistics():
     freeze(net, ["2.*", "4.*"])
     images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
     loader = DataLoader(TensorDataset(images, torch.arange(16) % 10), 4)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        val_check_interval=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", max_epochs=2, val_check_interval=2, **quiet)
     trainer.fit(module, loader, loader)
     assert [int(norm.num_batches_tracked) for norm in norms] == [0, 8]  # pyright: ignore
     assert torch.equal(norms[0].running_mean, torch.zeros(4))  # pyright: ignore

@@ -1,6 +1,7 @@
 """Builds a run's model and selects what is trained: all parameters, some of them, or adapters.
 
-Adapters are LoRA's (Hu et al. 2022): the product of two small matrices is trained next to a frozen linear layer.
+The adapters are LoRA adapters (Hu et al. 2022). Such an adapter trains the product of two small matrices next to a
+frozen linear layer.
 Hugging Face's peft is not used, because it renames every weight of a plain model
 (`base_model.model.<layer>.base_layer.weight`, `lora_A.default.weight`). No checkpoint would then fit the model for
 --weights, an evaluation or an export. The adapters of this module leave the names of a layer's weights unchanged, and
@@ -77,8 +78,8 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
 
 
 def trained_names(net: nn.Module) -> set[str]:
-    """Returns the names of what training changes, which are the parameters that are not frozen and the buffers of their
-    layers."""
+    """Returns the names of the tensors that training changes. These are the parameters that are not frozen, and the
+    buffers of their layers."""
     found: set[str] = set()
     for prefix, module in net.named_modules():
         trained = [name for name, own in module.named_parameters(prefix, recurse=False) if own.requires_grad]
@@ -105,8 +106,11 @@ def frozen_batch_norms(net: nn.Module) -> list[_BatchNorm]:
     """Returns the batch norms without a trained parameter, or an empty list if the model has no frozen parameter."""
     if all(parameter.requires_grad for parameter in net.parameters()):
         return []
-    norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
-    return [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
+    frozen: list[_BatchNorm] = []
+    for module in net.modules():
+        if isinstance(module, _BatchNorm) and not any(each.requires_grad for each in module.parameters()):
+            frozen.append(module)
+    return frozen
 
 
 A, B = ".lora_a", ".lora_b"  # suffixes of the adapters' names
