@@ -111,17 +111,13 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     return [part for option, value in options.items() for part in (f"--{option}", str(value))]
 
 
-def check_flags(settings: Settings, said: Mapping[str, Any]) -> None:
-    """Raises UsageError for the first flag that has overridden an option of the DeepSpeed configuration file.
-
-    Args:
-        said: options that the file sets, by flag.
-    """
-    given = flat(settings)
-    for option, value in said.items():
+def check_flags(settings: Settings) -> None:
+    """Raises UsageError for the first flag that has overridden an option of the DeepSpeed configuration file."""
+    given, file = flat(settings), settings.placement.ds_config
+    for option, value in options_of(file).items():
         if given[option] != value:
             raise UsageError(
-                f"--ds_config {settings.placement.ds_config}: --{option} {given[option]} is not the file's {value}: "
+                f"--ds_config {file}: --{option} {given[option]} is not the file's {value}: "
                 'leave out the flag, or write "auto" into the file'
             )
 

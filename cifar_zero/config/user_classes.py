@@ -11,7 +11,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from yaml import YAMLError
 
 from cifar_zero.config.arguments import Arguments, read_arguments
-from cifar_zero.config.help import refuse_mistyped
+from cifar_zero.config.mistakes import refuse_mistyped
 from cifar_zero.config.placement import DeviceOptions, StrategyOptions
 from cifar_zero.config.settings import flat
 from cifar_zero.core import user_code

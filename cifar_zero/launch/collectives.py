@@ -75,8 +75,8 @@ def init_process_group(run: Run) -> list[Place]:
     return places
 
 
-def set_timeout(run: Run) -> None:
-    """Waits until all ranks are ready to train. After that the time limit of a collective is --timeout."""
+def await_training(run: Run) -> None:
+    """Waits until all ranks are ready to train, and sets the time limit of a collective to --timeout."""
     if run.placement.world_size > 1:
         dist.barrier()
         _set_timeout(timedelta(seconds=run.placement.timeout))
@@ -150,4 +150,4 @@ def average_over_ranks(values: Sequence[Tensor]) -> None:
 
 
 def _has_others() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_initialized() and dist.get_world_size() > 1

@@ -51,7 +51,7 @@ class Rank:
     log: Path
 
 
-def run(
+def run_ranks(
     ranks: int, on_cpu: bool, flags: Sequence[str] = (), how_to_resume: Callable[[Path], str] = lambda _: ""
 ) -> int:
     """Runs this process's command line again as several ranks on this computer, and waits for them.
@@ -161,7 +161,7 @@ def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
 
 def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
     """Waits until all ranks have ended. Kills ranks that do not end soon after one rank has failed or ended on request.
-    Return value and exceptions are as in `run`."""
+    Return value and exceptions are as in `run_ranks`."""
     failed: Rank | None = None
     killed: list[Rank] = []
     kill_at = math.inf

@@ -25,7 +25,7 @@ if not rank_environment.is_rank():
     for name, seconds in {limits!r}.items():
         setattr(local_launcher, name, seconds)
     {setup}
-    sys.exit(exits.guarded(lambda: local_launcher.run(3, on_cpu=True)))
+    sys.exit(exits.guarded(lambda: local_launcher.run_ranks(3, on_cpu=True)))
 rank = rank_environment.global_rank()
 
 def note(name):
