@@ -20,7 +20,7 @@ from cifar_zero.config import strategy_rules
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.recipe import AugmentConfig, LoRAConfig
 from cifar_zero.config.run import Run
-from cifar_zero.config.settings import REGISTRIES, Settings, sections
+from cifar_zero.config.settings import REGISTRIES, Settings, flat, sections
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.hardware import free_memory_bytes
@@ -116,8 +116,9 @@ def _check_images(settings: Settings) -> None:
 
 def of_validation(settings: Settings) -> list[str]:
     """Returns the options that need a validation and differ from their default."""
-    names, defaults = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k"), Settings()
-    return [name for name in names if settings.option(name) != defaults.option(name)]
+    given, defaults = flat(settings), flat(Settings())
+    names = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k")
+    return [name for name in names if given[name] != defaults[name]]
 
 
 def check_plain_name(name: str) -> None:

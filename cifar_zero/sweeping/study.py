@@ -23,6 +23,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import flags_of
 from cifar_zero.config.rules import check_plain_name
 from cifar_zero.config.run import Run
+from cifar_zero.config.settings import flat
 from cifar_zero.config.strategy_rules import why_not_resumed
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core.console import command
@@ -115,7 +116,7 @@ def resolved(flags: list[str]) -> Run:
     """Returns a resolved run. Raises UsageError if the run cannot be trained, or not by a sweep."""
     config = command_line.parse(flags)
     for name in ("bench_steps", "plot_schedule", "check_gradients", "resume"):
-        if config.option(name):
+        if flat(config)[name]:
             raise UsageError(f"--{name} cannot be used in a sweep: leave it out")
     if config.placement.strategy == AUTO or config.placement.num_nodes > 1:
         raise UsageError(
