@@ -142,8 +142,8 @@ def _allow_code(given: Mapping[str, Any]) -> None:
 
 
 def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the options of recipes and of the command line, in which later ones override earlier ones. Each overrides
-    the DeepSpeed configuration that it names."""
+    """Returns the options of recipes and of the command line together. Later sources override earlier ones, and each
+    source overrides the DeepSpeed configuration that it names."""
     options: dict[str, Any] = {}
     for source in sources:
         file = str(source.get("ds_config", ""))

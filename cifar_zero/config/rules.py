@@ -130,8 +130,8 @@ def check_plain_name(name: str) -> None:
 
 
 def check_model(run: Run) -> None:
-    """Raises UsageError if the model cannot train on the run's micro-batches. To find out, a model from outside this
-    project is built and run once, and so is every model if the images are not 32 x 32 pixels."""
+    """Raises UsageError if the model cannot train on the run's micro-batches. Builds and runs a model once if it comes
+    from outside this project, or if the images are not 32 x 32 pixels."""
     model, side = run.recipe.model, run.data.image_size
     if ":" in model.name or side != IMAGE_SHAPE[1]:
         from cifar_zero.models.external import check

@@ -13,7 +13,7 @@ class Run(Settings):
     """A run with every open option decided; `training.resolve.resolve` makes it, once per process. Among its options,
     devices is a number, accelerator is cpu or gpu, precision is a number format, and resume and weights are paths."""
 
-    spec: Spec  # of the strategy, or of the raw DeepSpeed configuration
+    spec: Spec  # describes the strategy, or the raw DeepSpeed configuration that replaces it
     num_classes: int  # width of the model's output
 
     @classmethod
@@ -30,7 +30,7 @@ class Run(Settings):
     @property
     def on_cpu(self) -> bool:
         """Whether the ranks are CPU processes."""
-        return self.placement.on_cpu
+        return self.placement.accelerator == "cpu"
 
     def under(self, strategy: str) -> "Run":
         """Returns the same run under another strategy, which is given by name."""

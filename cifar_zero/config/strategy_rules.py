@@ -164,8 +164,8 @@ def why_not_resumed(run: Run) -> str:
     """Returns why a run cannot be resumed from a checkpoint that it wrote, or an empty string if it can.
 
     DeepSpeed 0.19.8 keeps Adam's state in SuperOffload's process, or in `backup_optimizer` for an offload ratio below
-    1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, it
-    restores from a checkpoint neither the parameters nor the groups that are too small for the disk (engine.py,
+    1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, loading
+    a checkpoint does not restore the parameters and the groups that are too small for the disk (engine.py,
     `load_checkpoint`).
     """
     spec, name = run.spec, run.placement.strategy_name
@@ -177,8 +177,8 @@ def why_not_resumed(run: Run) -> str:
 
 
 def check_micro_batch(run: Run) -> None:
-    """Raises UsageError if the batch size cannot be divided into micro-batches, or if the micro-batch differs from that
-    of the raw DeepSpeed configuration."""
+    """Raises UsageError if the batch size cannot be divided into micro-batches, or if the raw DeepSpeed configuration
+    has another micro-batch size."""
     ours, ranks = run.micro_batch, run.placement.replicas
     theirs = (run.spec.raw or {}).get("train_micro_batch_size_per_gpu", ours)
     if theirs != ours:

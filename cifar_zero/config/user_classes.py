@@ -122,11 +122,13 @@ def check_given(given: Given, needs_data: bool = True) -> None:
 
 
 def instance(part: str, arguments: Given, build: bool = True) -> Any:
-    """Returns the user's module or data module, built with its arguments among the options, as LightningCLI does.
-    Returns None if the command line names none.
+    """Builds the user's module or data module with its arguments, as LightningCLI does, and returns it. Returns None if
+    the command line does not name one.
 
     Args:
-        build: whether to build it. Otherwise its arguments are only checked, and the named class or function is
+        part: module or datamodule.
+        arguments: the options of the command line.
+        build: whether to build it. If false, the arguments are only checked, and the named class or function is
             returned.
     """
     if part not in arguments.theirs:

@@ -74,8 +74,8 @@ def core_count() -> int:
 
 
 def share_of_cores(rank: int, ranks: int) -> set[int]:
-    """Returns the cores of one rank. They are neighbours, at least one, and the same number for each rank. A rank that
-    is bound to its cores was measured 7 % faster than an unbound rank, and its slowest steps a third faster."""
+    """Returns the cores of one rank. Each rank gets the same number of neighbouring cores, at least one. A rank that is
+    bound to its cores was measured 7 % faster than an unbound rank, and its slowest steps a third faster."""
     mine = cores()
     each = max(1, len(mine) // ranks)
     first = rank * each % len(mine)

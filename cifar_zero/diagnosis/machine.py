@@ -43,6 +43,7 @@ ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.t
 
 
 def gpu(options: Options) -> Finding:
+    """Checks whether torch can compute on each GPU, and whether there is a GPU for each rank."""
     if not has_gpu_driver():
         return ok(f"{NO_GPU} ({cpu_name()})")
     import torch
@@ -71,6 +72,7 @@ def gpu(options: Options) -> Finding:
 
 
 def cores(options: Options) -> Finding:
+    """Checks whether there is a CPU core for each rank."""
     count = core_count()
     if count < options.ranks:
         return warning(f"{count} for {options.ranks} ranks, which take turns", command("train", "--devices", count))
@@ -78,6 +80,7 @@ def cores(options: Options) -> Finding:
 
 
 def memory(options: Options) -> Finding:
+    """Checks whether the CPU memory is large enough for all ranks."""
     free = free_memory_bytes() / 1e9
     found = f"{free:.1f} GB are free"
     if (fit := ranks_in_memory()) < options.ranks:
@@ -92,6 +95,7 @@ def ranks_in_memory() -> int:
 
 
 def shared_memory(options: Options) -> Finding:
+    """Checks whether the shared memory is large enough for all ranks."""
     if not SHARED_MEMORY.is_dir():
         return ok(f"no {SHARED_MEMORY} on this system")
     free, needed = shutil.disk_usage(SHARED_MEMORY).free, options.ranks * SHARED_BYTES
@@ -102,6 +106,7 @@ def shared_memory(options: Options) -> Finding:
 
 
 def out(options: Options) -> Finding:
+    """Checks whether the directory for run folders can be written."""
     return _disk(Path(options.out), "choose another directory with --out DIR")
 
 
@@ -137,8 +142,7 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
 
 
 def all_reduce(options: Options) -> Finding:
-    """Checks whether ranks on this machine can meet and sum a tensor. Starts `cifar-zero doctor --nodes` as each
-    rank."""
+    """Checks whether ranks on this machine can connect and sum a tensor. Each rank runs `cifar-zero doctor --nodes`."""
     if options.ranks == 1:
         return ok("not needed: a single rank has no others to connect to")
     if (fit := ranks_in_memory()) < options.ranks:

@@ -1,4 +1,4 @@
-"""Checks that the ranks of all nodes meet, compute the right sum, and run the same software (cifar-zero doctor
+"""Checks that the ranks of all nodes can connect, compute the right sum, and run the same software (cifar-zero doctor
 --nodes).
 
 A launcher starts the doctor on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
@@ -30,8 +30,8 @@ get lost."""
 
 
 def examine(options: Options) -> dict[str, Finding]:
-    """Meets the other ranks, compares the nodes and returns the findings. Raises RunError, with the name of the rank,
-    if a rank does not come in time."""
+    """Connects to the other ranks, compares the nodes and returns the findings. Raises RunError, which names the rank,
+    if a rank does not connect in time."""
     rank, ranks, limit = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"]), timedelta(0, options.timeout)
     # Uses the store of torchrun's agents, or one that rank 0 opens. torch's "env://" is not used, because rank 0 would
     # wait in it for all ranks, and could not name the missing ones.

@@ -32,7 +32,7 @@ ADDRESS = "127.0.0.1"
 
 POLL_SECONDS = 0.05  # time between two checks for ended ranks
 GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
-SAVING_SECONDS = 30.0  # the same after one ended on request, as others may still write (SLURM's KillWait)
+SAVING_SECONDS = 30.0  # time for the others to save and end after one ended on request (SLURM's KillWait)
 TAIL_LINES = 15  # lines of a failed rank's output that are printed; --debug prints all
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -66,7 +66,8 @@ def run_ranks(
             checkpoint.
 
     Raises:
-        Stopped: A request to end came while ranks were being started, or Ctrl-C came twice and rank 0 did not end.
+        Stopped: if a request to end comes while ranks are being started, or if Ctrl-C comes twice and rank 0 does not
+            end.
     """
     started: list[Rank] = []
     received = _pass_requests_on(started)

@@ -113,7 +113,7 @@ def combinations(space: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def resolved(flags: list[str]) -> Run:
-    """Returns a resolved run. Raises UsageError if the run cannot be trained, or not by a sweep."""
+    """Returns a resolved run. Raises UsageError if the run cannot be trained, or if a sweep cannot train it."""
     config = command_line.parse(flags)
     for name in ("bench_steps", "plot_schedule", "check_gradients", "resume"):
         if flat(config)[name]:
@@ -128,8 +128,8 @@ def resolved(flags: list[str]) -> Run:
 
 
 def open_study(folder: Path, record: str) -> optuna.Study:
-    """Opens or creates the study in a folder. `record` is what must not change in a sweep. Raises UsageError if the
-    study was created with another record."""
+    """Opens or creates the study in a folder. `record` is the text of the sweep's --search and flags. Raises UsageError
+    if the study was created with another record."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     where = f"sqlite:///{folder / 'sweep.db'}"
     study = optuna.create_study(storage=where, study_name="sweep", direction="maximize", load_if_exists=True)
