@@ -16,11 +16,6 @@ class Run(Settings):
     spec: Spec  # describes the strategy, or the raw DeepSpeed configuration that replaces it
     num_classes: int  # width of the model's output
 
-    @classmethod
-    def of(cls, given: Settings, spec: Spec, num_classes: int) -> "Run":
-        """Returns the run that the settings describe. Every option of the settings must already be decided."""
-        return cls(**{**vars(given), "spec": spec, "num_classes": num_classes})
-
     @property
     def micro_batch(self) -> int:
         """Images per forward pass of one replica. Raises UsageError if the batch size cannot be divided into

@@ -147,8 +147,8 @@ def all_reduce(options: Options) -> Finding:
         return ok("not needed: a single rank has no others to connect to")
     if (fit := ranks_in_memory()) < options.ranks:
         return failed(f"not tried, because the memory is too small for {options.ranks} ranks", f"--ranks {max(1, fit)}")
-    master = local_launcher.free_port()
-    ranks = [_start(rank, options, master) for rank in range(options.ranks)]
+    port = local_launcher.free_port()
+    ranks = [_start(rank, options, port) for rank in range(options.ranks)]
     try:
         while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
             time.sleep(0.1)
@@ -160,9 +160,9 @@ def all_reduce(options: Options) -> Finding:
     errors: list[str] = []
     for number, rank in enumerate(ranks):
         report, text = rank.communicate()
-        for check in json.loads(report or '{"checks": []}')["checks"]:  # only rank 0 prints a report
-            if check.pop("name") == "all-reduce":
-                return Finding(**check)
+        if report:  # only rank 0 prints a report
+            findings = {check.pop("name"): Finding(**check) for check in json.loads(report)["checks"]}
+            return findings["all-reduce"]
         if text.strip():
             errors.append(f"rank {number}: {short(text.splitlines()[-1], 300)}")
     return failed(
@@ -171,14 +171,12 @@ def all_reduce(options: Options) -> Finding:
     )
 
 
-def _start(rank: int, options: Options, master: int) -> subprocess.Popen[str]:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
-    places |= {"MASTER_ADDR": local_launcher.ADDRESS, "MASTER_PORT": master, "OMP_NUM_THREADS": 1}
+def _start(rank: int, options: Options, port: int) -> subprocess.Popen[str]:
     doctor = [sys.executable, "-m", "cifar_zero", "doctor", "--nodes", "--json", "--timeout", str(options.timeout)]
     return subprocess.Popen(
         [*doctor, "--out", os.path.abspath(options.out)],
         cwd=Path(__file__).parents[2],  # where Python finds this package, installed or not
-        env={**os.environ, **{name: str(value) for name, value in places.items()}},
+        env={**os.environ, **local_launcher.variables(rank, options.ranks, port), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -72,16 +72,13 @@ def run_ranks(
     started: list[Rank] = []
     received = _pass_requests_on(started)
     divides_cores = on_cpu and "OMP_NUM_THREADS" not in os.environ  # otherwise the user has divided them
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="cifar-zero-run-") as folder:
         run_file = Path(folder, "run-folder")
-        environment = {
-            **os.environ,  # then torchrun's variables, which Lightning and DeepSpeed read
-            **{"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port()), "NODE_RANK": "0"},
-            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), rank_environment.RUN_FILE: str(run_file)},
-        }
         try:
             for number in range(ranks):
                 cores = share_of_cores(number, ranks) if divides_cores else set()
+                environment = variables(number, ranks, port) | {rank_environment.RUN_FILE: str(run_file)}
                 started.append(_start(number, environment, cores, Path(folder, f"rank-{number}.log"), flags))
                 if received:  # the handler did not pass it on to the rank that was being started
                     raise Stopped(received[0])
@@ -98,14 +95,12 @@ def run_ranks(
 
 
 def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Path, flags: Sequence[str]) -> Rank:
-    environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
+    environment = {**os.environ, **environment}
     if cores:
         # Two ranks that each use all cores were measured 5 times slower than two ranks with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))
     with log.open("wb") as file:
-        output = None  # only rank 0 prints
-        if number:
-            output = file
+        output = file if number else None  # only rank 0 prints
         process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *flags],
             env=environment,
@@ -131,6 +126,13 @@ def prepare(cores: Collection[int], held: bool = False) -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if cores:
         os.sched_setaffinity(0, cores)
+
+
+def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Returns torchrun's variables for a rank on this computer. Lightning and DeepSpeed read them."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    numbers |= {"NODE_RANK": 0, "MASTER_PORT": port}
+    return {"MASTER_ADDR": ADDRESS, **{name: str(number) for name, number in numbers.items()}}
 
 
 def free_port() -> int:
