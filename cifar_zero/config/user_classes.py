@@ -55,15 +55,15 @@ class Given:
 def read_given(flags: Sequence[str]) -> Given:
     """Returns the options of a command line. Flags override the options of --config."""
     ours = read_arguments(flags)
-    in_files: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for file in ours.recipes:
-        in_files |= options_of_cli(file)
-    in_files = {option: value for option, value in in_files.items() if option not in ours.options}
-    options = {**in_files, **ours.options}
+        options |= options_of_cli(file)
+    in_files = options.keys() - ours.options
+    options |= ours.options
     theirs = {option: value for option, value in options.items() if option.split(".")[0] in PARTS}
     ours.options = {option: value for option, value in options.items() if option not in theirs}
     ours.recipes = []
-    return Given(theirs, ours, in_files.keys() & theirs.keys())
+    return Given(theirs, ours, in_files & theirs.keys())
 
 
 def options_of_cli(file: str) -> dict[str, Any]:

@@ -98,8 +98,9 @@ def check(tree: Any, what: str) -> None:
             if not isinstance(value, (list, dict)):
                 continue
         if isinstance(value, dict):
-            if refused := [key for key in NAMES_CODE if key in value]:
-                raise UsageError(f"{what}: {name} has {refused[0]}, which names code: give it on the command line")
+            for key in NAMES_CODE:
+                if key in value:
+                    raise UsageError(f"{what}: {name} has {key}, which names code: give it on the command line")
             left += [(f"{name}.{key}".lstrip("."), inner, level + 1) for key, inner in value.items()]
         elif isinstance(value, (list, tuple)):
             left += [(name, inner, level + 1) for inner in value]

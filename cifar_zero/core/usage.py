@@ -51,11 +51,11 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 def nearest_flag(key: str, known: Iterable[str]) -> str:
     """Returns the half sentence of `nearest` for a flag, which may lack its section. Both arguments are without
     dashes."""
-    flags = sorted(known)
-    parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{key}.")]
+    word, flags = f"--{key}", [f"--{flag}" for flag in sorted(known)]
+    parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{word}.")]
     if parts:
-        return nearest(f"--{key}", (f"--{flag}" for flag in parts), cutoff=0)
-    return nearest(f"--{key}", (f"--{flag}" for flag in flags), cutoff=0.65, otherwise="--help all lists all options")
+        return nearest(word, parts, cutoff=0)
+    return nearest(word, flags, cutoff=0.65, otherwise="--help all lists all options")
 
 
 def check_numbers(options: Any) -> None:

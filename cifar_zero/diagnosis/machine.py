@@ -17,7 +17,7 @@ from cifar_zero.config.rules import CPU_RANK_BYTES
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
-from cifar_zero.diagnosis import Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis import Finding, Options, existing, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
 NO_GPU = "no GPU, so ranks run on the CPU"
@@ -128,16 +128,16 @@ def data(options: Options) -> Finding:
 
 def _disk(folder: Path, elsewhere: str) -> Finding:
     """Checks whether a folder, which need not exist yet, can be written and has enough free space."""
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    parent = existing(folder).resolve()
+    free = shutil.disk_usage(parent).free
     if free < FREE_BYTES:
-        found = f"{decimal(free)} are free in {existing.resolve()}, less than {decimal(FREE_BYTES)}"
+        found = f"{decimal(free)} are free in {parent}, less than {decimal(FREE_BYTES)}"
         return failed(found, f"free some space, or {elsewhere}")
     try:
-        with tempfile.TemporaryFile(dir=existing) as file:
+        with tempfile.TemporaryFile(dir=parent) as file:
             file.write(b"1")
     except OSError as error:
-        return failed(f"{existing.resolve()} cannot be written: {error.strerror}", elsewhere)
+        return failed(f"{parent} cannot be written: {error.strerror}", elsewhere)
     return ok(f"{decimal(free)} are free in {folder}")
 
 

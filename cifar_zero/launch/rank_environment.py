@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cifar_zero.core.errors import UsageError
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables that torchrun (docs.pytorch.org, elastic/run) and `local_launcher` set."""
+TORCHRUN = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+"""Variables that torchrun (docs.pytorch.org, elastic/run) and `local_launcher` set, with the least value of each."""
 
 DEEPSPEED_LOCAL_SIZE = "LOCAL_SIZE"
 """Name that DeepSpeed's launcher gives to torchrun's LOCAL_WORLD_SIZE. It sets the other variables of TORCHRUN under
@@ -37,8 +37,7 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         if all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
             return _of_slurm(environment)
         return {}
-    rank, _ = (whole_number(name, found[name]) for name in TORCHRUN[:2])
-    ranks, ranks_here = (whole_number(name, found[name], least=1) for name in TORCHRUN[2:])
+    rank, _, ranks, ranks_here = (whole_number(name, found[name], least) for name, least in TORCHRUN.items())
     if rank >= ranks:
         raise UsageError(
             f"the environment variable RANK is {rank}, and WORLD_SIZE {ranks}: ranks count from 0; start them with "

@@ -141,8 +141,11 @@ def open_study(folder: Path, record: str) -> optuna.Study:
 
 def latest(study: optuna.Study) -> list[tuple[dict[str, Any], FrozenTrial]]:
     """Returns each setting with its last trial. Optuna keeps the options of an enqueued trial in `fixed_params`."""
-    found = [(trial.system_attrs.get("fixed_params", trial.params), trial) for trial in study.trials]
-    return [*{str(setting): (setting, trial) for setting, trial in found}.values()]
+    found: dict[str, tuple[dict[str, Any], FrozenTrial]] = {}
+    for trial in study.trials:
+        setting = trial.system_attrs.get("fixed_params", trial.params)
+        found[str(setting)] = setting, trial
+    return [*found.values()]
 
 
 def search(
