@@ -47,33 +47,29 @@ def check_values(settings: Settings) -> None:
     recipe, placement, output = settings.recipe, settings.placement, settings.output
     strategies, lora = [*STRATEGIES, AUTO], recipe.lora
     meant = nearest(placement.strategy, strategies)
-    refuse(
-        {
-            f"unknown strategy {placement.strategy!r}: {meant}": placement.strategy not in strategies,
-            f"--lora.rank must be at least 1, not {lora.rank}": lora != LoRAConfig() and lora.rank < 1,
-            "--lora.rank needs --lora.target: names of linear layers such as 'blocks.*.attention.qkv'": (
-                lora.rank > 0 and not lora.target
-            ),
-        }
-    )
     _check_numbers(settings)
     refuse(
         {
-            "--max_steps must be at least 1, or -1 for no limit, not 0": recipe.max_steps == 0,
-            "--bench_steps starts at the first step: leave out --resume": recipe.only_measures and bool(output.resume),
-            "--ds_config replaces the strategy: leave out --strategy": (
-                bool(placement.ds_config) and placement.strategy != Placement.strategy
+            f"unknown strategy {placement.strategy!r}: {meant}": placement.strategy not in strategies,
+            f"--lora.rank must be at least 1, not {lora.rank}": lora != LoRAConfig() and not lora.rank,
+            "--lora.rank needs --lora.target: names of linear layers such as 'blocks.*.attention.qkv'": (
+                lora.rank and not lora.target
             ),
-            "--ema and --swa_from cannot be combined: leave one of them out": bool(recipe.ema and recipe.swa_from),
+            "--max_steps must be at least 1, or -1 for no limit, not 0": recipe.max_steps == 0,
+            "--bench_steps starts at the first step: leave out --resume": recipe.only_measures and output.resume,
+            "--ds_config replaces the strategy: leave out --strategy": (
+                placement.ds_config and placement.strategy != Placement.strategy
+            ),
+            "--ema and --swa_from cannot be combined: leave one of them out": recipe.ema and recipe.swa_from,
             f"--reduce_on_plateau needs --schedule constant: leave out --schedule {recipe.schedule.name}": (
-                recipe.reduce_on_plateau > 0 and recipe.schedule.name != "constant"
+                recipe.reduce_on_plateau and recipe.schedule.name != "constant"
             ),
             f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
-                recipe.delta != "" and not recipe.weights
+                recipe.delta and not recipe.weights
             ),
             # A recipe must not be able to overwrite a file that is not a plot.
             f"--plot_schedule {output.plot_schedule}: give the name of a .png file": (
-                output.plot_schedule != "" and not output.plot_schedule.endswith(".png")
+                output.plot_schedule and not output.plot_schedule.endswith(".png")
             ),
         }
     )
@@ -149,7 +145,7 @@ def check_here(run: Run) -> None:
     assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory
     fit = max(1, free_memory_bytes() // CPU_RANK_BYTES)
-    compiles = spec.offload_optimizer != "" and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
+    compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
     splits_layers = spec.size == "tensor_parallel_size" and placement.ranks_per_model > 1
     refuse(
         {

@@ -110,10 +110,10 @@ def by_rank_0(ask: Callable[[], T]) -> T:
     if not _has_others() or dist.get_rank() == 0:
         try:
             answer = [ask()]
-        except UsageError as error:
-            failure, answer = error, [error]
         except Exception as error:  # raised here, it would leave the other ranks waiting
-            failure, answer = error, [RunError(f"rank 0: {type(error).__name__}: {error}")]
+            failure, answer = error, [error]
+            if not isinstance(error, UsageError):
+                answer = [RunError(f"rank 0: {type(error).__name__}: {error}")]
     if _has_others():
         dist.broadcast_object_list(answer)
     if isinstance(answer[0], (UsageError, RunError)):
