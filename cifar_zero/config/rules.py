@@ -144,7 +144,7 @@ def check_here(run: Run) -> None:
     placement, optimizer, spec = run.placement, run.recipe.optimizer.name, run.spec
     assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory
-    fit = max(1, free_memory_bytes() // CPU_RANK_BYTES)
+    fit = max(1, ranks_in_memory())
     compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
     splits_layers = spec.size == "tensor_parallel_size" and placement.ranks_per_model > 1
     refuse(
@@ -166,6 +166,11 @@ def check_here(run: Run) -> None:
     )
     if spec.offload_optimizer == "nvme" and spec.raw is None:
         check_nvme(placement.nvme_path)
+
+
+def ranks_in_memory() -> int:
+    """Returns how many CPU ranks fit into the free memory, which may be 0."""
+    return free_memory_bytes() // CPU_RANK_BYTES
 
 
 def _lacks(package: str) -> bool:

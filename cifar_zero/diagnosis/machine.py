@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from cifar_zero.config.rules import CPU_RANK_BYTES
+from cifar_zero.config.rules import ranks_in_memory
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
@@ -87,11 +87,6 @@ def memory(options: Options) -> Finding:
         fix = command("train", "--devices", fit) if fit else "end other programs"
         return failed(f"{found}, and {options.ranks} ranks take about 1 GB each", fix)
     return ok(f"{found}, {free / options.ranks:.1f} GB for each of {options.ranks} ranks")
-
-
-def ranks_in_memory() -> int:
-    """Returns how many CPU ranks fit into the free memory, which may be 0."""
-    return free_memory_bytes() // CPU_RANK_BYTES
 
 
 def shared_memory(options: Options) -> Finding:

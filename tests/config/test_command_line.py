@@ -1,4 +1,4 @@
-"""The command line: what it accepts and what it refuses."""
+"""Tests what the command line accepts and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No file makes a program load code: only the command line does."""
+"""A file cannot make a program load code. Only the command line can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed configuration: what becomes options, what is refused, and what the engine gets."""
+"""Tests which parts of a user's DeepSpeed configuration become options, are refused, or go to the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cifar-zero doctor as a user starts it, also on machines that lack something."""
+"""Tests cifar-zero doctor as a user starts it, also on machines that lack something."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def do_not_end():
 
 {body}
 """
-"""Starts three ranks that run `body`. They wait for each other by notes, so that the order of events is the same on a
-busy machine."""
+"""Starts three ranks that run `body`. They wait for each other with files (notes), so that the order of events is the
+same on a busy machine."""
 
 
 def launched(tmp_path: Path, body: str, *before: str, **limits: float) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,7 @@ def launched(tmp_path: Path, body: str, *before: str, **limits: float) -> subpro
     body = textwrap.dedent(body)
     program.write_text(PROGRAM.format(root=str(ROOT), folder=str(tmp_path), limits=limits, body=body))
     command = [*before, sys.executable, str(program)]
-    # As under a terminal: a shell's background job, and pytest-xdist's workers, ignore Ctrl-C.
+    # Ctrl-C acts as in a terminal, although background jobs and pytest-xdist's workers ignore it.
     prepare = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, preexec_fn=prepare)
 
@@ -64,7 +64,7 @@ def test_every_rank_has_its_place_and_its_share_of_cores(tmp_path: Path, monkeyp
     """
     done = launched(tmp_path, body)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["rank 0"]  # the others' output is in their logs
+    assert done.stdout.splitlines() == ["rank 0"]  # the other ranks write into their logs
     places = [(tmp_path / f"{rank}.txt").read_text().split() for rank in range(3)]
     assert [place[:4] for place in places] == [[str(rank), str(rank), "3", "3"] for rank in range(3)]
     assert len({place[4] for place in places}) == 1
@@ -102,7 +102,7 @@ def test_a_killed_rank_is_named_with_its_signal(victim: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("request_", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
-def test_a_request_to_end_reaches_all_ranks_and_is_no_failure(
+def test_a_request_to_end_reaches_all_ranks_and_is_not_a_failure(
     request_: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
