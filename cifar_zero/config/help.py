@@ -62,7 +62,7 @@ def short(parser: ArgumentParser) -> str:
             metavar = str(action.metavar)
             if flag in names:
                 text = ", ".join(name for name in names[flag] if name not in ONLY_IN_WHOLE_HELP)
-            elif metavar.startswith("{") and not isinstance(action.default, bool):
+            elif metavar.startswith("{"):
                 text = metavar.strip("{}").replace(",", ", ")
             else:
                 whole = re.sub(r" \(.*?\)", "", " ".join((action.help or "").split()))
