@@ -17,7 +17,7 @@ from benchmarks.loops.common import now
 from cifar_module import CIFARModule
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.config.settings import make_settings
+from cifar_zero.config.settings import flat, make_settings
 from cifar_zero.core import exits
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import UsageError
@@ -89,8 +89,9 @@ def main() -> int:
 def resolved(flags: Sequence[str]) -> Run:
     """Returns the resolved run on one device, checked as train.py checks it."""
     settings = command_line.parse(flags)
+    given, defaults = flat(settings), flat(make_settings())
     for name in UNUSED:
-        if settings.option(name) != make_settings().option(name):
+        if given[name] != defaults[name]:
             raise UsageError(f"--{name} does nothing in this benchmark: leave it out, or use train.py")
     run = resolve(settings)
     if run.placement.strategy != "baseline" or run.placement.world_size > 1:

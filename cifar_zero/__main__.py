@@ -30,7 +30,6 @@ than this one costs more on an idle machine (benchmarks/results/performance.md).
 
 def main() -> NoReturn:
     """Runs the command that the first argument names."""
-    exits.install()
     if sys.argv[1:2] and sys.argv[1].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
         sys.argv.append(sys.argv.pop(1))
     parser = argparse.ArgumentParser("cifar-zero", usage="%(prog)s COMMAND ... (COMMAND --help lists its options)")

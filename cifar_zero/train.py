@@ -19,7 +19,7 @@ from cifar_zero.training.resolve import announce, resolve
 def main() -> int:
     """Parses the command line and trains, in this process or in the ranks that it starts. Returns the exit code."""
     rank_environment.adopt()
-    run = resolve(survey.without_auto(command_line.parse(before=resume.saved_config)))
+    run = resolve(survey.without_auto(command_line.parse(earlier_run=resume.saved_config)))
     if run.output.plot_schedule:
         from cifar_zero.training.instead import plot_schedule
 
@@ -36,9 +36,10 @@ def main() -> int:
         return 0
     if run.placement.num_nodes > 1:
         raise UsageError(f"--num_nodes {run.placement.num_nodes}: start it on each node with {torchrun('train')} ...")
-    strategy = ["--strategy", run.placement.strategy]  # resolved, in case the command line has auto
-    return local_launcher.run(
-        run.placement.world_size, run.on_cpu, strategy, partial(resume.command_to_resume_newest, run)
+    # These are resolved already. The ranks must not decide again what auto or last means on the command line.
+    decided = ["--strategy", run.placement.strategy, "--resume", run.output.resume]
+    return local_launcher.run_ranks(
+        run.placement.world_size, run.on_cpu, decided, partial(resume.command_to_resume_newest, run)
     )
 
 
@@ -73,7 +74,7 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
 
     with run_folder.removed_on_failure(run_dir):
         starting.record_places(run, places, run_dir)
-        collectives.set_timeout(run)
+        collectives.await_training(run)
         module = (module_class or resolve_name(MODULE))(run, run.num_classes, weights and weights.loaded)
         trainer = build.trainer(run, run_dir)
 

@@ -70,7 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = options.device  # otherwise DeepSpeed takes a GPU if there is one
     if not rank_environment.is_rank():
-        return local_launcher.run(options.ranks, on_cpu=options.device == "cpu")
+        return local_launcher.run_ranks(options.ranks, on_cpu=options.device == "cpu")
     figures = train(options.cache, options.steps, options.stage)
     if rank_environment.global_rank() == 0:
         print(json.dumps(figures))

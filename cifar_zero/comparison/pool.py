@@ -46,7 +46,7 @@ def train_jobs(file: Path, train: str) -> int:
     """
     work = json.loads(file.read_text())
     if work["ranks"] > 1 and not rank_environment.is_rank():
-        return local_launcher.run(work["ranks"], on_cpu=gpu_count() == 0)
+        return local_launcher.run_ranks(work["ranks"], on_cpu=gpu_count() == 0)
     from cifar_zero.comparison.jobs import train_all
 
     train_all(work["jobs"], resolve_name(train), file.parent, work["sketches"])

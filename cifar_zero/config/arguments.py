@@ -9,21 +9,12 @@ from typing import Any
 from cifar_zero.config.settings import OWNERS, Consent
 from cifar_zero.core.errors import UsageError
 
-SWITCHES = {
-    *("trust", "print_config", "debug"),
-    *(option.name for part in OWNERS.values() for option in fields(part) if option.default is False),
-}
-"""Options that need no value."""
-
-PLOT = "OUT/schedule.png"  # stands for schedule.png in the folder --out, if --plot_schedule has no value
-
-OPTIONAL = {**dict.fromkeys(SWITCHES, True), "help": "", "plot_schedule": PLOT}
-"""Options that need no value, and the value that each gets without one."""
+NEED_NO_VALUE = {"help", "trust", "print_config", "plot_schedule"}
+NEED_NO_VALUE |= {option.name for part in OWNERS.values() for option in fields(part) if option.default is False}
+"""Options whose value is true if the command line gives none."""
 
 LISTS = {"logger", "trainable", "wandb_tags", "lora.target"}
 """Options that take several values."""
-
-IGNORED = {"local_rank"}  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
 
 CALLBACKS = "trainer.callbacks"  # the only option that names classes; jsonargparse gets it unchanged
 
@@ -43,9 +34,9 @@ class Arguments:
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Returns the options of a command line. If an option is repeated, the last one counts, but all --config files
-    count. Raises UsageError if an option has no value or too many values, or if the command line does not begin with an
-    option."""
+    """Returns the options of a command line. If an option is repeated, its last value counts, but --config adds a file
+    each time. Raises UsageError if an option has no value or too many values, or if the command line does not begin
+    with an option."""
     found, values, name = Arguments(), dict[str, list[str]](), ""
     for word in argv:
         is_option = re.match(r"--?[A-Za-z]", word) is not None
@@ -64,11 +55,12 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             values[name].append(word)
         else:
             raise UsageError(f"unexpected {word!r}: options begin with --, and --help lists them")
+    values.pop("local_rank", None)  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     if "config" in values:
         found.recipes = values.pop("config")
         if not found.recipes:
             raise UsageError("--config has no value: name a YAML recipe")
-    found.options = {name: _value(name, given) for name, given in values.items() if name not in IGNORED}
+    found.options = {name: _value(name, given) for name, given in values.items()}
     return found
 
 
@@ -76,8 +68,8 @@ def _value(name: str, given: list[str]) -> Any:
     """Returns the value of an option from the words that were given for it."""
     if name in LISTS and (len(given) != 1 or not given[0].startswith("[")):
         return given
-    if not given and name in OPTIONAL:
-        return OPTIONAL[name]
+    if not given and name in NEED_NO_VALUE:
+        return True
     if not given:
         raise UsageError(f"--{name} has no value")
     if len(given) > 1:

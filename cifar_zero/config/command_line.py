@@ -6,7 +6,6 @@ options are untyped values in one flat mapping by flag. Recipes, a DeepSpeed con
 mapping in turn.
 """
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -18,8 +17,8 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from cifar_zero.config import ds_config, help
-from cifar_zero.config.arguments import PLOT, Arguments, read_arguments
-from cifar_zero.config.help import choices, chosen, refuse_mistyped, refuse_unknown
+from cifar_zero.config.arguments import Arguments, read_arguments
+from cifar_zero.config.mistakes import choices, chosen, refuse_mistyped, refuse_unknown
 from cifar_zero.config.output import Output
 from cifar_zero.config.placement import ComputeOptions, DeviceOptions, Placement, StrategyOptions
 from cifar_zero.config.recipe import Choice, DataRecipe, FineTuning, Regularization, Training
@@ -35,7 +34,6 @@ from cifar_zero.config.settings import (
     make_settings,
     sections,
     settings_of,
-    tree_of,
 )
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import plain_data, user_code
@@ -43,40 +41,39 @@ from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.models import MODELS, register_user_model
 
-Before = Callable[[Settings], dict[str, Any] | None]
-"""A function that returns the options, by flag, of the earlier run that a command line continues, or None. Its argument
-holds the options of the command line that identify the earlier run."""
+EarlierRun = Callable[[Settings], dict[str, Any] | None]
+"""A function that returns the options, by flag, of the earlier run that a command line continues, or None for a new
+run. Its argument holds the options of the command line that identify the earlier run."""
 
 ONLY_FLAGS = ("config", "print_config", "help")
 """Options of the command line that a recipe cannot set."""
 
 
-def parse(argv: Sequence[str] | None = None, before: Before | None = None) -> Settings:
+def parse(argv: Sequence[str] | None = None, earlier_run: EarlierRun | None = None) -> Settings:
     """Returns the settings of a command line, by default this process's command line; see `settings_of_arguments`."""
-    return settings_of_arguments(read_arguments(sys.argv[1:] if argv is None else argv), before)
+    return settings_of_arguments(read_arguments(sys.argv[1:] if argv is None else argv), earlier_run)
 
 
-def settings_of_arguments(arguments: Arguments, before: Before | None = None) -> Settings:
+def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None = None) -> Settings:
     """Returns the settings of a command line. Recipes (`--config`) override the defaults in their order, and flags
     override the recipes. `--help` and `--print_config` print and exit.
 
     Raises UsageError for an unknown key, a value of the wrong type, or an unreadable recipe.
 
     Args:
-        before: returns the configuration of an earlier run, in the form that `read_recipe` returns. Recipes and flags
-            override it. Under another strategy, the earlier run's strategy options do not apply. `--strategy auto`
-            keeps the earlier run's strategy.
+        earlier_run: returns the options of an earlier run. Recipes and flags override these options. Under another
+            strategy, the earlier run's strategy options do not apply. `--strategy auto` keeps the earlier run's
+            strategy.
     """
     given = {**arguments.options}
     asked_help, prints = given.pop("help", None), given.pop("print_config", False)
     given.pop("trust", None)
     _allow_code(given)
     recipes = [*map(read_recipe, arguments.recipes)]
-    options, said = _merged(recipes, given)
-    if before is not None and (earlier := before(_early_settings(options, arguments.consent))) is not None:
-        options, said = _merged([_inherited(earlier, given), *recipes], given)
-    names = [(key, chosen(options, key)) for key in REGISTRIES]
-    parser = _parser(tuple((key, name, REGISTRIES[key][name]) for key, name in names), with_help=asked_help is not None)
+    options = _merged([*recipes, given])
+    if earlier_run is not None and (earlier := earlier_run(_early_settings(options, arguments.consent))) is not None:
+        options = _merged([_inherited(earlier, given), *recipes, given])
+    parser = _parser(tuple(chosen(options, key) for key in REGISTRIES), with_help=asked_help is not None)
     if asked_help is not None:
         text = help.short(parser)
         if asked_help == "all":
@@ -84,6 +81,8 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
         print(text, end="")
         raise SystemExit(0)
     refuse_unknown(parser, options)
+    if options.get("plot_schedule") is True:
+        options["plot_schedule"] = str(Path(str(options.get("out", Output.out)), "schedule.png"))
     try:
         tree = parser.parse_object(_nested(options)).as_dict()
     except (ArgumentError, TypeError, ValueError) as error:
@@ -93,11 +92,9 @@ def settings_of_arguments(arguments: Arguments, before: Before | None = None) ->
         tree[key] = {"name": tree[key].pop("name"), "options": tree[key]}
     for option in (*ONLY_FLAGS, "trust"):
         tree.pop(option, None)
-    settings = settings_of(tree)
-    settings = replace(settings, consent=arguments.consent, named=frozenset(options))
-    if settings.output.plot_schedule == PLOT:
-        settings = settings.changed(plot_schedule=str(Path(settings.output.out, Path(PLOT).name)))
-    ds_config.check_flags(settings, said)
+    settings = replace(settings_of(tree), consent=arguments.consent, named=frozenset(options))
+    if given.get("ds_config"):
+        ds_config.check_flags(settings)
     check_values(settings)
     if prints:
         print(dump(settings), end="")
@@ -114,10 +111,7 @@ def strategy_flags(strategy: str) -> list[str]:
 
 def dump(given: Settings) -> str:
     """Returns the settings as a YAML recipe. `--config` with this recipe repeats the run."""
-    tree = tree_of(given)
-    for key in REGISTRIES:
-        tree[key] = {"name": tree[key]["name"], **tree[key]["options"]}
-    return yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False)  # through JSON, because YAML has no tuples
+    return yaml.safe_dump(_nested(flat(given)), sort_keys=False)
 
 
 def read_recipe(file: str | Path) -> dict[str, Any]:
@@ -147,19 +141,16 @@ def _allow_code(given: Mapping[str, Any]) -> None:
         register_user_model(model)
 
 
-def _merged(recipes: Sequence[dict[str, Any]], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the options of recipes and flags, in which later ones override earlier ones, and the options that the
-    flag --ds_config sets."""
+def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the options of recipes and of the command line together. Later sources override earlier ones, and each
+    source overrides the DeepSpeed configuration that it names."""
     options: dict[str, Any] = {}
-    for recipe in recipes:
-        theirs = str(recipe.get("ds_config", ""))
-        if Path(theirs).is_file():  # a finished run's file may be gone, and is not needed
-            options = _overridden(options, ds_config.options_of(theirs))
-        options = _overridden(options, recipe)
-    said: dict[str, Any] = {}
-    if given.get("ds_config"):
-        said = ds_config.options_of(given["ds_config"])
-    return _overridden(_overridden(options, said), given), said
+    for source in sources:
+        file = str(source.get("ds_config", ""))
+        if Path(file).is_file():  # a finished run's file may be gone, and is not needed
+            options = _overridden(options, ds_config.options_of(file))
+        options = _overridden(options, source)
+    return options
 
 
 def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
@@ -213,9 +204,8 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache  # one acceptance run parses a hundred command lines
-def _parser(entries: tuple[tuple[str, str, Any], ...], with_help: bool) -> ArgumentParser:
-    """Returns the parser of train. `entries` are the key, name and options of the model, the optimizer and the
-    schedule."""
+def _parser(names: tuple[str, ...], with_help: bool) -> ArgumentParser:
+    """Returns the parser of train with the options of a model, an optimizer and a schedule, which are given by name."""
     set_parsing_settings(docstring_parse_attribute_docstrings=with_help)  # they take a third of the time
     parser = ArgumentParser(
         prog=command("train"),
@@ -240,11 +230,11 @@ def _parser(entries: tuple[tuple[str, str, Any], ...], with_help: bool) -> Argum
     for part in OWNERS.values():
         for key, section in sections(part).items():
             parser.add_argument_group(section.__doc__).add_class_arguments(section, key, as_group=False)
-    for key, name, entry in entries:
-        group = parser.add_argument_group(f"{key} {name}", description=help.summary(entry))
+    for (key, registry), name in zip(REGISTRIES.items(), names, strict=True):
+        group = parser.add_argument_group(f"{key} {name}", description=help.summary(registry[name]))
         described = f"Name, also as --{key} NAME; one of {', '.join(choices(key))}."
         group.add_argument(f"--{key}.name", default=name, help=described)
-        group.add_class_arguments(entry, key, as_group=False)
+        group.add_class_arguments(registry[name], key, as_group=False)
     parser.add_argument_group("Lightning").add_argument(
         "--trainer",
         type=dict[str, plain_data.Plain],
@@ -254,6 +244,4 @@ def _parser(entries: tuple[tuple[str, str, Any], ...], with_help: bool) -> Argum
     # jsonargparse (4.53) adds --trainable+, which appends to the default only and so replaces a recipe's list.
     for action in parser._actions:
         action.option_strings = [flag for flag in action.option_strings if not flag.endswith("+")]
-    for flag in [flag for flag in parser._option_string_actions if flag.endswith("+")]:
-        del parser._option_string_actions[flag]
     return parser

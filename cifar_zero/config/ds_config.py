@@ -1,6 +1,6 @@
-"""Reads DeepSpeed configurations: the one of DeepSpeedExamples, and a user's own file (`--ds_config FILE.json`). Batch
-size, accumulation, clipping, precision, optimizer and scheduler of the user's file become options of train. Everything
-else goes to the engine unchanged.
+"""Reads the DeepSpeed configuration of DeepSpeedExamples, and a user's own configuration (`--ds_config FILE.json`).
+Batch size, accumulation, clipping, precision, optimizer and scheduler of the user's file become options of train.
+Everything else goes to the engine unchanged.
 
 Names, defaults and meanings are DeepSpeed's (0.19.8). The value "auto" leaves an option to the flags, as in Hugging
 Face's Trainer.
@@ -50,7 +50,7 @@ REFUSED_IF_ENABLED = {
 """Sections that are refused unless their `enabled` is false, and what to use instead."""
 
 NAMES_FILE = ("_file", "_path", "_dir")
-"""Suffixes of the keys that name a file or folder to write or read, such as flops_profiler.output_file,
+"""Suffixes of the keys that name a file or folder to write or read, such as flops_profiler.output_file and
 data_cluster_path."""
 
 DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # values of DeepSpeed's OffloadDeviceEnum
@@ -64,8 +64,9 @@ OURS: dict[str, dict[str, Any]] = {
     "warmuplr": {"name": "warmup_lr"},
     "warmupdecaylr": {"name": "warmup_decay_lr", "warmup_max_lr": 0.001},
 }
-"""Optimizers and schedules of DeepSpeed and torch by their name in lower case: the corresponding entry of this
-project's registries, and those DeepSpeed or torch defaults that differ from the entry's defaults."""
+"""Maps an optimizer or scheduler of DeepSpeed or torch, by its name in lower case, to options of this project. The
+options are the name in this project's registry, and each default of DeepSpeed or torch that differs from the registry's
+default."""
 
 
 def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
@@ -111,17 +112,13 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     return [part for option, value in options.items() for part in (f"--{option}", str(value))]
 
 
-def check_flags(settings: Settings, said: Mapping[str, Any]) -> None:
-    """Raises UsageError for the first flag that has overridden an option of the DeepSpeed configuration file.
-
-    Args:
-        said: options that the file sets, by flag.
-    """
-    given = flat(settings)
-    for option, value in said.items():
+def check_flags(settings: Settings) -> None:
+    """Raises UsageError for the first flag that has overridden an option of the DeepSpeed configuration file."""
+    given, file = flat(settings), settings.placement.ds_config
+    for option, value in options_of(file).items():
         if given[option] != value:
             raise UsageError(
-                f"--ds_config {settings.placement.ds_config}: --{option} {given[option]} is not the file's {value}: "
+                f"--ds_config {file}: --{option} {given[option]} is not the file's {value}: "
                 'leave out the flag, or write "auto" into the file'
             )
 

@@ -97,13 +97,13 @@ class StrategyOptions:
     """Directory on a local NVMe disk; required by deepspeed_stage_3_offload_nvme."""
 
     tensor_parallel_size: int = 0
-    """For tensor_parallel and fsdp2: ranks that split each layer of a vit_* model and compute the same images. Other
-    groups of ranks compute other images, and fsdp2 also shards over these groups. 0: all ranks under tensor_parallel, 1
-    under fsdp2."""
+    """Tensor parallelism (tensor_parallel, fsdp2): number of ranks over which each layer of a vit_* model is split. A
+    group of these ranks computes the same images, and each group computes other images; fsdp2 also shards the model
+    over the groups. 0: all ranks under tensor_parallel, 1 under fsdp2."""
 
     pipeline_parallel_size: int = 0
-    """For pipeline: ranks that divide the blocks of a vit_* model and compute the same images. Other groups of ranks
-    compute other images. 0: all ranks."""
+    """Pipeline parallelism (pipeline): number of ranks over which the blocks of a vit_* model are divided. A group of
+    these ranks computes the same images, and each group computes other images. 0: all ranks."""
 
     zero: ZeROConfig = field(default_factory=ZeROConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -195,11 +195,6 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
             given = f"--{STRATEGIES[self.strategy].size} {self.ranks_per_model}"
             raise UsageError(f"{given} must divide the {self.world_size} ranks of --devices")
         return replicas
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the ranks are CPU processes. `accelerator` must not be auto."""
-        return self.accelerator == "cpu"
 
     @property
     def strategy_name(self) -> str:

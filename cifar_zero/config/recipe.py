@@ -27,9 +27,9 @@ Padding = Literal["black", "reflect"]
 Views = Literal["none", "mirror", "mirror_translate"]
 
 NORMALIZATIONS = {
-    "half": "0.5,0.5",  # the PyTorch CIFAR tutorial's, for pixels from -1 to 1
-    "cifar": "0.4914,0.4822,0.4465,0.2470,0.2435,0.2616",  # of CIFAR-10's training images
-    "imagenet": "0.485,0.456,0.406,0.229,0.224,0.225",  # of ImageNet, for torchvision's weights
+    "half": "0.5,0.5",  # from the PyTorch CIFAR tutorial; the pixels become -1 to 1
+    "cifar": "0.4914,0.4822,0.4465,0.2470,0.2435,0.2616",  # measured on CIFAR-10's training images
+    "imagenet": "0.485,0.456,0.406,0.229,0.224,0.225",  # measured on ImageNet; torchvision's weights expect them
 }
 """Mean and standard deviation of pixels from 0 to 1: one of each for all channels, or three means followed by three
 standard deviations."""
@@ -43,8 +43,8 @@ class Inputs(NamedTuple):
     std: tuple[float, ...]
 
     def as_many(self, images: int) -> int:
-        """Returns how many images of this size have together as many pixels as `images` images of CIFAR's size; at
-        least one."""
+        """Returns how many images of this size have as many pixels as `images` images of CIFAR's size. The result is
+        at least 1."""
         return max(1, images * IMAGE_SHAPE[1] * IMAGE_SHAPE[2] // self.side**2)
 
 
@@ -95,8 +95,8 @@ class DataRecipe:
 
     normalize: str = "half"
     """Mean and standard deviation of the pixels (from 0 to 1), which become (pixel - mean) / std. half: 0.5 and 0.5.
-    cifar: of CIFAR-10, by channel. imagenet: what torchvision's pretrained weights expect. MEAN,STD: your own, as two
-    numbers, or as six for red, green and blue."""
+    cifar: the values of CIFAR-10's channels. imagenet: the values that torchvision's pretrained weights expect.
+    MEAN,STD: your own values, two for all channels, or three means and three standard deviations."""
 
     @property
     def inputs(self) -> Inputs:

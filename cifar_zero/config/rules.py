@@ -20,7 +20,7 @@ from cifar_zero.config import strategy_rules
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.recipe import AugmentConfig, LoRAConfig
 from cifar_zero.config.run import Run
-from cifar_zero.config.settings import REGISTRIES, Settings, sections
+from cifar_zero.config.settings import REGISTRIES, Settings, flat, sections
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.hardware import free_memory_bytes
@@ -47,33 +47,29 @@ def check_values(settings: Settings) -> None:
     recipe, placement, output = settings.recipe, settings.placement, settings.output
     strategies, lora = [*STRATEGIES, AUTO], recipe.lora
     meant = nearest(placement.strategy, strategies)
-    refuse(
-        {
-            f"unknown strategy {placement.strategy!r}: {meant}": placement.strategy not in strategies,
-            f"--lora.rank must be at least 1, not {lora.rank}": lora != LoRAConfig() and lora.rank < 1,
-            "--lora.rank needs --lora.target: names of linear layers such as 'blocks.*.attention.qkv'": (
-                lora.rank > 0 and not lora.target
-            ),
-        }
-    )
     _check_numbers(settings)
     refuse(
         {
-            "--max_steps must be at least 1, or -1 for no limit, not 0": recipe.max_steps == 0,
-            "--bench_steps starts at the first step: leave out --resume": recipe.only_measures and bool(output.resume),
-            "--ds_config replaces the strategy: leave out --strategy": (
-                bool(placement.ds_config) and placement.strategy != Placement.strategy
+            f"unknown strategy {placement.strategy!r}: {meant}": placement.strategy not in strategies,
+            f"--lora.rank must be at least 1, not {lora.rank}": lora != LoRAConfig() and not lora.rank,
+            "--lora.rank needs --lora.target: names of linear layers such as 'blocks.*.attention.qkv'": (
+                lora.rank and not lora.target
             ),
-            "--ema and --swa_from cannot be combined: leave one of them out": bool(recipe.ema and recipe.swa_from),
+            "--max_steps must be at least 1, or -1 for no limit, not 0": recipe.max_steps == 0,
+            "--bench_steps starts at the first step: leave out --resume": recipe.only_measures and output.resume,
+            "--ds_config replaces the strategy: leave out --strategy": (
+                placement.ds_config and placement.strategy != Placement.strategy
+            ),
+            "--ema and --swa_from cannot be combined: leave one of them out": recipe.ema and recipe.swa_from,
             f"--reduce_on_plateau needs --schedule constant: leave out --schedule {recipe.schedule.name}": (
-                recipe.reduce_on_plateau > 0 and recipe.schedule.name != "constant"
+                recipe.reduce_on_plateau and recipe.schedule.name != "constant"
             ),
             f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
-                recipe.delta != "" and not recipe.weights
+                recipe.delta and not recipe.weights
             ),
             # A recipe must not be able to overwrite a file that is not a plot.
             f"--plot_schedule {output.plot_schedule}: give the name of a .png file": (
-                output.plot_schedule != "" and not output.plot_schedule.endswith(".png")
+                output.plot_schedule and not output.plot_schedule.endswith(".png")
             ),
         }
     )
@@ -116,8 +112,9 @@ def _check_images(settings: Settings) -> None:
 
 def of_validation(settings: Settings) -> list[str]:
     """Returns the options that need a validation and differ from their default."""
-    names, defaults = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k"), Settings()
-    return [name for name in names if settings.option(name) != defaults.option(name)]
+    given, defaults = flat(settings), flat(Settings())
+    names = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k")
+    return [name for name in names if given[name] != defaults[name]]
 
 
 def check_plain_name(name: str) -> None:
@@ -129,8 +126,8 @@ def check_plain_name(name: str) -> None:
 
 
 def check_model(run: Run) -> None:
-    """Raises UsageError if the model cannot train on the run's micro-batches. To find out, a model from outside this
-    project is built and run once, and so is every model if the images are not 32 x 32 pixels."""
+    """Raises UsageError if the model cannot train on the run's micro-batches. Builds and runs a model once if it comes
+    from outside this project, or if the images are not 32 x 32 pixels."""
     model, side = run.recipe.model, run.data.image_size
     if ":" in model.name or side != IMAGE_SHAPE[1]:
         from cifar_zero.models.external import check
@@ -147,8 +144,8 @@ def check_here(run: Run) -> None:
     placement, optimizer, spec = run.placement, run.recipe.optimizer.name, run.spec
     assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory
-    fit = max(1, free_memory_bytes() // CPU_RANK_BYTES)
-    compiles = spec.offload_optimizer != "" and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
+    fit = max(1, ranks_in_memory())
+    compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
     splits_layers = spec.size == "tensor_parallel_size" and placement.ranks_per_model > 1
     refuse(
         {
@@ -169,6 +166,11 @@ def check_here(run: Run) -> None:
     )
     if spec.offload_optimizer == "nvme" and spec.raw is None:
         check_nvme(placement.nvme_path)
+
+
+def ranks_in_memory() -> int:
+    """Returns how many CPU ranks fit into the free memory, which may be 0."""
+    return free_memory_bytes() // CPU_RANK_BYTES
 
 
 def _lacks(package: str) -> bool:

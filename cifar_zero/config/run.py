@@ -13,13 +13,8 @@ class Run(Settings):
     """A run with every open option decided; `training.resolve.resolve` makes it, once per process. Among its options,
     devices is a number, accelerator is cpu or gpu, precision is a number format, and resume and weights are paths."""
 
-    spec: Spec  # of the strategy, or of the raw DeepSpeed configuration
+    spec: Spec  # describes the strategy, or the raw DeepSpeed configuration that replaces it
     num_classes: int  # width of the model's output
-
-    @classmethod
-    def of(cls, given: Settings, spec: Spec, num_classes: int) -> "Run":
-        """Returns the run that the settings describe. Every option of the settings must already be decided."""
-        return cls(**{**vars(given), "spec": spec, "num_classes": num_classes})
 
     @property
     def micro_batch(self) -> int:
@@ -30,29 +25,27 @@ class Run(Settings):
     @property
     def on_cpu(self) -> bool:
         """Whether the ranks are CPU processes."""
-        return self.placement.on_cpu
+        return self.placement.accelerator == "cpu"
 
     def under(self, strategy: str) -> "Run":
         """Returns the same run under another strategy, which is given by name."""
         return replace(self.changed(strategy=strategy, ds_config=""), spec=STRATEGIES[strategy])
 
 
-def micro_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
-    """Returns the images per forward pass of one rank. Raises UsageError if batch_size = micro-batch x world_size x
+def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:
+    """Returns the images per forward pass of one replica. Raises UsageError if batch_size = micro-batch x replicas x
     accumulate has no solution in whole images.
 
     Args:
         batch_size: images per optimizer step, over all ranks.
+        replicas: number of models that train on different images.
+        accumulate: micro-batches per optimizer step.
     """
-    parts = world_size * accumulate
+    parts = replicas * accumulate
     if batch_size % parts:
         below = batch_size // parts * parts
-        nearest = f"{below + parts}"
-        if below:
-            nearest = f"{below} or {nearest}"
-        ranks = f"{world_size} ranks"
-        if world_size == 1:
-            ranks = "1 rank"
+        nearest = f"{below} or {below + parts}" if below else f"{parts}"
+        ranks = "1 rank" if replicas == 1 else f"{replicas} ranks"
         raise UsageError(
             f"--batch_size {batch_size} = micro-batch x {ranks} x --accumulate {accumulate} "
             f"gives no whole micro-batch: use --batch_size {nearest}"
@@ -64,12 +57,8 @@ def with_accelerator(settings: Settings, on_gpu: bool, has_bfloat16: Callable[[]
     """Returns the settings for GPUs or for the CPU, with precision auto replaced. `has_bfloat16` is called only for
     precision auto on GPUs."""
     precision = settings.placement.precision
-    if not on_gpu:
-        if precision == "auto":
-            precision = "32-true"
-        return settings.changed(accelerator="cpu", precision=precision)
     if precision == "auto":
-        precision = "16-mixed"
-        if has_bfloat16():
-            precision = "bf16-mixed"
-    return settings.changed(accelerator="gpu", precision=precision)
+        precision = "32-true"
+        if on_gpu:
+            precision = "bf16-mixed" if has_bfloat16() else "16-mixed"
+    return settings.changed(accelerator="gpu" if on_gpu else "cpu", precision=precision)

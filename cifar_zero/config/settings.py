@@ -86,23 +86,19 @@ class Settings:
             name = self.run_name + FALLBACK_SUFFIX
         return self.changed(data=replace(self.data, source=source), name=name)
 
-    def option(self, name: str) -> Any:
-        """Returns the value of an option by its name. The option must not be in a section."""
-        return getattr(getattr(self, owner_of(name)), name)
-
     def changed(self, **options: Any) -> Self:
         """Returns the settings with some options changed, for example `changed(devices=2, seed=1)`. The option `data`
         takes a DataConfig, whose fields are divided between recipe and placement. Raises TypeError for an unknown
         option."""
-        parts = {}
+        parts: dict[Owner, Any] = {}
+        data = options.pop("data", None)
         for owner, part in OWNERS.items():
-            given = {name: value for name, value in options.items() if name in _names(part)}
-            if "data" in given:
-                given["data"] = _part_of(part, given["data"])
-            if given:
-                parts[owner] = replace(getattr(self, owner), **given)
-        if unknown := options.keys() - {name for part in OWNERS.values() for name in _names(part)}:
-            raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+            given = {name: options.pop(name) for name in _names(part) & options.keys()}
+            if data is not None and "data" in _names(part):
+                given["data"] = _part_of(part, data)
+            parts[owner] = replace(getattr(self, owner), **given)
+        if options:
+            raise TypeError(f"unknown options: {', '.join(sorted(options))}")
         return replace(self, **parts)
 
 
@@ -132,16 +128,15 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, Settings):
         given = tree_of(given)
     for key, value in given.items():
-        inner = {key: value}
-        if isinstance(value, Mapping):
-            options = {**value}
-            inner = {}
-            if key in REGISTRIES and "name" in options:
-                inner[key] = options.pop("name")
-                options = options.pop("options", options)  # nested in a record, next to the name in config.yaml
-            inner |= {f"{key}.{option}": setting for option, setting in options.items()}
-        for flag, setting in inner.items():
-            found[flag] = list(setting) if isinstance(setting, tuple) else setting
+        if not isinstance(value, Mapping):
+            found[key] = value
+            continue
+        options = {**value}
+        if key in REGISTRIES and "name" in options:
+            found[key] = options.pop("name")
+            options = options.pop("options", options)  # nested in a record, next to the name in config.yaml
+        for option, setting in options.items():
+            found[f"{key}.{option}"] = list(setting) if isinstance(setting, tuple) else setting
     return found
 
 

@@ -1,7 +1,7 @@
 """Refuses what a strategy cannot do. The rules are about devices and number formats, optimizers, weight averaging,
 splitting a model, experts, resuming, and DeepSpeed's options for ZeRO (--zero) and offloading (--offload).
 
-A function that returns `Rules` maps each error message for the user to whether the run breaks that rule.
+A function that returns `Rules` maps each error message to a value that is true if the run breaks that rule.
 """
 
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
@@ -21,9 +21,9 @@ def check(run: Run) -> None:
 
 def _devices(run: Run) -> Rules:
     placement, name = run.placement, run.placement.strategy_name
-    averages = bool(run.recipe.ema or run.recipe.swa_from)
+    averages = run.recipe.ema or run.recipe.swa_from
     # torch (2.15) has synchronised batch norms for GPUs only; Lightning (2.6.6) applies them under DDP only.
-    syncs = bool(run.recipe.trainer.get("sync_batchnorm"))
+    syncs = run.recipe.trainer.get("sync_batchnorm")
     return {
         "--precision 16-mixed needs a GPU: on the CPU use bf16-mixed": run.on_cpu and placement.precision == "16-mixed",
         "--activation_offload needs a GPU: use --activation_checkpointing": run.on_cpu and placement.activation_offload,
@@ -63,7 +63,7 @@ def _optimizers(run: Run) -> Rules:
     }
     if run.spec.super_offload:
         loss_scaling = run.placement.precision == "16-mixed"
-        decays_as_l2 = optimizer.name == "adam" and optimizer.options["weight_decay"] > 0
+        decays_as_l2 = optimizer.name == "adam" and optimizer.options["weight_decay"]
         rules |= {
             f"{strategy} runs only Adam and AdamW: add --optimizer adam": optimizer.name not in ("adam", "adamw"),
             # SuperOffload creates DeepSpeedCPUAdam without adamw_mode=False (DeepSpeed 0.19.8, superoffload_utils.py).
@@ -109,7 +109,7 @@ def _splitting(run: Run) -> Rules:
     for flag in ("tensor_parallel_size", "pipeline_parallel_size"):
         names = ", ".join(name for name, other in STRATEGIES.items() if other.size == flag)
         rules[f"--{flag} works only with {names}, not with {placement.strategy_name}"] = (
-            getattr(placement, flag) > 0 and spec.size != flag
+            getattr(placement, flag) and spec.size != flag
         )
     if ranks == 1 and not spec.one_replica:
         return rules
@@ -118,9 +118,9 @@ def _splitting(run: Run) -> Rules:
         return rules | {f"{given} cannot split --model {model.name}: use a vit_* model": True}
     assert placement.devices != "auto"
     layout, is_pipeline = entry(**model.options).layout, spec.family == "pipeline"
-    tuned = bool(run.recipe.trainable or run.recipe.lora.rank)
+    tuned = run.recipe.trainable or run.recipe.lora.rank
     return rules | {
-        f"{given} splits a model within one node: --{spec.size} must divide --devices": placement.devices % ranks > 0,
+        f"{given} splits a model within one node: --{spec.size} must divide --devices": placement.devices % ranks,
         f"{given} trains all weights of a split model: leave out --trainable and --lora.rank": tuned,
         f"{given} exchanges tensors within the model: leave out --compile": placement.compile,
         f"{given} splits the activations and cannot offload them: use --activation_checkpointing": (
@@ -128,10 +128,10 @@ def _splitting(run: Run) -> Rules:
         ),
         f"{given}: {model.name} has only {layout.depth} blocks for {ranks} ranks": is_pipeline and ranks > layout.depth,
         f"{given}: {ranks} ranks cannot divide the {layout.heads} heads of {model.name}": (
-            not is_pipeline and layout.heads % ranks > 0
+            not is_pipeline and layout.heads % ranks
         ),
         f"{given}: {placement.replicas} ranks cannot divide the width {layout.width} of {model.name}": (
-            spec.family == "fsdp2" and layout.width % placement.replicas > 0
+            spec.family == "fsdp2" and layout.width % placement.replicas
         ),
     }
 
@@ -147,7 +147,7 @@ def _experts(run: Run) -> Rules:
         ),
         f"--model.ep_size {ep_size}: {placement.strategy_name} keeps all experts on each rank: add --model.ep_size 1, "
         "or use deepspeed_stage_0, 1 or 2, which distribute the experts": spread and run.spec.family != "deepspeed",
-        f"--model.ep_size {ep_size} does not divide the number of ranks, {ranks}": ranks % ep_size > 0,
+        f"--model.ep_size {ep_size} does not divide the number of ranks, {ranks}": ranks % ep_size,
         f"--init {run.recipe.init} needs all experts on each rank: add --model.ep_size 1": (
             spread and run.recipe.init != "default"
         ),
@@ -164,8 +164,8 @@ def why_not_resumed(run: Run) -> str:
     """Returns why a run cannot be resumed from a checkpoint that it wrote, or an empty string if it can.
 
     DeepSpeed 0.19.8 keeps Adam's state in SuperOffload's process, or in `backup_optimizer` for an offload ratio below
-    1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, it
-    restores from a checkpoint neither the parameters nor the groups that are too small for the disk (engine.py,
+    1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, loading
+    a checkpoint does not restore the parameters and the groups that are too small for the disk (engine.py,
     `load_checkpoint`).
     """
     spec, name = run.spec, run.placement.strategy_name
@@ -177,8 +177,8 @@ def why_not_resumed(run: Run) -> str:
 
 
 def check_micro_batch(run: Run) -> None:
-    """Raises UsageError if the batch size cannot be divided into micro-batches, or if the micro-batch differs from that
-    of the raw DeepSpeed configuration."""
+    """Raises UsageError if the batch size cannot be divided into micro-batches, or if the raw DeepSpeed configuration
+    has another micro-batch size."""
     ours, ranks = run.micro_batch, run.placement.replicas
     theirs = (run.spec.raw or {}).get("train_micro_batch_size_per_gpu", ours)
     if theirs != ours:

@@ -20,11 +20,11 @@ class Spec:
     family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # its code in `strategies`
     summary: str  # one line for the help and the documentation
     stage: int = 0  # ZeRO stage; 0 shards nothing
-    offload_optimizer: Device = ""  # where the optimizer's state and update are
-    offload_parameters: Device = ""  # where the parameters are between their uses
+    offload_optimizer: Device = ""  # where the optimizer's state is kept and updated
+    offload_parameters: Device = ""  # where parameters are kept while no layer uses them
     super_offload: bool = False  # DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's
-    size: Literal["", "tensor_parallel_size", "pipeline_parallel_size"] = ""  # option: ranks per model
-    one_replica: bool = False  # if that option is 0, all ranks hold one model and compute the same images
+    size: Literal["", "tensor_parallel_size", "pipeline_parallel_size"] = ""  # option for the number of ranks per model
+    one_replica: bool = False  # whether that option means all ranks if it is 0
     raw: Mapping[str, Any] | None = None  # content of a raw DeepSpeed configuration (--ds_config)
 
     @property

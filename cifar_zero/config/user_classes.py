@@ -11,7 +11,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from yaml import YAMLError
 
 from cifar_zero.config.arguments import Arguments, read_arguments
-from cifar_zero.config.help import refuse_mistyped
+from cifar_zero.config.mistakes import refuse_mistyped
 from cifar_zero.config.placement import DeviceOptions, StrategyOptions
 from cifar_zero.config.settings import flat
 from cifar_zero.core import user_code
@@ -55,15 +55,15 @@ class Given:
 def read_given(flags: Sequence[str]) -> Given:
     """Returns the options of a command line. Flags override the options of --config."""
     ours = read_arguments(flags)
-    in_files: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for file in ours.recipes:
-        in_files |= options_of_cli(file)
-    in_files = {option: value for option, value in in_files.items() if option not in ours.options}
-    options = {**in_files, **ours.options}
+        options |= options_of_cli(file)
+    in_files = options.keys() - ours.options
+    options |= ours.options
     theirs = {option: value for option, value in options.items() if option.split(".")[0] in PARTS}
     ours.options = {option: value for option, value in options.items() if option not in theirs}
     ours.recipes = []
-    return Given(theirs, ours, in_files.keys() & theirs.keys())
+    return Given(theirs, ours, in_files & theirs.keys())
 
 
 def options_of_cli(file: str) -> dict[str, Any]:
@@ -122,11 +122,13 @@ def check_given(given: Given, needs_data: bool = True) -> None:
 
 
 def instance(part: str, arguments: Given, build: bool = True) -> Any:
-    """Returns the user's module or data module, built with its arguments among the options, as LightningCLI does.
-    Returns None if the command line names none.
+    """Builds the user's module or data module with its arguments, as LightningCLI does, and returns it. Returns None if
+    the command line does not name one.
 
     Args:
-        build: whether to build it. Otherwise its arguments are only checked, and the named class or function is
+        part: module or datamodule.
+        arguments: the options of the command line.
+        build: whether to build it. If false, the arguments are only checked, and the named class or function is
             returned.
     """
     if part not in arguments.theirs:

@@ -48,7 +48,8 @@ def put_in_place(final: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Gives previous checkpoints their names back if a crash happened between the two renames of `put_in_place`."""
+    """Renames previous checkpoints back to their final names after a crash between the two renames of
+    `put_in_place`."""
     for old in folder.rglob(f"*{ASIDE}"):
         final = old.with_name(old.name.removesuffix(ASIDE))
         if final.suffix == ".ckpt" and not final.exists():

@@ -71,7 +71,7 @@ def printable(text: str) -> str:
 
 
 def quieten() -> None:
-    """Installs the filters. Call it before the Trainer is created."""
+    """Filters known messages out of the output of the libraries. Call it before the Trainer is created."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # Drops "GPU available: ..." and "`Trainer.fit` stopped: ...", which the summary shows too.

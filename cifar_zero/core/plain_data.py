@@ -19,7 +19,7 @@ of an Any option names."""
 
 NAMES_CODE = ("class_path", "init_args")  # keys that mark a class and its arguments for jsonargparse
 MOST_VALUES, MOST_LEVELS = 100_000, 20
-"""The most values in one tree, and the most lists or mappings inside each other. A recipe has far fewer."""
+"""The most values in one tree, and the most levels of nested lists or mappings. A recipe has far fewer of both."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,19 +45,19 @@ def load_yaml(text: str) -> Any:
 
 
 def read_yaml(file: Path, what: str) -> Any:
-    """Returns the content of a YAML file as plain data. Errors call the file `what`. Raises UsageError if the file
-    cannot be read, is not YAML, or is refused by `check`."""
+    """Returns the content of a YAML file as plain data. Raises UsageError if the file cannot be read, is not YAML, or
+    is refused by `check`. The message begins with `what`, which describes the file."""
     return _parsed(_text(file, what), what, load_yaml, "YAML")
 
 
 def read_json(file: Path, what: str) -> Any:
-    """Returns the content of a JSON file as plain data. `what` and the errors are as in `read_yaml`."""
+    """Returns the content of a JSON file as plain data. `what` and the exceptions are as in `read_yaml`."""
     return parse_json(_text(file, what), what)
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Returns the content of a JSON text, which was read from a file, as plain data. `what` and the errors are as in
-    `read_yaml`."""
+    """Returns the content of a JSON text, which was read from a file, as plain data. `what` and the exceptions are as
+    in `read_yaml`."""
     return _parsed(text, what, json.loads, "JSON")
 
 
@@ -80,8 +80,9 @@ def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> 
 
 
 def check(tree: Any, what: str) -> None:
-    """Raises UsageError unless a tree that was read from a file is plain data that names no code. Errors call the file
-    `what`. A string is checked as the YAML value that it spells, because jsonargparse parses strings as YAML."""
+    """Raises UsageError unless a tree that was read from a file is plain data that names no code. The message begins
+    with `what`, which describes the file. A string is checked as a YAML value, because jsonargparse parses strings as
+    YAML."""
     left, seen = [("", tree, 0)], 0
     while left:
         name, value, level = left.pop()
@@ -97,8 +98,9 @@ def check(tree: Any, what: str) -> None:
             if not isinstance(value, (list, dict)):
                 continue
         if isinstance(value, dict):
-            if refused := [key for key in NAMES_CODE if key in value]:
-                raise UsageError(f"{what}: {name} has {refused[0]}, which names code: give it on the command line")
+            for key in NAMES_CODE:
+                if key in value:
+                    raise UsageError(f"{what}: {name} has {key}, which names code: give it on the command line")
             left += [(f"{name}.{key}".lstrip("."), inner, level + 1) for key, inner in value.items()]
         elif isinstance(value, (list, tuple)):
             left += [(name, inner, level + 1) for inner in value]

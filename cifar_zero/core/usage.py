@@ -3,7 +3,7 @@ third-party package."""
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
 from typing import Any, TypeVar
@@ -12,21 +12,25 @@ from cifar_zero.core.errors import UsageError
 
 Value = TypeVar("Value")
 
-Rules = dict[str, bool]
-"""Maps each error message to whether its rule is broken."""
+Rules = dict[str, object]
+"""Maps each error message to a value that is true if its rule is broken."""
 
 MAY_CHANGE = {"may_change_on_resume": True}
 """Metadata of a recipe field whose value a resumed run may change."""
 
 SHOWN = 20  # the most names that an error lists
 
-LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]]
-LIMITS = {"at_least": ("at least", ge), "over": ("over", gt), "below": ("under", lt), "at_most": ("at most", le)}
+LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "at_least": ("at least", ge),
+    "over": ("over", gt),
+    "below": ("under", lt),
+    "at_most": ("at most", le),
+}
 """The limits that `limited` accepts. Each has its name in words, and the comparison that holds for a number within the
 limit."""
 
 
-def refuse(rules: Mapping[str, bool]) -> None:
+def refuse(rules: Rules) -> None:
     """Raises UsageError with the first message whose rule is broken."""
     for message, broken in rules.items():
         if broken:
@@ -51,11 +55,11 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 def nearest_flag(key: str, known: Iterable[str]) -> str:
     """Returns the half sentence of `nearest` for a flag, which may lack its section. Both arguments are without
     dashes."""
-    flags = sorted(known)
-    parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{key}.")]
+    word, flags = f"--{key}", [f"--{flag}" for flag in sorted(known)]
+    parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{word}.")]
     if parts:
-        return nearest(f"--{key}", (f"--{flag}" for flag in parts), cutoff=0)
-    return nearest(f"--{key}", (f"--{flag}" for flag in flags), cutoff=0.65, otherwise="--help all lists all options")
+        return nearest(word, parts, cutoff=0)
+    return nearest(word, flags, cutoff=0.65, otherwise="--help all lists all options")
 
 
 def check_numbers(options: Any) -> None:

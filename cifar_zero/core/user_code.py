@@ -30,9 +30,9 @@ def allowed(name: str, flag: str) -> Any:
 
 
 def load(name: str, flag: str) -> Any:
-    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns the named object. Errors name the option `flag`. Raises
-    UsageError if the file or the name does not exist, or if the import fails; the message has the line of the user's
-    file."""
+    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns the named object. Raises UsageError if the file or the
+    name does not exist, or if the import fails. The message names the option `flag`, and the line of the user's file at
+    which the import failed."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")

@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from cifar_zero.core.errors import short
@@ -37,6 +38,11 @@ class Finding:
 ok = partial(Finding, "ok")
 warning = partial(Finding, "warning")
 failed = partial(Finding, "failed")
+
+
+def existing(folder: Path) -> Path:
+    """Returns the folder, or its nearest parent that exists. The result is relative if the folder is."""
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
 def answer(check: Callable[[Options], Finding], options: Options) -> Finding:

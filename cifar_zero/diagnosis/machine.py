@@ -13,11 +13,11 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from cifar_zero.config.rules import CPU_RANK_BYTES
+from cifar_zero.config.rules import ranks_in_memory
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
-from cifar_zero.diagnosis import Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis import Finding, Options, existing, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
 NO_GPU = "no GPU, so ranks run on the CPU"
@@ -43,6 +43,7 @@ ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.t
 
 
 def gpu(options: Options) -> Finding:
+    """Checks whether torch can compute on each GPU, and whether there is a GPU for each rank."""
     if not has_gpu_driver():
         return ok(f"{NO_GPU} ({cpu_name()})")
     import torch
@@ -71,6 +72,7 @@ def gpu(options: Options) -> Finding:
 
 
 def cores(options: Options) -> Finding:
+    """Checks whether there is a CPU core for each rank."""
     count = core_count()
     if count < options.ranks:
         return warning(f"{count} for {options.ranks} ranks, which take turns", command("train", "--devices", count))
@@ -78,6 +80,7 @@ def cores(options: Options) -> Finding:
 
 
 def memory(options: Options) -> Finding:
+    """Checks whether the CPU memory is large enough for all ranks."""
     free = free_memory_bytes() / 1e9
     found = f"{free:.1f} GB are free"
     if (fit := ranks_in_memory()) < options.ranks:
@@ -86,12 +89,8 @@ def memory(options: Options) -> Finding:
     return ok(f"{found}, {free / options.ranks:.1f} GB for each of {options.ranks} ranks")
 
 
-def ranks_in_memory() -> int:
-    """Returns how many CPU ranks fit into the free memory, which may be 0."""
-    return free_memory_bytes() // CPU_RANK_BYTES
-
-
 def shared_memory(options: Options) -> Finding:
+    """Checks whether the shared memory is large enough for all ranks."""
     if not SHARED_MEMORY.is_dir():
         return ok(f"no {SHARED_MEMORY} on this system")
     free, needed = shutil.disk_usage(SHARED_MEMORY).free, options.ranks * SHARED_BYTES
@@ -102,6 +101,7 @@ def shared_memory(options: Options) -> Finding:
 
 
 def out(options: Options) -> Finding:
+    """Checks whether the directory for run folders can be written."""
     return _disk(Path(options.out), "choose another directory with --out DIR")
 
 
@@ -123,28 +123,27 @@ def data(options: Options) -> Finding:
 
 def _disk(folder: Path, elsewhere: str) -> Finding:
     """Checks whether a folder, which need not exist yet, can be written and has enough free space."""
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    parent = existing(folder).resolve()
+    free = shutil.disk_usage(parent).free
     if free < FREE_BYTES:
-        found = f"{decimal(free)} are free in {existing.resolve()}, less than {decimal(FREE_BYTES)}"
+        found = f"{decimal(free)} are free in {parent}, less than {decimal(FREE_BYTES)}"
         return failed(found, f"free some space, or {elsewhere}")
     try:
-        with tempfile.TemporaryFile(dir=existing) as file:
+        with tempfile.TemporaryFile(dir=parent) as file:
             file.write(b"1")
     except OSError as error:
-        return failed(f"{existing.resolve()} cannot be written: {error.strerror}", elsewhere)
+        return failed(f"{parent} cannot be written: {error.strerror}", elsewhere)
     return ok(f"{decimal(free)} are free in {folder}")
 
 
 def all_reduce(options: Options) -> Finding:
-    """Checks whether ranks on this machine can meet and sum a tensor. Starts `cifar-zero doctor --nodes` as each
-    rank."""
+    """Checks whether ranks on this machine can connect and sum a tensor. Each rank runs `cifar-zero doctor --nodes`."""
     if options.ranks == 1:
         return ok("not needed: a single rank has no others to connect to")
     if (fit := ranks_in_memory()) < options.ranks:
         return failed(f"not tried, because the memory is too small for {options.ranks} ranks", f"--ranks {max(1, fit)}")
-    master = local_launcher.free_port()
-    ranks = [_start(rank, options, master) for rank in range(options.ranks)]
+    port = local_launcher.free_port()
+    ranks = [_start(rank, options, port) for rank in range(options.ranks)]
     try:
         while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
             time.sleep(0.1)
@@ -156,9 +155,9 @@ def all_reduce(options: Options) -> Finding:
     errors: list[str] = []
     for number, rank in enumerate(ranks):
         report, text = rank.communicate()
-        for check in json.loads(report or '{"checks": []}')["checks"]:  # only rank 0 prints a report
-            if check.pop("name") == "all-reduce":
-                return Finding(**check)
+        if report:  # only rank 0 prints a report
+            findings = {check.pop("name"): Finding(**check) for check in json.loads(report)["checks"]}
+            return findings["all-reduce"]
         if text.strip():
             errors.append(f"rank {number}: {short(text.splitlines()[-1], 300)}")
     return failed(
@@ -167,14 +166,12 @@ def all_reduce(options: Options) -> Finding:
     )
 
 
-def _start(rank: int, options: Options, master: int) -> subprocess.Popen[str]:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
-    places |= {"MASTER_ADDR": local_launcher.ADDRESS, "MASTER_PORT": master, "OMP_NUM_THREADS": 1}
+def _start(rank: int, options: Options, port: int) -> subprocess.Popen[str]:
     doctor = [sys.executable, "-m", "cifar_zero", "doctor", "--nodes", "--json", "--timeout", str(options.timeout)]
     return subprocess.Popen(
         [*doctor, "--out", os.path.abspath(options.out)],
         cwd=Path(__file__).parents[2],  # where Python finds this package, installed or not
-        env={**os.environ, **{name: str(value) for name, value in places.items()}},
+        env={**os.environ, **local_launcher.variables(rank, options.ranks, port), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""Checks that the ranks of all nodes meet, compute the right sum, and run the same software (cifar-zero doctor
+"""Checks that the ranks of all nodes can connect, compute the right sum, and run the same software (cifar-zero doctor
 --nodes).
 
 A launcher starts the doctor on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 from cifar_zero.core import hardware
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, short
-from cifar_zero.diagnosis import Finding, Options, failed, ok
+from cifar_zero.diagnosis import Finding, Options, existing, failed, ok
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
 
@@ -30,8 +30,8 @@ get lost."""
 
 
 def examine(options: Options) -> dict[str, Finding]:
-    """Meets the other ranks, compares the nodes and returns the findings. Raises RunError, with the name of the rank,
-    if a rank does not come in time."""
+    """Connects to the other ranks, compares the nodes and returns the findings. Raises RunError, which names the rank,
+    if a rank does not connect in time."""
     rank, ranks, limit = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"]), timedelta(0, options.timeout)
     # Uses the store of torchrun's agents, or one that rank 0 opens. torch's "env://" is not used, because rank 0 would
     # wait in it for all ranks, and could not name the missing ones.
@@ -55,9 +55,8 @@ def examine(options: Options) -> dict[str, Finding]:
     data = torch.full((ELEMENTS,), float(rank), device=gpu)
     dist.all_reduce(data)
     sums = gather(bool((data == sum(range(ranks))).all()))
-    out = Path(options.out)
-    existing = next(parent for parent in (out, *out.parents) if parent.exists())  # a relative path stays relative
-    apart = ranks_on_another_disk(existing if rank == 0 else None)
+    folder = existing(Path(options.out)) if rank == 0 else None
+    apart = ranks_on_another_disk(folder)
     dist.destroy_process_group()
     return {
         "ranks": ok(f"{ranks} ranks on {len({*hosts})} nodes are connected: {', '.join(dict.fromkeys(hosts))}"),
@@ -94,9 +93,9 @@ def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
         return ok("each rank has a GPU")
     if all(lacks):
         return ok("no rank has a GPU, so all run on the CPU")
-    reasons = {host: why for host, why in zip(hosts, lacks, strict=True) if why}
-    named = ", ".join(f"{host} ({why})" for host, why in reasons.items())
-    return failed(f"not every rank has a GPU: {named}", f"{command('doctor', 'gpu')}; under SLURM --gpus-per-node")
+    named = dict.fromkeys(f"{host} ({why})" for host, why in zip(hosts, lacks, strict=True) if why)
+    fix = f"{command('doctor', 'gpu')}; under SLURM --gpus-per-node"
+    return failed(f"not every rank has a GPU: {', '.join(named)}", fix)
 
 
 def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Finding:
@@ -108,7 +107,7 @@ def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Fin
 
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
     differ: list[str] = []
-    for name in sorted({name for found in software for name in found}):
+    for name in sorted(set[str]().union(*software)):
         versions = {host: found.get(name, "none") for host, found in zip(hosts, software, strict=True)}
         if len({*versions.values()}) > 1:
             differ.append(f"{name} {', '.join(f'{version} on {host}' for host, version in versions.items())}")

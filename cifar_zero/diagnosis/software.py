@@ -47,6 +47,7 @@ LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
 def python(options: Options) -> Finding:
+    """Returns the version of Python."""
     return ok(platform.python_version())
 
 

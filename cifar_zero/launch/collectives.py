@@ -75,8 +75,8 @@ def init_process_group(run: Run) -> list[Place]:
     return places
 
 
-def set_timeout(run: Run) -> None:
-    """Waits until all ranks are ready to train. After that the time limit of a collective is --timeout."""
+def await_training(run: Run) -> None:
+    """Waits until all ranks are ready to train, and sets the time limit of a collective to --timeout."""
     if run.placement.world_size > 1:
         dist.barrier()
         _set_timeout(timedelta(seconds=run.placement.timeout))
@@ -110,10 +110,10 @@ def by_rank_0(ask: Callable[[], T]) -> T:
     if not _has_others() or dist.get_rank() == 0:
         try:
             answer = [ask()]
-        except UsageError as error:
-            failure, answer = error, [error]
         except Exception as error:  # raised here, it would leave the other ranks waiting
-            failure, answer = error, [RunError(f"rank 0: {type(error).__name__}: {error}")]
+            failure, answer = error, [error]
+            if not isinstance(error, UsageError):
+                answer = [RunError(f"rank 0: {type(error).__name__}: {error}")]
     if _has_others():
         dist.broadcast_object_list(answer)
     if isinstance(answer[0], (UsageError, RunError)):
@@ -150,4 +150,4 @@ def average_over_ranks(values: Sequence[Tensor]) -> None:
 
 
 def _has_others() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_initialized() and dist.get_world_size() > 1

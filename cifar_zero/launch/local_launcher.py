@@ -24,7 +24,7 @@ from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import share_of_cores
 from cifar_zero.launch import rank_environment
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, because it is too late after a fork
+_LIBC = ctypes.CDLL(None)  # loaded here, because it is too late after a fork
 
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl that kills a process with its parent (linux/prctl.h)
 
@@ -32,7 +32,7 @@ ADDRESS = "127.0.0.1"
 
 POLL_SECONDS = 0.05  # time between two checks for ended ranks
 GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
-SAVING_SECONDS = 30.0  # the same after one ended on request, as others may still write (SLURM's KillWait)
+SAVING_SECONDS = 30.0  # time for the others to save and end after one ended on request (SLURM's KillWait)
 TAIL_LINES = 15  # lines of a failed rank's output that are printed; --debug prints all
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -51,7 +51,7 @@ class Rank:
     log: Path
 
 
-def run(
+def run_ranks(
     ranks: int, on_cpu: bool, flags: Sequence[str] = (), how_to_resume: Callable[[Path], str] = lambda _: ""
 ) -> int:
     """Runs this process's command line again as several ranks on this computer, and waits for them.
@@ -66,20 +66,19 @@ def run(
             checkpoint.
 
     Raises:
-        Stopped: A request to end came while ranks were being started, or Ctrl-C came twice and rank 0 did not end.
+        Stopped: if a request to end comes while ranks are being started, or if Ctrl-C comes twice and rank 0 does not
+            end.
     """
     started: list[Rank] = []
     received = _pass_requests_on(started)
+    divides_cores = on_cpu and "OMP_NUM_THREADS" not in os.environ  # otherwise the user has divided them
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="cifar-zero-run-") as folder:
         run_file = Path(folder, "run-folder")
-        environment = {
-            **os.environ,  # then torchrun's variables, which Lightning and DeepSpeed read
-            **{"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port()), "NODE_RANK": "0"},
-            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), rank_environment.RUN_FILE: str(run_file)},
-        }
         try:
             for number in range(ranks):
-                cores = share_of_cores(number, ranks) if on_cpu else set()
+                cores = share_of_cores(number, ranks) if divides_cores else set()
+                environment = variables(number, ranks, port) | {rank_environment.RUN_FILE: str(run_file)}
                 started.append(_start(number, environment, cores, Path(folder, f"rank-{number}.log"), flags))
                 if received:  # the handler did not pass it on to the rank that was being started
                     raise Stopped(received[0])
@@ -96,16 +95,12 @@ def run(
 
 
 def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Path, flags: Sequence[str]) -> Rank:
-    environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
-    if "OMP_NUM_THREADS" in os.environ:  # the user has already divided the cores
-        cores = set()
-    elif cores:
+    environment = {**os.environ, **environment}
+    if cores:
         # Two ranks that each use all cores were measured 5 times slower than two ranks with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))
     with log.open("wb") as file:
-        output = None  # only rank 0 prints
-        if number:
-            output = file
+        output = file if number else None  # only rank 0 prints
         process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], *flags],
             env=environment,
@@ -117,10 +112,10 @@ def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Pa
 
 
 def prepare(cores: Collection[int], held: bool = False) -> None:
-    """Prepares a new process between fork and exec. On Linux the process is killed when its parent ends.
+    """Prepares a new process between fork and exec. Linux will kill the process when its parent ends.
 
     Args:
-        cores: Cores to which Linux binds the process; empty for all.
+        cores: Cores to which the process is bound; empty for all.
         held: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any Python
             program.
     """
@@ -128,10 +123,16 @@ def prepare(cores: Collection[int], held: bool = False) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if _LIBC is not None:
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if cores:
-            os.sched_setaffinity(0, cores)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Returns torchrun's variables for a rank on this computer. Lightning and DeepSpeed read them."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    numbers |= {"NODE_RANK": 0, "MASTER_PORT": port}
+    return {"MASTER_ADDR": ADDRESS, **{name: str(number) for name, number in numbers.items()}}
 
 
 def free_port() -> int:
@@ -161,7 +162,7 @@ def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
 
 def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
     """Waits until all ranks have ended. Kills ranks that do not end soon after one rank has failed or ended on request.
-    Return value and exceptions are as in `run`."""
+    Return value and exceptions are as in `run_ranks`."""
     failed: Rank | None = None
     killed: list[Rank] = []
     kill_at = math.inf

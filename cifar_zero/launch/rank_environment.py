@@ -8,12 +8,12 @@ from pathlib import Path
 
 from cifar_zero.core.errors import UsageError
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables that torchrun (docs.pytorch.org, elastic/run) and `local_launcher` set."""
+TORCHRUN = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+"""Variables that torchrun (docs.pytorch.org, elastic/run) and `local_launcher` set, with the least value of each."""
 
-DEEPSPEED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK")
-"""Variables that DeepSpeed's launcher sets (0.19.8, deepspeed/launcher/launch.py). The first four have the meanings of
-TORCHRUN, in the same order."""
+DEEPSPEED_LOCAL_SIZE = "LOCAL_SIZE"
+"""Name that DeepSpeed's launcher gives to torchrun's LOCAL_WORLD_SIZE. It sets the other variables of TORCHRUN under
+the same names (0.19.8, deepspeed/launcher/launch.py)."""
 
 SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
@@ -28,16 +28,16 @@ the run folder for the launcher."""
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns torchrun's variables for this rank, or no variables if no launcher started this process. Raises
     UsageError if they do not describe a rank, or if the nodes have different numbers of ranks."""
-    names = next((names for names in (TORCHRUN, DEEPSPEED) if all(name in environment for name in names)), None)
-    if names is None:
+    found = {name: environment[name] for name in TORCHRUN if name in environment}
+    if DEEPSPEED_LOCAL_SIZE in environment:
+        found.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])
+    if len(found) < len(TORCHRUN):
         # The shell of salloc is a step with one task, so only a step with several tasks is taken as a launcher.
         several = "SLURM_STEP_NUM_TASKS"
         if all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
             return _of_slurm(environment)
         return {}
-    found = {name: environment[given] for name, given in zip(TORCHRUN, names, strict=False)}
-    rank, _ = (whole_number(name, found[name]) for name in TORCHRUN[:2])
-    ranks, ranks_here = (whole_number(name, found[name], least=1) for name in TORCHRUN[2:])
+    rank, _, ranks, ranks_here = (whole_number(name, found[name], least) for name, least in TORCHRUN.items())
     if rank >= ranks:
         raise UsageError(
             f"the environment variable RANK is {rank}, and WORLD_SIZE {ranks}: ranks count from 0; start them with "

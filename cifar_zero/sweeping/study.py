@@ -23,6 +23,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import flags_of
 from cifar_zero.config.rules import check_plain_name
 from cifar_zero.config.run import Run
+from cifar_zero.config.settings import flat
 from cifar_zero.config.strategy_rules import why_not_resumed
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core.console import command
@@ -53,12 +54,16 @@ def run(arguments: Namespace, rest: list[str]) -> int:
     study = open_study(folder, shlex.join([*arguments.search, *rest]))
     trials = arguments.trials or TRIALS
     if not arguments.trials and all(isinstance(values, CategoricalDistribution) for values in space.values()):
-        trials = 0  # a grid
+        trials = 0  # a grid, whose settings are enqueued
     lock = FileLock(folder / "sweep.lock")
     try:
         with suppress(Timeout):  # another sweep has enqueued the settings, and this process helps it
             lock.acquire(timeout=0)
-            enqueue(study, [] if trials else settings)
+            for setting, trial in latest(study):
+                if trial.state in (TrialState.RUNNING, TrialState.FAIL):  # RUNNING: it was interrupted
+                    study.enqueue_trial(setting)
+            for setting in [] if trials else settings:
+                study.enqueue_trial(setting, skip_if_exists=True)
         search(study, space, seeds, trials, folder, flags)
     finally:  # also after Ctrl-C
         lock.release()
@@ -67,8 +72,8 @@ def run(arguments: Namespace, rest: list[str]) -> int:
 
 
 def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
-    """Returns the search space of --search NAME=VALUES ..., and a list with one dict of options per seed. If no seeds
-    are given, the list has one empty dict."""
+    """Returns the search space of --search NAME=VALUES ..., and for each seed a dict with this option. Without seeds,
+    returns a single empty dict."""
     space: Space = {}
     for definition in definitions:
         name, _, text = definition.partition("=")
@@ -77,10 +82,12 @@ def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
         except ValueError as error:
             why = str(error).rstrip(".")
             raise UsageError(f"--search {definition}: {why}; write NAME=A,B or NAME=LOW..HIGH") from error
-    seeds = {name: space.pop(name) for name in ("seed",) if name in space}
-    if not all(isinstance(values, CategoricalDistribution) for values in seeds.values()):
+    if "seed" not in space:
+        return space, [{}]
+    seeds = space.pop("seed")
+    if not isinstance(seeds, CategoricalDistribution):
         raise UsageError("--search seed takes no range: list the seeds, seed=0,1,2")
-    return space, combinations(seeds)
+    return space, [{"seed": seed} for seed in seeds.choices]
 
 
 def _distribution(text: str) -> BaseDistribution:
@@ -90,8 +97,10 @@ def _distribution(text: str) -> BaseDistribution:
         if "" in listed:
             raise ValueError("a value is missing")
         return CategoricalDistribution(listed)
-    low, high, suffix = found.groups()
-    log, step = suffix == "log", None if suffix == "log" else suffix
+    low, high, step = found.groups()
+    log = step == "log"
+    if log:
+        step = None
     if all(number.isdecimal() for number in (low, high, step or "1")):
         return IntDistribution(int(low), int(high), log, int(step or 1))
     return FloatDistribution(float(low), float(high), log, float(step) if step else None)
@@ -104,10 +113,10 @@ def combinations(space: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def resolved(flags: list[str]) -> Run:
-    """Returns a resolved run. Raises UsageError if the run cannot be trained, or not by a sweep."""
+    """Returns a resolved run. Raises UsageError if the run cannot be trained, or if a sweep cannot train it."""
     config = command_line.parse(flags)
     for name in ("bench_steps", "plot_schedule", "check_gradients", "resume"):
-        if config.option(name):
+        if flat(config)[name]:
             raise UsageError(f"--{name} cannot be used in a sweep: leave it out")
     if config.placement.strategy == AUTO or config.placement.num_nodes > 1:
         raise UsageError(
@@ -119,8 +128,8 @@ def resolved(flags: list[str]) -> Run:
 
 
 def open_study(folder: Path, record: str) -> optuna.Study:
-    """Opens or creates the study in a folder. `record` is what must not change in a sweep. Raises UsageError if the
-    study was created with another record."""
+    """Opens or creates the study in a folder. `record` is the text of the sweep's --search and flags. Raises UsageError
+    if the study was created with another record."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     where = f"sqlite:///{folder / 'sweep.db'}"
     study = optuna.create_study(storage=where, study_name="sweep", direction="maximize", load_if_exists=True)
@@ -130,19 +139,13 @@ def open_study(folder: Path, record: str) -> optuna.Study:
     return study
 
 
-def enqueue(study: optuna.Study, settings: list[dict[str, Any]]) -> None:
-    """Enqueues the settings, and again the trials that were interrupted or failed."""
-    for setting, trial in latest(study):
-        if trial.state in (TrialState.RUNNING, TrialState.FAIL):
-            study.enqueue_trial(setting)
-    for setting in settings:
-        study.enqueue_trial(setting, skip_if_exists=True)
-
-
 def latest(study: optuna.Study) -> list[tuple[dict[str, Any], FrozenTrial]]:
     """Returns each setting with its last trial. Optuna keeps the options of an enqueued trial in `fixed_params`."""
-    found = [(trial.system_attrs.get("fixed_params", trial.params), trial) for trial in study.trials]
-    return [*{str(setting): (setting, trial) for setting, trial in found}.values()]
+    found: dict[str, tuple[dict[str, Any], FrozenTrial]] = {}
+    for trial in study.trials:
+        setting = trial.system_attrs.get("fixed_params", trial.params)
+        found[str(setting)] = setting, trial
+    return [*found.values()]
 
 
 def search(
@@ -170,14 +173,14 @@ def train(folder: Path, flags: list[str], options: dict[str, Any]) -> float:
     name = re.sub(r"[^\w.+-]+", "_", "-".join(f"{key}_{shown(value)}" for key, value in options.items()))
     log = folder / f"{name}.log"
     with FileLock(folder / f"{name}.lock"):  # another sweep may train the same setting
-        if not (metrics := _metrics(folder, name)):
+        if not _metrics(folder, name):
             where = ["--out", str(folder), "--name", name]
             with run_process.start(run_process.TRAIN, [*flags, *flags_of(options), *where], log) as run:
-                run.wait()
-            metrics = _metrics(folder, name)
-            if run.returncode or not metrics:
-                raise RunError(f"{name}: {run_process.failure(log, run.returncode)}")
-    if (value := json.loads(metrics[-1].read_text()).get(METRIC)) is None:
+                code = run.wait()
+            if code:
+                raise RunError(f"{name}: {run_process.failure(log, code)}")
+    value = json.loads(_metrics(folder, name)[-1].read_text()).get(METRIC)
+    if value is None:
         fix = "an epoch must end before --max_steps; delete the folder to train it again"
         raise RunError(f"{folder / name} ended without {METRIC}: {fix}")
     print(f"{name}: {METRIC} {shown(value)}", file=sys.stderr, flush=True)

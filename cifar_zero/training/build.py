@@ -15,7 +15,7 @@ from cifar_zero import models, strategies
 from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
-from cifar_zero.config.help import OWNED
+from cifar_zero.config.mistakes import OWNED
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import UsageError

@@ -121,8 +121,8 @@ def rank_0_decides(settings: Settings) -> bool:
 def make_run(settings: Settings) -> Run:
     """Returns the run of settings whose accelerator, devices and precision are decided. Raises UsageError if the batch
     cannot be divided, or if the images or a raw DeepSpeed configuration cannot be used."""
-    spec = ds_config.spec_of(settings.placement)
-    run = Run.of(settings, spec, num_classes=len(data.class_names(settings.data)))
+    decided = {"spec": ds_config.spec_of(settings.placement), "num_classes": len(data.class_names(settings.data))}
+    run = Run(**{**vars(settings), **decided})
     strategy_rules.check_micro_batch(run)
     return run
 

@@ -1,4 +1,4 @@
-"""The command line: what it accepts and what it refuses."""
+"""Tests what the command line accepts and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from cifar_zero.core.errors import UsageError
 from tests.support.helpers import ROOT, run_program
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40))
-"""Files that stand for far more than they hold."""
+BOMB = "a0: &a0 [1, 1]\na1: &a1 [*a0, *a0]\na2: [*a1, *a1]\n"
+"""The start of a file whose aliases stand for more values than memory holds."""
 
 
 def test_later_recipes_and_flags_win(tmp_path: Path):
@@ -55,7 +54,6 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
     [
         ("--lr 0.1", "unknown option --lr: did you mean --optimizer.lr?"),
         ("--nonsense 1", "--help all lists all options"),
-        ("--optimizer adam --optimizer.beta 0.9", "did you mean --optimizer.betas?"),
         ("--optimizer.betas 3", "unknown option --optimizer.betas"),
         ("--optimiser adam", "did you mean --optimizer?"),
         ("--trainable+ fc3.*", "unknown option --trainable+: did you mean --trainable?"),
@@ -72,14 +70,12 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--strategy zero3", "unknown strategy 'zero3': choose from baseline, ddp, deepspeed_stage_0"),
         ("--strategy deepspeed_stage_4", "did you mean deepspeed_stage_3?"),
         ("--model gpt2", "torchvision:NAME, FILE.py:NAME"),
-        ("--model torchvision", "unknown model 'torchvision'"),
         ("--model tests/support/own_code.py", "name the class too, --model tests/support/own_code.py:NAME"),
         ("--precision fp16", "expected one of ['32-true', 'bf16-mixed', 'bf16-true', '16-mixed', 'auto'], not fp16"),
         ("--epochs 1.5", "--epochs: expected int, not 1.5"),
         ("--epochs 0", "--epochs must be at least 1"),
         ("--batch_size 100000000000000000000000", "--batch_size must be at least 1 and at most 2147483647"),
         ("--devices many", "--devices: expected int or one of ['auto'], not many"),
-        ("--timeout 1e16", "at most 604800, not"),
         ("--max_steps 0", "--max_steps must be at least 1"),
         ("--name a/b", "must be a plain name"),
         ("--name ..", "must be a plain name"),
@@ -90,7 +86,6 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--ema 0.9 --swa_from 0.5", "leave one of them out"),
         ("--early_stopping 2 --data.val_fraction 0", "--early_stopping needs validation"),
         ("--monitor val/f1 --trainer.limit_val_batches 0", "--monitor needs validation"),
-        ("--save_top_k 3 --trainer.limit_val_batches 0", "--save_top_k needs validation"),
         ("--data.normalize grey", "--data.normalize grey: give half, cifar, imagenet, or mean,std as 2 or 6 numbers"),
         ("--data.normalize 0.5,0", "std above 0"),
         ("--data.normalize 0.5,nan", "as 2 or 6 numbers"),
@@ -102,10 +97,8 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--optimizer adam --optimizer.betas [2,3]", "--optimizer.betas must be"),
         ("--optimizer muon --optimizer.ns_steps 0", "--optimizer.ns_steps must be at least 1 and under 100"),
         ("--schedule onecycle --schedule.pct_start 1", "--schedule.pct_start must be over 0 and under 1"),
-        ("--model mlp --model.hidden [0]", "--model.hidden must be numbers from 1, one for each layer, not [0]"),
         ("--model resnet18 --model.width .nan", "--model.width must be over 0 and finite, not nan"),
         ("--model torchvision:resnet18 --model.kwarg.a 1", "--model.kwarg.a: did you mean --model.kwargs?"),
-        ("--model net --model.kwargs.a 1", "unknown option --model.kwargs.a"),
         ("--model net_moe --model.num_experts []", "must be numbers from 1, one for each mixture, not []"),
         ("--model net_moe --model.num_experts two", "num_experts: expected a list of int, not two"),
         ("--model net_moe --model.num_experts [4,2] --model.ep_size 4", "ep_size 4 does not divide num_experts 2"),
@@ -137,9 +130,9 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
         ("name: 'two\n\n  lines'", "--name 'two\\nlines' must be one line of at most 200 bytes"),
         ("config: other.yaml", "config works only on the command line: remove it"),
         (BOMB, "line 2 has the alias *a0: repeat the value"),
-        (MERGED, "line 2 has the alias *a0"),
+        ("a0: &a0 {x: 1}\na1: {<<: [*a0, *a0]}", "line 2 has the alias *a0"),
         ("trainer: " + json.dumps({"x": BOMB}), "trainer.x contains an alias"),
-        pytest.param("name: " + "[" * 5000, "nested too deeply", id="deep"),
+        pytest.param("name: " + "[" * 2000, "nested too deeply", id="deep"),
         ("trainer: " + "[" * 30 + "]" * 30, "or more than 20 nested levels"),
         ("name: 2026-02-30", "day is out of range"),
         ("name: 2026-02-03", "name is a date: write a number"),
@@ -155,17 +148,10 @@ def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Pa
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "said"),
-    [
-        ("train --model torchvision:resnet18 --print_config", 0, "image_size: 0"),
-        ("train --batch_size 6 --devices 4", 2, "error: "),
-    ],
-)
-def test_answers_without_torch(flags: str, code: int, said: str):
-    done = run_program("-X", "importtime", "-m", "cifar_zero", *flags.split())
-    assert done.returncode == code, done.stderr[-500:]
-    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
-    assert "jsonargparse" in imported
+def test_a_mistake_is_answered_without_torch():
+    flags = ["--model", "torchvision:resnet18", "--batch_size", "6", "--devices", "4"]
+    done = run_program("-X", "importtime", "-m", "cifar_zero", "train", *flags)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert (done.returncode, "jsonargparse" in imported) == (2, True), done.stderr[-500:]
     assert not imported & {"torch", "torchvision", "lightning", "deepspeed"}
-    assert said in done.stdout + done.stderr
+    assert "error: --batch_size 6" in done.stderr

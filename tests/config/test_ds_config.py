@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed configuration: what becomes options, what is refused, and what the engine gets."""
+"""Tests which parts of a user's DeepSpeed configuration become options, are refused, or go to the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.ds_config import get_ds_config
-from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import UsageError
 from cifar_zero.strategies.deepspeed import engine_config
@@ -45,26 +44,6 @@ def parsed(folder: Path, content: dict[str, Any], flags: str = "") -> Settings:
     return command_line.parse(["--ds_config", str(file), *flags.split()])
 
 
-def configured(settings: Settings, num_parameters: int) -> dict[str, Any]:
-    """Returns the engine's configuration for a model of so many parameters."""
-    run = make_run(resolve_devices(settings))
-    return engine_config(run.placement, run.spec, num_parameters)
-
-
-def test_the_sources_own_dictionary_is_its_recipe_and_reaches_the_engine_key_for_key(tmp_path: Path):
-    source = get_ds_config(2, "bf16")
-    config = parsed(tmp_path, source, "--devices 2 --accelerator cpu")
-    assert (config.recipe.batch_size, config.placement.accumulate, config.recipe.gradient_clip_val) == (16, 1, 1.0)
-    assert (config.placement.precision, config.recipe.schedule.name) == ("bf16-mixed", "warmup_lr")
-    options = {"lr": 0.001, "betas": (0.8, 0.999), "eps": 1e-8, "weight_decay": 3e-7, "weight_decay_on": "all"}
-    assert config.recipe.optimizer == Choice("adamw", options)
-    made = configured(config, 62_006)
-    del source["zero_optimization"]["cpu_offload"]  # deprecated
-    for key in ("train_batch_size", "gradient_clipping", "optimizer", "scheduler"):
-        del source[key]
-    assert {key: made[key] for key in source} == source
-
-
 def test_auto_leaves_a_value_to_the_flags(tmp_path: Path):
     flags = "--batch_size 8 --accumulate 2 --gradient_clip_val 0.5 --precision bf16-mixed --optimizer.lr 0.01"
     config = parsed(tmp_path, AUTO, f"{flags} --schedule.warmup_num_steps 7")
@@ -72,17 +51,22 @@ def test_auto_leaves_a_value_to_the_flags(tmp_path: Path):
     assert (config.placement.precision, config.recipe.optimizer.name) == ("bf16-mixed", "adamw")
     assert config.recipe.optimizer.options["lr"] == 0.01
     assert config.recipe.schedule.options["warmup_num_steps"] == 7
-    made = configured(config, 10)
+    run = make_run(resolve_devices(config))
+    made = engine_config(run.placement, run.spec, num_parameters=10)
     assert made["zero_optimization"] == {"stage": 3, "allgather_bucket_size": 10, "reduce_bucket_size": 10}
     assert (made["bf16"], made["fp16"]) == ({"enabled": True}, {"enabled": False, "initial_scale_power": 16})
 
 
-MICRO = {"train_micro_batch_size_per_gpu": 4}
+SOURCE = {"batch_size": 16, "gradient_clip_val": 1.0, "precision": "bf16-mixed", "schedule": "warmup_lr"}
+SOURCE |= {"optimizer": "adamw", "optimizer.lr": 0.001, "optimizer.betas": [0.8, 0.999], "optimizer.eps": 1e-8}
+SOURCE |= {"optimizer.weight_decay": 3e-7, "optimizer.weight_decay_on": "all"}
+"""The options of DeepSpeedExamples' program."""
 
 
 @pytest.mark.parametrize(
     ("content", "flags", "expected"),
     [
+        (get_ds_config(2, "bf16"), "", SOURCE),
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "", {"batch_size": 32, "accumulate": 2}),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "", {"precision": "bf16-mixed"}),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "", {"optimizer": "adam"}),
@@ -130,18 +114,6 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
             "",
             "remove data_efficiency.data_sampling.curriculum_learning.data_cluster_path",
         ),
-    ],
-)
-def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp_path: Path):
-    with pytest.raises(UsageError) as error:
-        parsed(tmp_path, content, flags)
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "flags", "expected"),
-    [
         ({"zero_optimization": {"offload_param": "cpu"}}, "", "offload_param must be an object"),
         ({"zero_optimization": {"offload_optimizer": {"device": 5}}}, "", "must be one of none, cpu, nvme"),
         ({"zero_optimization": {"stage": 7}}, "", "a stage from 0 to 3"),
@@ -149,13 +121,18 @@ def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp
         ({"fp16": {"enabled": True}}, "--accelerator cpu", "--precision 16-mixed needs a GPU"),
         ({"torch_autocast": {"lower_precision_safe_modules": ["evil.Layer"]}}, "", "use --precision"),
         ({"checkpoint": {"load_universal": True}}, "", "use --resume"),
-        (MICRO, "--devices 2", "a micro-batch of 4 x 2 ranks x --accumulate 1 is not --batch_size 4"),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            "--devices 2",
+            "a micro-batch of 4 x 2 ranks x --accumulate 1 is not --batch_size 4",
+        ),
     ],
 )
-def test_what_the_resolved_run_refuses(content: dict[str, Any], flags: str, expected: str, tmp_path: Path):
+def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp_path: Path):
     with pytest.raises(UsageError) as error:
         resolve(parsed(tmp_path, content, flags))
     assert expected in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_run_is_repeated_as_it_was_whatever_has_become_of_the_file(tmp_path: Path):

@@ -117,7 +117,7 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         ),
     ],
 )
-def test_refused(gpus: int, flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_cannot_work_is_refused(gpus: int, flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: gpus)
     monkeypatch.setattr("cifar_zero.training.resolve.checkpoint_to_resume", lambda settings: settings.output.resume)
     assert expected in refused(flags)
@@ -129,7 +129,9 @@ def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.Mo
     assert resolve(command_line.parse(flags)).micro_batch == 4
 
 
-def test_a_tiny_micro_batch_under_zero_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+def test_a_note_recommends_a_larger_micro_batch_under_zero(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
     flags = ["--strategy", "deepspeed_stage_3", "--data.source", "digits", "--batch_size"]
     for batch_size, notes in (("4", 1), ("8", 0)):

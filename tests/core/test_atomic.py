@@ -1,4 +1,4 @@
-"""A checkpoint's name belongs to the old one or to the new one, whenever the writer is killed."""
+"""If a writer is killed, the checkpoint's name leads to the complete old or the complete new checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(tmp_path: Path)
             assert writer.stdout is not None
             for number in range(2):
                 assert int(writer.stdout.readline()) == number
-            time.sleep(0.013 * kill)  # another moment each time
+            time.sleep(0.013 * kill)  # so that each kill comes at another moment
             writer.kill()
         atomic.recover(tmp_path)
         found = run_folder.find_checkpoint(str(tmp_path))
@@ -52,7 +52,7 @@ def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(tmp_path: Path)
 
 
 def test_what_a_killed_writer_leaves_is_removed(tmp_path: Path):
-    """Only of checkpoints: other files in the folder are the user's."""
+    """Only what belongs to checkpoints is removed, because other files in the folder are the user's."""
     for name in ("last.ckpt.tmp", "last.ckpt.old", "last.ckpt.old.tmp"):
         (tmp_path / name / "checkpoint").mkdir(parents=True)
     for name in ("best.ckpt.tmp", "last.ckpt", "notes.tmp", "best.safetensors"):
@@ -67,6 +67,6 @@ def test_json_is_written_whole_and_without_nan(tmp_path: Path):
     assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"loss": None, "deep": [{"norm": None}, 1.5]}
     with pytest.raises(TypeError):
         atomic.write_json(file, {"loss": object()})
-    assert json.loads(file.read_text())["loss"] is None  # the old file still stands
+    assert json.loads(file.read_text())["loss"] is None  # the old file is still there
     atomic.write_json(file, {"loss": 1})
     assert list(tmp_path.iterdir()) == [file]

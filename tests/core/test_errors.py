@@ -1,4 +1,4 @@
-"""Known failures of the libraries, provoked for real wherever a machine without a GPU can, and the line of each."""
+"""The messages for known failures of the libraries. The tests cause each failure that is possible without a GPU."""
 
 # pyright: reportPrivateImportUsage=false
 # torch.distributed does not list its stores as exports, although they are documented.
@@ -26,13 +26,13 @@ from tests.support.helpers import HANG_SECONDS
 
 Patch = pytest.MonkeyPatch
 
-SHORT = timedelta(milliseconds=200)  # where nothing comes
-LONG = timedelta(seconds=HANG_SECONDS)  # where something does
+SHORT = timedelta(milliseconds=200)  # time limit of a wait that is in vain
+LONG = timedelta(seconds=HANG_SECONDS)  # time limit of a wait that succeeds
 HOST = "127.0.0.1"
 
 
 class Dying(Dataset[int]):
-    """Images whose worker is ended by a signal, as by a full /dev/shm (SIGBUS) or a full memory (SIGKILL)."""
+    """A dataset that kills its worker with a signal. A full /dev/shm sends SIGBUS, a full memory SIGKILL."""
 
     def __init__(self, number: signal.Signals):
         self.number = number
@@ -46,7 +46,7 @@ class Dying(Dataset[int]):
 
 
 def of_dying_worker(number: signal.Signals) -> Callable[[Path, Patch], object]:
-    """Loads a batch from such a worker, of whose end torch hears by a signal."""
+    """Returns a function that loads a batch with a worker that dies. SIGCHLD tells torch that the worker has ended."""
 
     def load(path: Path, patch: Patch) -> None:
         patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
@@ -59,23 +59,18 @@ def of_dying_worker(number: signal.Signals) -> Callable[[Path, Patch], object]:
     return load
 
 
-def two_ranks() -> list[Any]:
-    """Gloo's process groups of two ranks, in this process."""
+def lost_rank(path: Path, patch: Patch) -> None:
+    """Starts a collective of two ranks in this process, and ends one of the ranks."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        return [*pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, LONG), (0, 1))]
-
-
-def lost_rank(path: Path, patch: Patch) -> None:
-    """Gloo's answer where a rank ends within a collective."""
-    groups = two_ranks()
+        groups: list[Any] = [*pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, LONG), (0, 1))]
     work = groups[0].allreduce([torch.ones(1)])
     groups.pop()
     work.wait()
 
 
 def no_cuda_home(path: Path, patch: Patch) -> None:
-    """DeepSpeed's question for nvcc's version, without a CUDA toolkit."""
+    """Lets DeepSpeed read the version of nvcc without a CUDA toolkit."""
     from deepspeed.ops.op_builder.builder import installed_cuda_version
 
     patch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
@@ -83,7 +78,7 @@ def no_cuda_home(path: Path, patch: Patch) -> None:
 
 
 def building_with(*programs: str) -> Callable[[Path, Patch], object]:
-    """Builds DeepSpeed's CPU Adam with nothing else in PATH."""
+    """Returns a function that builds DeepSpeed's CPU Adam with only these programs in PATH."""
 
     def build(path: Path, patch: Patch) -> None:
         from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
@@ -117,20 +112,20 @@ PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "no ninja": (building_with(), NOT_COMPILED),
     "no compiler": (building_with("ninja"), NOT_COMPILED),
 }
-"""What is done, and how its line begins."""
+"""The function that causes each failure, and the beginning of the message."""
 
 
 @pytest.mark.parametrize("name", PROVOKED)
-def test_provoked(name: str, tmp_path: Path, monkeypatch: Patch):
+def test_a_known_failure_is_explained_in_one_line(name: str, tmp_path: Path, monkeypatch: Patch):
     provoke, says = PROVOKED[name]
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - of many kinds
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the types differ
         provoke(tmp_path, monkeypatch)
     line = str(explain(caught.value))
     assert line.startswith(says), repr(caught.value)
     assert re.fullmatch(r"[^\n]+; [^\n]+", line)
 
 
-def test_guarded(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
+def test_guarded_prints_the_explanation_and_debug_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
     def main() -> int:
         torch.empty(1 << 60)
         return 0

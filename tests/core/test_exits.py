@@ -23,7 +23,7 @@ def test_ctrl_c_during_the_imports_is_one_line(program: list[str], tmp_path: Pat
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_is_ignored_stays_so(number: signal.Signals, signal_handlers: None):
-    """As in a background job of a script, or under nohup."""
+    """A background job of a script ignores Ctrl-C, and a program under nohup ignores SIGHUP."""
     signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     exits.install()

@@ -1,6 +1,6 @@
-"""A record or a JSON file that would hang its reader, or stands for more than it holds, is refused in one line.
+"""Records and JSON files that would hang the program, or that name code, are refused in one line.
 
-tests/config/test_command_line.py has such recipes."""
+tests/config/test_command_line.py refuses such recipes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cifar_zero.core.errors import UsageError
 
 
 def test_a_tree_that_contains_itself_is_refused():
-    """A checkpoint's record can be one."""
+    """The record in a checkpoint can contain itself."""
     tree: dict[str, Any] = {}
     tree["tree"] = [tree]
     with pytest.raises(UsageError, match="nested levels"):

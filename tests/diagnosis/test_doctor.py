@@ -1,4 +1,4 @@
-"""cifar-zero doctor as a user starts it, also on machines that lack something."""
+"""Tests cifar-zero doctor as a user starts it, also on machines that lack something."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ def test_wrong_usage_is_reported_in_one_line(flags: str, said: str):
     ("package", "release", "said"),
     [
         ("deepspeed", "0.18.3", "deepspeed_* divides gradients by --accumulate twice: https://"),
-        ("deepspeed", "0.18.5", "deepspeed_stage_0 is wrong in bfloat16: https://"),
         ("deepspeed", "0.19.7", "is the tested range: pip install 'deepspeed"),
         ("lightning", "2.6.3", "it steals credentials: https://github.com/Lightning-AI/"),
     ],
@@ -101,14 +100,14 @@ def test_a_missing_compiler_is_reported(tmp_path: Path):
 
 def test_a_rank_that_never_answers_is_named():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "cifar_zero", "doctor", "all-reduce", "--timeout", "10"]
+    command = [sys.executable, "-m", "cifar_zero", "doctor", "all-reduce", "--timeout", "2"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as doctor:
         wait_until(lambda: ranks_of(doctor.pid).get("1"))
         frozen = ranks_of(doctor.pid)["1"]
         frozen.suspend()
         said, _ = doctor.communicate(timeout=HANG_SECONDS)
     assert doctor.returncode == 1
-    assert "rank 0: error: rank 1 did not come within 10 s" in said
+    assert "rank 0: error: rank 1 did not come within 2 s" in said
     assert has_ended(frozen.pid)
 
 

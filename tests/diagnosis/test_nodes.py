@@ -1,4 +1,4 @@
-"""cifar-zero doctor --nodes on two simulated hosts, and versions that such hosts cannot have."""
+"""Tests cifar-zero doctor --nodes on two simulated hosts, and its comparison of versions on made-up hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def start(hosts: Hosts, rank: int, *flags: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """Starts one of two ranks, each on a host of its own."""
+    """Starts one of two ranks, which are on different hosts."""
     host: Host = (hosts.a, hosts.b)[rank]
     place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     meeting = {"MASTER_ADDR": hosts.a.address, "MASTER_PORT": "29532", "GLOO_SOCKET_IFNAME": DEVICE}

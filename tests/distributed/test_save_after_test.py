@@ -31,7 +31,7 @@ def same(one, other):
 
 run_spec = resolve(command_line.parse(sys.argv[1:]))
 if not rank_environment.is_rank():
-    sys.exit(local_launcher.run(2, on_cpu=True))
+    sys.exit(local_launcher.run_ranks(2, on_cpu=True))
 module, datamodule = CIFARModule(run_spec, run_spec.num_classes), CIFARDataModule(run_spec)
 datamodule.prepare_data()
 run = Path(run_spec.output.out)

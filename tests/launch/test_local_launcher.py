@@ -1,4 +1,4 @@
-"""The launcher with real processes that are quicker to start than a training."""
+"""The launcher with real processes that start faster than a training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from cifar_zero.launch import local_launcher, rank_environment
 if not rank_environment.is_rank():
     for name, seconds in {limits!r}.items():
         setattr(local_launcher, name, seconds)
-    {setup}
-    sys.exit(exits.guarded(lambda: local_launcher.run(3, on_cpu=True)))
+    sys.exit(exits.guarded(lambda: local_launcher.run_ranks(3, on_cpu=True)))
 rank = rank_environment.global_rank()
 
 def note(name):
@@ -41,20 +40,17 @@ def do_not_end():
 
 {body}
 """
-"""Starts three ranks that run `body`. They wait for each other by notes, so that the order of events is the same on a
-busy machine."""
+"""Starts three ranks that run `body`. They wait for each other with files (notes), so that the order of events is the
+same on a busy machine."""
 
 
-def launched(
-    tmp_path: Path, body: str, *before: str, setup: str = "", **limits: float
-) -> subprocess.CompletedProcess[str]:
-    """Runs PROGRAM to its end, started by the command `before`. `limits` are constants of the launcher, in seconds;
-    `setup` is a statement that it runs first."""
+def launched(tmp_path: Path, body: str, *before: str, **limits: float) -> subprocess.CompletedProcess[str]:
+    """Runs PROGRAM to its end, started by the command `before`. `limits` are constants of the launcher, in seconds."""
     program = tmp_path / "program.py"
     body = textwrap.dedent(body)
-    program.write_text(PROGRAM.format(root=str(ROOT), folder=str(tmp_path), limits=limits, setup=setup, body=body))
+    program.write_text(PROGRAM.format(root=str(ROOT), folder=str(tmp_path), limits=limits, body=body))
     command = [*before, sys.executable, str(program)]
-    # As under a terminal: a shell's background job, and pytest-xdist's workers, ignore Ctrl-C.
+    # Ctrl-C acts as in a terminal, although background jobs and pytest-xdist's workers ignore it.
     prepare = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, preexec_fn=prepare)
 
@@ -68,7 +64,7 @@ def test_every_rank_has_its_place_and_its_share_of_cores(tmp_path: Path, monkeyp
     """
     done = launched(tmp_path, body)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["rank 0"]  # the others' output is in their logs
+    assert done.stdout.splitlines() == ["rank 0"]  # the other ranks write into their logs
     places = [(tmp_path / f"{rank}.txt").read_text().split() for rank in range(3)]
     assert [place[:4] for place in places] == [[str(rank), str(rank), "3", "3"] for rank in range(3)]
     assert len({place[4] for place in places}) == 1
@@ -77,16 +73,16 @@ def test_every_rank_has_its_place_and_its_share_of_cores(tmp_path: Path, monkeyp
 
 def test_a_failed_rank_ends_the_run_and_is_named(tmp_path: Path):
     body = "print('about to fail') or sys.exit(7) if rank == 2 else do_not_end()"
-    done = launched(tmp_path, body, GRACE_SECONDS=1)
+    done = launched(tmp_path, body, GRACE_SECONDS=0.2)
     assert done.returncode == 7
     named = ["error: rank 2 ended with exit code 7; its last lines:", "  about to fail"]
-    hung = "rank 0, rank 1 did not end within 1 s after this error, and had to be killed"
+    hung = "rank 0, rank 1 did not end within 0.2 s after this error, and had to be killed"
     assert done.stderr.splitlines() == [*named, hung]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_with_its_signal(victim: int, tmp_path: Path):
-    """The others fail as a consequence."""
+    """The other ranks fail as a consequence."""
     body = f"""
     import contextlib, psutil
     process = Path({str(tmp_path / "process")!r})
@@ -106,22 +102,22 @@ def test_a_killed_rank_is_named_with_its_signal(victim: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("request_", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
-def test_a_request_to_end_reaches_all_ranks_and_is_no_failure(
+def test_a_request_to_end_reaches_all_ranks_and_is_not_a_failure(
     request_: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     body = f"""
-    if rank == 0:  # answers by itself, later than a failure would leave it time to; the others just die of the signal
-        signal.signal({request_:d}, lambda *_: time.sleep(2) or print("saved", flush=True) or sys.exit({code}))
+    if rank == 0:  # it ends later than a failure would permit; the others die of the signal
+        signal.signal({request_:d}, lambda *_: time.sleep(1) or print("saved", flush=True) or sys.exit({code}))
         os.kill(os.getppid(), {request_:d})
     do_not_end()
     """
-    done = launched(tmp_path, body, GRACE_SECONDS=1, SAVING_SECONDS=HANG_SECONDS)
+    done = launched(tmp_path, body, GRACE_SECONDS=0.2, SAVING_SECONDS=HANG_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (code, "saved\n", "")
 
 
 def test_ctrl_c_ends_ranks_that_start(tmp_path: Path):
-    """As from a terminal, to all processes; a Ctrl-C that comes before a rank handles it does not get lost."""
+    """A terminal sends Ctrl-C to all processes. If a rank does not handle it yet, it must not get lost."""
     body = """
     note("starts")
     if rank == 0:
@@ -161,17 +157,17 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_answer(tmp_path: Path):
         time.sleep(0.1)
     do_not_end()
     """
-    done = launched(tmp_path, body, GRACE_SECONDS=1)
+    done = launched(tmp_path, body, GRACE_SECONDS=0.2)
     assert done.returncode == 130
     assert done.stderr == "Ctrl-C: the second Ctrl-C ended the ranks before they saved a checkpoint\n"
 
 
 def test_a_rank_that_does_not_end_on_request_is_killed(tmp_path: Path):
-    done = launched(tmp_path, "sys.exit(143) if rank == 0 else do_not_end()", SAVING_SECONDS=1)
+    done = launched(tmp_path, "sys.exit(143) if rank == 0 else do_not_end()", SAVING_SECONDS=0.2)
     assert done.returncode == 1
     assert done.stderr == "error: rank 1, rank 2 did not end on request and had to be killed\n"
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
-    done = launched(tmp_path, "os.kill(os.getppid(), 1) if rank == 0 else None; time.sleep(1)", "nohup")
+    done = launched(tmp_path, "os.kill(os.getppid(), 1) if rank == 0 else None; time.sleep(0.2)", "nohup")
     assert done.returncode == 0, done.stderr

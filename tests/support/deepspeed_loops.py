@@ -62,9 +62,8 @@ def main() -> int:
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if not rank_environment.is_rank():
         if ranks > 1:
-            return local_launcher.run(ranks, on_cpu=True)
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": local_launcher.ADDRESS}
-        os.environ.update(place, MASTER_PORT=str(local_launcher.free_port()))
+            return local_launcher.run_ranks(ranks, on_cpu=True)
+        os.environ.update(local_launcher.variables(0, 1, local_launcher.free_port()))
     import deepspeed
 
     initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts and returns

@@ -34,7 +34,7 @@ def main() -> int:
     """Runs all requests and returns the exit code."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if ranks > 1 and not rank_environment.is_rank():
-        return local_launcher.run(ranks, on_cpu=True)
+        return local_launcher.run_ranks(ranks, on_cpu=True)
     environment = dict(os.environ)
     gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) runs gc.collect() at each start: 0.35 s with all imports
     for number in itertools.count():

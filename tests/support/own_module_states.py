@@ -48,7 +48,7 @@ def main() -> int:
     """Trains under each strategy and returns the exit code."""
     name, precision, *names = sys.argv[1:]
     if not rank_environment.is_rank():
-        return local_launcher.run(RANKS, on_cpu=True)
+        return local_launcher.run_ranks(RANKS, on_cpu=True)
     quieten()
     environment = dict(os.environ)
     for strategy in names:

@@ -1,4 +1,4 @@
-"""cifar-zero sweep as a user starts it: what it refuses, and a real sweep that is started again."""
+"""Tests cifar-zero sweep as a user starts it: what it refuses, and what it trains when it is started again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         ("--search seed=0,1 --data.val_fraction 0", "add --data.val_fraction 0.1"),
     ],
 )
-def test_what_it_refuses(
+def test_a_sweep_that_cannot_work_is_refused(
     flags: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_data: list[str]
 ):
     out = tmp_path / "sweeps"
@@ -50,7 +50,7 @@ def test_what_it_refuses(
     assert not out.exists()
 
 
-def test_a_sweep(
+def test_a_finished_sweep_is_only_reported_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_data: list[str], capfd: pytest.CaptureFixture[str]
 ):
     rates = "0.01,0.02" if WHOLE else "0.01"  # a run takes nine seconds of a processor to start and end
@@ -115,8 +115,8 @@ def test_a_failed_run_is_reported_and_tried_again(start: Start, tmp_path: Path, 
     assert order(tmp_path) == ["optimizer.lr_0.1-model.name_net-seed_2"]
 
 
-def test_a_budget_of_sampled_settings(start: Start, tmp_path: Path):
-    """A larger budget trains more, and the same command nothing."""
+def test_a_budget_counts_sampled_settings(start: Start, tmp_path: Path):
+    """A larger budget trains more settings, and the same command again trains nothing."""
     flags = ["--search", "optimizer.lr=1e-4..1e-1:log", "batch_size=16..64:16", "seed=0,1", "--trials"]
     for trials in (2, 3, 3):
         assert start("", *flags, str(trials)) == 0
@@ -132,7 +132,7 @@ def test_another_sweep_is_refused(start: Start):
 @of_test_all
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[str]):
-    """Whatever ended it, the second start resumes from checkpoints, and every run trains each step once."""
+    """The same command again resumes from checkpoints, so that every run trains each step once."""
     started = [sys.executable, "-m", "cifar_zero", "sweep", "--search", "optimizer.lr=0.01,0.02", *small_data]
     started += ["--batch_size", "4", "--epochs", "8", "--log_interval", "10", "--accelerator", "cpu"]
     started += ["--out", str(tmp_path), "--name", "rates"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cifar_zero import train
@@ -100,9 +102,9 @@ def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_train_starts_as_many_ranks(machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     machine(8)
-    started: list[tuple[int, bool]] = []
-    monkeypatch.setattr(local_launcher, "run", lambda ranks, on_cpu, *_: started.append((ranks, on_cpu)) or 0)
+    started: list[Any] = []
+    monkeypatch.setattr(local_launcher, "run_ranks", lambda *arguments: started.append(arguments[:3]) or 0)
     monkeypatch.setattr("sys.argv", ["train.py", *DIGITS, "--strategy", "deepspeed_stage_3", "--batch_size", "128"])
     assert train.main() == 0
-    assert started == [(4, False)]
+    assert started == [(4, False, ["--strategy", "deepspeed_stage_3", "--resume", ""])]
     assert capsys.readouterr().err.startswith("--devices auto: 4 of 8 GPUs: a micro-batch of 16 is small for a GPU")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from cifar_module import CIFARModule
 from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import get_ds_config
-from cifar_zero.launch.local_launcher import ADDRESS, free_port
+from cifar_zero.launch.local_launcher import free_port, variables
 from datamodule import CIFARDataModule
 from tests.support.helpers import largest_difference, run_folder_of, train_all, weights_of_net
 
@@ -35,8 +35,7 @@ def test_a_run_ends_with_the_weights_of_deepspeeds_own_loop(
 
     import deepspeed
 
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": ADDRESS, "MASTER_PORT": str(free_port())}
-    for name, value in place.items():
+    for name, value in variables(0, 1, free_port()).items():
         monkeypatch.setenv(name, value)
     config = command_line.parse(flags)
     module, data = CIFARModule(config, num_classes=10), CIFARDataModule(config)
