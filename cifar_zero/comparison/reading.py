@@ -23,7 +23,7 @@ ENVIRONMENT = ("precision", "accelerator", "device_name", "git_commit", "version
 """Keys of metrics.json whose differences are shown, but do not prevent a verdict, because a comparison tests their
 effect."""
 
-SHAPE = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
+PLACEMENT = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
 
 
 def load(folder: Path) -> FinishedRun:
@@ -111,18 +111,13 @@ def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str
     return found
 
 
-def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
-    """Returns the names of variants from their values of SHAPE. A name lists the values that vary between the variants,
-    or only the strategy if none does."""
-    named = [
-        (
-            strategy,
-            counted(ranks, "rank", "ranks"),
-            counted(nodes, "node", "nodes"),
-            counted(parts, "micro-batch", "micro-batches"),
-        )
-        for strategy, ranks, nodes, parts in shapes
-    ]
+def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
+    """Returns the names of variants from their values of PLACEMENT. A name lists the values that vary between the
+    variants, or only the strategy if none does."""
+    named: list[tuple[str, ...]] = []
+    for strategy, ranks, nodes, micro_batches in placements:
+        sizes = counted(ranks, "rank", "ranks"), counted(nodes, "node", "nodes")
+        named.append((strategy, *sizes, counted(micro_batches, "micro-batch", "micro-batches")))
     varies = [len({*values}) > 1 for values in zip(*named, strict=True)]
     return [", ".join(compress(parts, varies)) or parts[0] for parts in named]
 
@@ -137,15 +132,15 @@ def grouped(runs: Sequence[FinishedRun]) -> list[Variant]:
     groups: dict[tuple[str, int], list[FinishedRun]] = {}
     repeats: Counter[tuple[str, int]] = Counter()
     for run in runs:
-        placed = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
-        shape = {key: run.metrics[key] for key in SHAPE}
-        same = json.dumps({**placed, **shared(run), **shape}, sort_keys=True, default=str)
+        options = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
+        placement = {key: run.metrics[key] for key in PLACEMENT}
+        same = json.dumps({**options, **shared(run), **placement}, sort_keys=True, default=str)
         groups.setdefault((same, repeats[same, run.seed]), []).append(run)
         repeats[same, run.seed] += 1
-    shapes = [[group[0].metrics[key] for key in SHAPE] for group in groups.values()]
+    firsts = [group[0] for group in groups.values()]
+    names = variant_names([[run.metrics[key] for key in PLACEMENT] for run in firsts])
     variants: list[Variant] = []
-    for name, group in zip(variant_names(shapes), groups.values(), strict=True):
-        first = group[0]
+    for name, first, group in zip(names, firsts, groups.values(), strict=True):
         if any(other.name == name for other in variants):
             name += f" ({first.folder})"
         line = command("train", "--config", Path(first.folder, run_folder.CONFIG))

@@ -1,11 +1,14 @@
-"""Defines the result of a comparison, which comparison.json and the report contain. It is plain Python, without
-torch."""
+"""Defines the result of a comparison, which comparison.json and the report contain. Importing this module does not
+import torch."""
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
+
+from cifar_zero.core import console
 
 VerdictKind = Literal[
     "reference", "bit-identical", "within rounding", "different", "too inaccurate", "not judged", "not trained"
@@ -69,29 +72,40 @@ class FinishedRun:
 
 @dataclass
 class Variant:
-    """One way to train the recipe, or a case of the acceptance."""
+    """One way to train, with its verdict. It is either a strategy whose complete runs of `train` are compared, or a
+    case, which is one short training whose steps are all checked."""
 
     name: str  # short and unique: deepspeed_stage_2; or deepspeed_stage_2, 4 micro-batches
     strategy: str
     world_size: int
     flags: list[str] = field(default_factory=list)  # flags of the training
     command: str = ""  # the command that trains it again
-    runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
-    figures: dict[str, list[float]] = field(default_factory=dict)
-    """Values of the runs by their key in metrics.json. A metric with a number per rank counts with its largest."""
     kind: VerdictKind = "not judged"
     remark: str = ""  # the verdict's line: what was judged, what differs, or why there is no verdict
     check: dict[str, Any] = field(default_factory=dict)  # result of the step check, see `Verdict.as_dict`
+
+    # Only variants with complete runs have these values.
+    runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    """Values of the runs by their key in metrics.json. A metric with a number per rank counts with its largest."""
     drift: str = ""  # how far the last losses and weights are from the reference's; not part of the verdict
+
+    # Only cases have these values.
     row: str = ""  # name of the case without the strategy, such as a row of the acceptance
-    resume: list[str] = field(default_factory=list)  # flags that save or continue the training, see `resuming.of_job`
-    phase: int = 0  # a case is trained in new processes, after all cases of earlier phases
-    seconds: float = 0.0  # duration of a case; runs have perf/fit_seconds instead
+    why: str = ""  # the code path that the case executes
+    saved_as: str = ""  # name of the saved training that the case writes or continues, or empty
+    save_at: int = 0  # the optimizer step after which it is saved, or 0 if the case continues it
+    seconds: float = 0.0  # duration of the training
 
     @property
     def passed(self) -> bool:
         """Whether the variant trained, agrees with the reference, and reaches --min_accuracy."""
         return self.kind in GOOD
+
+    @property
+    def continues(self) -> bool:
+        """Whether the case continues a saved training."""
+        return bool(self.saved_as) and not self.save_at
 
     @property
     def outcome(self) -> str:
@@ -113,7 +127,6 @@ class Comparison:
     """The variants of one recipe, or the cases of the acceptance, with their verdicts."""
 
     title: str
-    command: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
     reference: str  # what the variants are compared with: a variant, plain PyTorch, a script or a baseline
     variants: list[Variant]  # the reference first
@@ -125,6 +138,7 @@ class Comparison:
     save_baseline: str = ""  # the file to which a new baseline is written
     stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
+    command: str = field(default_factory=lambda: console.command("compare", *sys.argv[1:]))  # which compares again
 
     @property
     def passed(self) -> bool:
@@ -147,10 +161,12 @@ class Comparison:
         """Fails the variants that agree, but whose mean test accuracy, from 0 to 1, is below `least` or was not
         measured."""
         for variant in self.variants:
-            accuracy = variant.figures.get("test/acc")
-            if not variant.passed or (accuracy and statistics.fmean(accuracy) >= least):
+            if not variant.passed:
                 continue
-            reason = "the run lacks the test accuracy that --min_accuracy needs"
-            if accuracy:
-                reason = f"accuracy {statistics.fmean(accuracy):.2%} is less than --min_accuracy {least:.2%}"
-            variant.judge("too inaccurate", reason)
+            if "test/acc" not in variant.figures:
+                variant.judge("too inaccurate", "the run lacks the test accuracy that --min_accuracy needs")
+                continue
+            accuracy = statistics.fmean(variant.figures["test/acc"])
+            if accuracy < least:
+                reason = f"accuracy {accuracy:.2%} is less than --min_accuracy {least:.2%}"
+                variant.judge("too inaccurate", reason)

@@ -83,7 +83,7 @@ class Recorder:
                     self.recording.precision = PRECISIONS[torch.get_autocast_dtype(device)]
             self._seen += [tensor.detach() for tensor in tensors_in([args, kwargs])]
             for buffer in module.buffers() if self._step is None else ():
-                self._buffers.setdefault(id(buffer), buffer.detach().cpu().clone())
+                self._buffers.setdefault(id(buffer), _copied(buffer))
         self._depth += 1
         try:
             return call(module, *args, **kwargs)
@@ -150,7 +150,7 @@ class Recorder:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) in names:
                     name = names[id(parameter)]
-                    step.gradients[name] = parameter.grad.detach().cpu().clone()
+                    step.gradients[name] = _copied(parameter.grad)
                     step.options[name] = options_of(group)
                     step.state[name] = _copied(dict(optimizer.state.get(parameter, {})))
 
@@ -221,15 +221,14 @@ def _around(owner: Any, name: str, call: Any) -> None:
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns copies of a model's weights and buffers on the CPU, by name."""
-    parameters = {name: each.detach().cpu().clone() for name, each in model.named_parameters()}
-    return parameters, {name: each.detach().cpu().clone() for name, each in model.named_buffers()}
+    return _copied(dict(model.named_parameters())), _copied(dict(model.named_buffers()))
 
 
-def _copied(batch: Any) -> Any:
-    """Returns a copy of a batch on the CPU, in which mappings of other libraries are dictionaries."""
-    if isinstance(batch, Mapping):
-        return {key: _copied(value) for key, value in batch.items()}
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch)
+def _copied(tensors: Any) -> Any:
+    """Returns a copy of nested tensors on the CPU, in which mappings of other libraries are dictionaries."""
+    if isinstance(tensors, Mapping):
+        return {key: _copied(value) for key, value in tensors.items()}
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), tensors)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.comparison import cases, pool
-from cifar_zero.comparison.cases import ROWS, plan_cases
+from cifar_zero.comparison import cases, launches
+from cifar_zero.comparison.cases import ROWS, plan_cases, random_cases
 from cifar_zero.comparison.compare import main
-from cifar_zero.comparison.fuzz import random_cases
-from cifar_zero.comparison.pool import train_cases
+from cifar_zero.comparison.launches import train_cases
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
@@ -69,12 +68,12 @@ is left out, because it has no such function."""
 @of_test_all
 @pytest.mark.distributed
 def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "TRAININGS", 7)  # the ranks are started again in between
+    monkeypatch.setattr(launches, "TRAININGS", 7)  # the ranks are started again in between
     assert CODE.keys() == {row.name for row in ROWS} - {"frozen layers"}
     wanted = {(f"{row}, 2 ranks", strategy): (name, calls) for row, (strategy, name, calls) in CODE.items()}
     found = [case for case in plan_cases([], 2, quick=False) if (case.row, case.strategy) in wanted]
     assert len(found) == len(CODE)
-    comparison = train_cases(Comparison("", "", {}, PLAIN, found), tmp_path, ("tests.support.counted_calls",))
+    comparison = train_cases(Comparison("", {}, PLAIN, found), tmp_path, "tests.support.counted_calls:train")
     assert comparison.passed, [case.outcome for case in found if not case.passed]
     assert {log.name for log in tmp_path.glob("*.log")} == {"2-ranks-0.log", "2-ranks-7.log"}
     counts = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]

@@ -30,7 +30,7 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "a.log")
 
-    monkeypatch.setattr(compare, "train_all", full)
+    monkeypatch.setattr(compare, "train_variants", full)
     monkeypatch.setattr(compare, "prepare", lambda planned: None)
     arguments = Namespace(
         strategies=["baseline", "ddp"],
@@ -117,7 +117,7 @@ def test_the_verdicts_are_kept_if_the_report_fails(
         raise OSError("no fonts")
 
     monkeypatch.setattr(compare, "load", lambda run: made_up(strategy=str(run), folder=str(run)))
-    monkeypatch.setattr("cifar_zero.comparison.verdicts._weights", lambda *arguments: {})
+    monkeypatch.setattr("cifar_zero.comparison.finished_runs._weights", lambda *arguments: {})
     monkeypatch.setattr("cifar_zero.comparison.page.write_page", broken)
     with pytest.raises(OSError, match="no fonts"):
         run(monkeypatch, "--runs", "baseline", "ddp", "--out", str(tmp_path), "--junit", str(tmp_path / "compare.xml"))

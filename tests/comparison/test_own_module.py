@@ -104,7 +104,7 @@ def test_a_configuration_of_lightning_cli_gives_arguments_and_maths(tmp_path: Pa
     given = read_given(case.flags)
     assert given.theirs["module.lr"] == "0.3", "the command line overrides the file"
     assert given.theirs["datamodule.batch_size"] == "4"
-    run = own_module._run(given.ours)
+    run = own_module.resolved(case.flags)
     placement = run.placement
     assert (placement.precision, placement.accumulate, run.recipe.gradient_clip_val) == ("bf16-mixed", 2, 0.5)
 

@@ -125,7 +125,7 @@ def test_a_flat_loss_is_said():
 def test_an_acceptance_begins_with_a_table_whose_cells_lead_to_their_numbers(tmp_path: Path):
     cases = [Variant("ddp: float32", "ddp", 2, kind="bit-identical", row="float32")]
     cases.append(Variant("fsdp2: float32", "fsdp2", 2, kind="different", remark="step 1: ...", row="float32"))
-    write_page(Comparison("acceptance", "", {}, "plain PyTorch", cases), tmp_path)
+    write_page(Comparison("acceptance", {}, "plain PyTorch", cases), tmp_path)
     text = (tmp_path / "report.html").read_text()
     assert 'href="#case-1" title="≠ different: step 1: ...">≠</a>' in text
     assert '<tr id="case-1">' in text

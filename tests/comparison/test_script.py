@@ -2,12 +2,14 @@
 computes its steps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cifar_zero.comparison import jobs, own_module, script
+from cifar_zero.comparison.result import Variant
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.step_check.verdict import Verdict
 from tests.support.helpers import ROOT, of_test_all
@@ -27,15 +29,15 @@ def verdict_of(flags: str, folder: Path, *of_module: str, own_data: bool = False
     """Returns the verdict on plain PyTorch on one rank, trained in this process. `flags` are the script's."""
     recording = script.record(f"{SCRIPT} {flags}", 4, folder)
     recording.own_data = own_data
-    recording.write(folder / script.FOLDER)
+    recording.write(folder / script.RECORDING)
     (case,) = script.plan(recording, ["baseline"], 1, [*MODULE, *of_module])
-    return trained(case.flags, folder)
+    return trained(case, folder)
 
 
-def trained(flags: list[str], folder: Path, train: jobs.Train = own_module.train) -> Verdict:
-    """Returns the verdict on a training in this process."""
-    check = jobs.check_of(folder)
-    train(flags, folder, check)
+def trained(case: Variant, folder: Path, train: jobs.Train = own_module.train_module) -> Verdict:
+    """Returns the verdict on a case that is trained in this process."""
+    check = jobs.check_of(asdict(case), folder, sketches=False)
+    train(case.flags, folder, check)
     return check.verdict
 
 
@@ -103,9 +105,9 @@ def test_the_tutorials_loop_and_this_programs_module(tmp_path: Path):
     recording = script.record(str(FOLDER / "tutorial.py"), 4, tmp_path)
     assert (recording.model, recording.batch_size, recording.accumulate) == ("Net", 4, 1)
     recording.is_recipe = True
-    recording.write(tmp_path / script.FOLDER)
+    recording.write(tmp_path / script.RECORDING)
     (case,) = script.plan(recording, ["baseline"], 1, [])
-    verdict = trained(case.flags, tmp_path, jobs.train_recipe)
+    verdict = trained(case, tmp_path, jobs.train_recipe)
     assert verdict.outcome == "within rounding", str(verdict)
     assert verdict.tallies["script's update"].judged == 4 * 62_006
 
@@ -132,6 +134,5 @@ def test_scripts_of_other_libraries(name: str, tmp_path: Path):
         pytest.importorskip(library)
     recording = script.record(str(FOLDER / f"{name}.py"), 4, tmp_path)
     (case,) = script.plan(recording, ["baseline"], 1, ["--module", f"{FOLDER / name}.py:Migrated", "--max_steps", "30"])
-    verdict = trained(case.flags, tmp_path)
+    verdict = trained(case, tmp_path)
     assert verdict.outcome in ("bit-identical", "within rounding"), str(verdict)
-    assert any((tmp_path / script.FOLDER).iterdir())

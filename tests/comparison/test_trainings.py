@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.comparison.trainings import plan, train_all, train_run
+from cifar_zero.comparison.trainings import plan, train_run, train_variants
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training import run_process
 from tests.support.helpers import has_ended, wait_until
@@ -110,7 +110,7 @@ def test_a_failed_run_is_reported_with_its_last_error(run_code: Callable[[str], 
 def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     planned = plan(["baseline", "ddp"], ["1"], [], 1, [*SMALL, "--max_steps", "1"])
     planned[0].variant.flags += ["--optimizer.lr", "fast"]
-    variants = train_all(planned, tmp_path)
+    variants = train_variants(planned, tmp_path)
     assert [variant.kind for variant in variants] == ["not trained", "not judged"]
     assert "--optimizer.lr" in variants[0].remark
     assert [len(variant.runs) for variant in variants] == [0, 1]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero.comparison import verdicts
+from cifar_zero.comparison import finished_runs
+from cifar_zero.comparison.finished_runs import summarize
 from cifar_zero.comparison.reading import differences
 from cifar_zero.comparison.report import write_comparison, write_junit
 from cifar_zero.comparison.result import Comparison, FinishedRun, Variant
-from cifar_zero.comparison.verdicts import summarize
 from tests.comparison.made_up import made_up
 
 AGREES = {"outcome": "within rounding", "used": 0.1, "text": "20 steps checked"}
@@ -25,7 +25,7 @@ BLUNT = {"outcome": "not judged", "used": 0.2, "text": "only 90 % could be judge
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the reading of weights, because made-up runs have none."""
-    monkeypatch.setattr(verdicts, "_weights", lambda *arguments: {})
+    monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: {})
 
 
 def variant(name: str, *runs: FinishedRun, error: str = "") -> Variant:
@@ -37,7 +37,7 @@ def variant(name: str, *runs: FinishedRun, error: str = "") -> Variant:
 
 def compared(*others: Variant) -> Comparison:
     reference = variant("baseline", made_up(seed=0), made_up(seed=1))
-    return summarize([reference, *others], "cifar-zero compare")
+    return summarize([reference, *others])
 
 
 def kinds(comparison: Comparison) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_faulty_step_counts_even_if_losses_and_weights_are_equal() -> None:
 
 
 def test_a_reference_with_a_faulty_step_fails() -> None:
-    comparison = summarize([variant("ddp", made_up(check=DIFFERS)), variant("other", made_up())], "cifar-zero compare")
+    comparison = summarize([variant("ddp", made_up(check=DIFFERS)), variant("other", made_up())])
     assert kinds(comparison) == ["different", "bit-identical"]
     assert not comparison.passed
 
@@ -86,9 +86,9 @@ def test_a_first_loss_that_differs_is_no_rounding() -> None:
 
 def test_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [{"a": torch.tensor([1.0, -2.0])}, {"a": torch.tensor([1.0, -2.5])}]
-    monkeypatch.setattr(verdicts, "_weights", lambda *arguments: found.pop(0))
+    monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: found.pop(0))
     other = variant("other", made_up(check=AGREES))
-    comparison = summarize([variant("baseline", made_up()), other], "compare")
+    comparison = summarize([variant("baseline", made_up()), other])
     assert kinds(comparison) == ["reference", "within rounding"]
     assert other.drift == "weights differ by up to 5.0e-01"
 
@@ -101,7 +101,7 @@ def test_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_variant_that_cannot_be_judged_has_a_reason(reference: Variant, other: Variant, reason: str) -> None:
-    comparison = summarize([reference, other], "cifar-zero compare")
+    comparison = summarize([reference, other])
     assert (other.kind, other.remark) == ("not judged", reason)
     assert not comparison.passed
 

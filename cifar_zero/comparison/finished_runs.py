@@ -1,9 +1,8 @@
-"""Builds a comparison from its variants, with the figures of all seeds, the recipe, the differences and the
-verdicts."""
+"""Judges finished runs of `train`, and builds a comparison with their figures, recipe, differences and verdicts. The
+cases of --acceptance, --module and --script are judged by their step checks instead."""
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -21,11 +20,11 @@ RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size"
 Weights = Mapping[str, Tensor]  # tensors by the names of the plain model's state_dict, including buffers
 
 
-def summarize(variants: list[Variant], command: str, trust: bool = False) -> Comparison:
+def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
     """Returns the comparison of the variants, with their figures and verdicts. The first variant is the reference. With
     `trust`, checkpoints that could run code are loaded too."""
     reference = variants[0]
-    comparison = Comparison("", command, {}, reference.name, variants, differences=differences(variants))
+    comparison = Comparison("", {}, reference.name, variants, differences=differences(variants))
     if reference.runs:
         run = reference.runs[0]
         about, settings = run.metrics, shared(run)
@@ -106,21 +105,19 @@ def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[
     elif one.keys() != two.keys() or any(one[name].shape != two[name].shape for name in one):
         parts.append("weights have other names or shapes")
     else:
-        furthest = max((_furthest(one[name], two[name]) for name in one), default=0.0)
-        equal = all(torch.equal(one[name], two[name]) for name in one)
-        parts += [] if equal else [f"weights differ by up to {furthest:.1e}"]
+        unequal = [name for name in one if not torch.equal(one[name], two[name])]
+        if unequal:
+            furthest = max(float((one[name].double() - two[name].double()).abs().max()) for name in unequal)
+            parts.append(f"weights differ by up to {furthest:.1e}")
     return "; ".join(parts)
-
-
-def _furthest(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
 
 
 def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
     """Returns the weights of a run's last checkpoint, not their average by --ema. If they cannot be read, adds a note
     and returns None."""
     try:
-        if not (checkpoint := last_checkpoint(run)).exists():
+        checkpoint = last_checkpoint(run)
+        if not checkpoint.exists():
             raise UsageError(f"{run.folder} has no checkpoint of its last step")
         return network(read(checkpoint, trust), averaged=False)
     except UsageError as error:
@@ -135,7 +132,7 @@ def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
     for run in runs:
         for key, value in run.metrics.items():
             values = value if isinstance(value, list) else [value]
-            numbers = [float(each) for each in values if isinstance(each, Real) and not isinstance(each, bool)]
+            numbers = [float(each) for each in values if type(each) in (int, float)]
             if numbers:
                 found.setdefault(key, []).append(max(numbers))
     return found
