@@ -32,9 +32,9 @@ round at 1e-7, because a module may compute in float32 even in the replay, and b
 update in float32, where rounding is relative to the weights."""
 
 SENSITIVITY = 1e4
-"""Factor by which values may deviate from the baseline further than the first weights do. Another kind of CPU draws
-weights that differ in their last bits. In the acceptance cases, between AVX-512 and SSE (torch 2.15), gradients then
-deviate up to 200 times as far in bfloat16, and updates up to 2,000 times as far with Adam."""
+"""Multiple of the relative deviation of the first weights by which values may deviate from the baseline. Another kind
+of CPU draws weights that differ in their last bits. In the acceptance cases, between AVX-512 and SSE (torch 2.15),
+gradients then deviate up to 200 times as far in bfloat16, and updates up to 2,000 times as far with Adam."""
 
 
 def apply(comparison: Comparison) -> None:

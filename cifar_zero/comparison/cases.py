@@ -65,9 +65,9 @@ class Row:
     accumulate: int = 1
     one_rank: bool = False  # train on one rank too
     schedule: str = FALLING
-    stages: str = ALL_STAGES  # ZeRO stages; other families train the rows that name all stages
-    ema: float = 0.0  # decay of an average of the weights, under strategies that support one
-    raw: str = ""  # a file in CONFIGURATIONS that replaces the strategies
+    stages: str = ALL_STAGES  # ZeRO stages that train the row; other families train only rows with ALL_STAGES
+    ema: float = 0.0  # decay of an average of the weights; strategies that support no average train without it
+    raw: str = ""  # a file in CONFIGURATIONS, under which the row is trained instead of under the strategies
 
 
 ROWS = (
@@ -188,8 +188,8 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
     """Returns the cases that this machine can train, grouped by number of ranks.
 
     Args:
-        strategies: Names of strategies, or raw DeepSpeed configurations. The default is all that can train on this
-            machine.
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in DEFAULT that
+            can train on this machine.
         ranks: The largest number of ranks. Some rows are trained on one rank too.
         quick: Whether to return only the first QUICK rows.
         seeds: Number of trainings of each case, with seeds counted from 0.

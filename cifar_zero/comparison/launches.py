@@ -51,7 +51,7 @@ def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool 
             processes. Launches for different numbers of ranks run at the same time.
         folder: Receives the logs.
         train: MODULE:NAME of the function that trains a case, see `jobs.Train`.
-        of_user: Whether the module is a user's. If its first case is refused, all others would be refused too.
+        of_user: Whether a user's module is trained. If its first case is refused, all others would be refused too.
 
     Raises:
         UsageError: If the first training of a user's module is refused, or the baseline has none of these cases.

@@ -48,14 +48,14 @@ def plan(
     """Returns the cases of a user's module.
 
     Args:
-        strategies: Names of strategies, or raw DeepSpeed configurations. The default is those of DEFAULT that can train
-            on this machine.
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in DEFAULT that
+            can train on this machine.
         ranks: Number of ranks.
         accumulate: Numbers of micro-batches per step. Each strategy has a case for each number. The default is what
             --config gives, or 1.
         flags: --module, --datamodule, their arguments, --config (see `options_of_cli`), and the options in
             `user_classes.APPLIED`.
-        needs_data: Whether the module must have data. It need not if it is trained on the batches of a script.
+        needs_data: Whether the module must have data. A module that is trained on the batches of a script needs none.
 
     Raises:
         UsageError: If a flag is refused, or one of the given strategies cannot train on this machine.
@@ -158,13 +158,14 @@ def assert_agrees(
 
     Args:
         module: A class at the top level of a file or of an importable module.
-        datamodule: A class as well. Without it, the module needs a `train_dataloader`.
-        strategies: Names of strategies of train. The default is those of DeepSpeed that can train on this machine.
+        datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
+        strategies: Names of strategies of train. The default is every strategy in DEFAULT that can train on this
+            machine.
         devices: Number of ranks, which are on GPUs if there are any.
         steps: Number of optimizer steps.
         accumulate: Number of micro-batches per step.
         precision: Precision of the training, by Lightning's names.
-        gradient_clip_val: Norm to which gradients are clipped; 0 means no clipping.
+        gradient_clip_val: Norm to which gradients are clipped, or 0 for no clipping.
         module_options: Arguments of the module's class.
         datamodule_options: Arguments of the data module's class.
 

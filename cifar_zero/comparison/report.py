@@ -40,7 +40,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share from 0 to 1 in percent, without the percent sign, which is in the column's title."""
+    """Returns a share from 0 to 1 in percent, without the percent sign, because the column's title has it."""
     return f"{100 * share:.2f}"
 
 
@@ -50,7 +50,7 @@ def size(count: float) -> str:
 
 
 Form = Callable[[float], str]
-Figures = dict[str, tuple[str, Form]]  # Columns: title -> key of `Variant.figures` and format of its values
+Figures = dict[str, tuple[str, Form]]  # title of a column -> key of `Variant.figures`, and the format of its values
 
 ACCURACY: Figures = {
     "test accuracy (%)": ("test/acc", percent),

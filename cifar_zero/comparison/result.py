@@ -63,8 +63,8 @@ class FinishedRun:
 
     folder: str
     seed: int
-    metrics: dict[str, Any]  # the content of metrics.json, and checkpoint_bytes: size of the last checkpoint
-    settings: dict[str, Any]  # the content of config.yaml, by the names of the flags (see `settings.flat`)
+    metrics: dict[str, Any]  # the content of metrics.json, and the size of the last checkpoint as checkpoint_bytes
+    settings: dict[str, Any]  # the options in config.yaml, by the names of the flags (see `settings.flat`)
     losses: Curve  # loss of each optimizer step, mean over micro-batches and ranks
     curves: dict[str, Curve]  # TensorBoard's curves by tag: train/loss, val/acc, val/loss, ...
     check: dict[str, Any] | None = None  # the content of step_check.json; None if no steps were checked
@@ -75,13 +75,13 @@ class Variant:
     """One way to train, with its verdict. It is either a strategy whose complete runs of `train` are compared, or a
     case, which is one short training whose steps are all checked."""
 
-    name: str  # short and unique: deepspeed_stage_2; or deepspeed_stage_2, 4 micro-batches
+    name: str  # short and unique, such as deepspeed_stage_2, or "deepspeed_stage_2, 4 micro-batches"
     strategy: str
     world_size: int
     flags: list[str] = field(default_factory=list)  # flags of the training
     command: str = ""  # the command that trains it again
     kind: VerdictKind = "not judged"
-    remark: str = ""  # the verdict's line: what was judged, what differs, or why there is no verdict
+    remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
     check: dict[str, Any] = field(default_factory=dict)  # result of the step check, see `Verdict.as_dict`
 
     # Only variants with complete runs have these values.
@@ -128,9 +128,9 @@ class Comparison:
 
     title: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
-    reference: str  # what the variants are compared with: a variant, plain PyTorch, a script or a baseline
+    reference: str  # name of what the variants are compared with: a variant, plain PyTorch, a script or a baseline
     variants: list[Variant]  # the reference first
-    machine: dict[str, str] = field(default_factory=dict)  # device, cores, and the versions of the libraries
+    machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
     """Settings that the runs should share but do not, each with its values by the variant's name."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
@@ -158,8 +158,7 @@ class Comparison:
         return sentence
 
     def require(self, least: float) -> None:
-        """Fails the variants that agree, but whose mean test accuracy, from 0 to 1, is below `least` or was not
-        measured."""
+        """Fails each variant that agrees but has no test accuracy, or a mean test accuracy (0 to 1) below `least`."""
         for variant in self.variants:
             if not variant.passed:
                 continue

@@ -14,7 +14,7 @@ from cifar_zero.core.errors import UsageError
 
 SAVED = "resumed"  # folder of the saved trainings, in the comparison's folder
 
-Resolve = Callable[[Sequence[str]], Run]  # returns the run of a case's flags, or raises UsageError
+Resolve = Callable[[Sequence[str]], Run]  # returns the run of a case's flags; raises UsageError if it cannot run
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Continuation:
     """Where and how a training is continued."""
 
     at: int  # the optimizer step after which it is saved
-    under: str = ""  # strategy of the continuation; by default the same
-    ranks: int = 0  # ranks of the continuation; by default the same number
+    under: str = ""  # strategy of the continuation; by default the strategy of the saved training
+    ranks: int = 0  # number of ranks of the continuation; by default the number of the saved training
     row: str = ""  # continue only the cases of this row of the acceptance
     of: str = ""  # continue only the cases of this strategy and of its offloaded forms
     why: str = "restoring the checkpoint"  # the code path that the continuation executes

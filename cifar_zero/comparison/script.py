@@ -34,7 +34,7 @@ class Recording:
     accumulate: int = 1  # micro-batches per step
     batch_size: int = 1  # samples per micro-batch
     precision: str = "32-true"  # Lightning's name of autocast's precision
-    gradient_clip_val: float = 0.0  # norm to which the script clips with torch's function, else 0
+    gradient_clip_val: float = 0.0  # norm to which torch's function clips the gradients, or 0 without a call
     renames: dict[str, str] = field(default_factory=dict)  # new prefixes of weight names, by the old prefixes
     own_data: bool = False  # the module trains on its own loader
     is_recipe: bool = False  # the module is CIFARModule, not a user's
@@ -87,10 +87,10 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
     Args:
         recording: Describes the script's training. The module has the same precision, accumulation and clipping, unless
             `flags` override them.
-        strategies: Names of strategies, or raw DeepSpeed configurations. The default is all of DeepSpeed's that can
-            train on this machine.
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in
+            `own_module.DEFAULT` that can train on this machine.
         ranks: Number of ranks. Each trains on its part of every micro-batch.
-        flags: --module and what `own_module.plan` takes, or flags of train for CIFARModule.
+        flags: Flags of `own_module.plan` if there is a --module, otherwise flags of train.
 
     Raises:
         UsageError: If `ranks` does not divide a micro-batch, a flag is refused, or a given strategy cannot train.

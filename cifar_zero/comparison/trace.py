@@ -45,10 +45,11 @@ class Recorder:
         self._optimizer: Any = None
         self._model: Any = None
         self._step: ScriptStep | None = None
-        self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batch, epoch, random state before it
+        self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)
+        """Batches, each with its epoch and the random state before the epoch."""
         self._iterators = 0
         self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
-        self._random_state: Any = None  # before the first of these calls
+        self._random_state: Any = None  # random state before the first module call since the last backward pass
         self._buffers: dict[int, Tensor] = {}  # buffers before the step, by id
         self._depth = 0  # number of module calls that are in progress
         self._loss_scale = 1.0
@@ -209,7 +210,7 @@ def model_of(optimizer: Any) -> nn.Module:
 
 
 def _around(owner: Any, name: str, call: Any) -> None:
-    """Replaces a function by a call of `call` with the original function and its arguments."""
+    """Replaces a function by one that calls `call` with the original function and its arguments."""
     original = getattr(owner, name)
 
     @wraps(original)

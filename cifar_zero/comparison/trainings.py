@@ -26,7 +26,7 @@ class Planned:
     """A variant to train, with a run for each seed."""
 
     run: Run  # the run of its first seed
-    variant: Variant  # its flags are those of train, without --seed, --out and --name
+    variant: Variant  # its flags are flags of train, without --seed, --out and --name
     seeds: range
     launcher: Sequence[str] = ()  # see `run_process.start`
 
@@ -93,7 +93,7 @@ def plan(
         seeds: Number of runs of each variant.
         rest: Flags of train for all variants.
         launcher: Command that starts the ranks. If some variants are on several nodes, it starts the ranks of these
-            only.
+            variants only.
 
     Raises:
         UsageError: If a variant cannot run here, or there is nothing to compare.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cifar_zero.comparison import compare, own_module
-from cifar_zero.comparison.trainings import Planned, plan, prepare
 from cifar_zero.core.errors import RunError, UsageError
 from tests.comparison.made_up import made_up
 from tests.support.helpers import ROOT
@@ -18,12 +16,12 @@ from tests.support.helpers import ROOT
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 SUPPORT = ROOT / "tests" / "support"
-SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
+TWO = "--strategies baseline ddp --devices 1 --data.source synthetic --accelerator cpu --batch_size 16"
 
 
-@pytest.fixture
-def planned() -> list[Planned]:
-    return plan(["baseline", "ddp"], ["1"], [], 1, SMALL)
+def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    monkeypatch.setattr("sys.argv", ["compare", *flags])
+    return compare.main()
 
 
 def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,32 +30,10 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(compare, "train_variants", full)
     monkeypatch.setattr(compare, "prepare", lambda planned: None)
-    arguments = Namespace(
-        strategies=["baseline", "ddp"],
-        devices=["1"],
-        accumulate=None,
-        seeds=None,
-        launcher="",
-        trust=False,
-        out=str(tmp_path),
-        name="n",
-    )
     with pytest.raises(RunError, match=r"No space left on device \(a.log\); the runs are in"):
-        compare.of_trainings(arguments, SMALL)
+        run(monkeypatch, *TWO.split(), "--out", str(tmp_path))
 
 
-def test_every_variant_is_checked_before_the_first_is_trained(planned: list[Planned]) -> None:
-    planned[1].run.recipe.trainer["limit_train_batch"] = 5
-    with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is not an option .* limit_train_batches"):
-        prepare(planned)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr("sys.argv", ["compare", *flags])
-    return compare.main()
-
-
-TWO = "--strategies baseline ddp"
 MODULE = f"--module {SUPPORT / 'own_code.py'}:Digits --datamodule {SUPPORT / 'own_code.py'}:DigitsData"
 RESUMED = f"{MODULE} --strategies deepspeed_stage_2 --devices 2 --accumulate 4 --max_steps 6 --resume_at"
 SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
@@ -72,6 +48,7 @@ SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
         (f"{TWO} --datamodule data.py:Data", "--datamodule works only with --module"),
         (f"{TWO} --resume_under deepspeed_stage_3", "--resume_under works only with --resume_at: add --resume_at"),
         (f"{TWO} --rename a=b", "--rename works only with --script"),
+        (f"{TWO} --trainer.limit_train_batch 5", "--trainer.limit_train_batch is not an option of Lightning's Trainer"),
         ("--acceptance --min_accuracy 0.5", "--min_accuracy does not work with --acceptance"),
         ("--acceptance --save_baseline nowhere/before", "--save_baseline nowhere/before: its directory does not exist"),
         ("--acceptance --max_steps 5", "--acceptance trains cases of its own"),
@@ -81,11 +58,13 @@ SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
         (MODULE.split(" --datamodule")[0], "no train_dataloader: name its data with --datamodule FILE.py:NAME"),
         (f"{MODULE} --module.lr fast", "--module.lr: expected float, not fast"),
         (f"{MODULE} --module.foo 3", "choose from lr, "),
+        ("--acceptance --strategies pipeline --devices 2", "--strategies pipeline: no case runs on 2 ranks: "),
         (f"{MODULE} --batch_size 4", "--batch_size does not work with --module"),
         (f"{MODULE} --strategies pipeline", "splits only the built-in vit_* models"),
         (f"{RESUMED} 6", "--resume_at 6 must be from 1 to 5"),
         (f"{RESUMED} 3 --resume_devices 3", "--resume_devices 3 does not divide the micro-batches of a step"),
         (f"{RESUMED} 3 --resume_under deepspeed_stage_7", "deepspeed_stage_7"),
+        (f"{RESUMED} 3 --resume_under deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_offload_nvme"),
         (f"{SCRIPT} --acceptance", "leave out --acceptance"),
         (f"{SCRIPT} --own_data", "--own_data works only with --module"),
         (f"{SCRIPT} --rename a", "--rename a: give OLD=NEW"),
@@ -98,7 +77,8 @@ def test_a_mistake_is_refused_before_anything_is_trained(
     flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "load", lambda run: made_up(folder=str(run), seed=len(str(run))))
-    monkeypatch.setattr(own_module, "train_cases", lambda *arguments, **options: pytest.fail("it was trained"))
+    for module, function in ((own_module, "train_cases"), (compare, "train_variants")):
+        monkeypatch.setattr(module, function, lambda *arguments, **options: pytest.fail("it was trained"))
     with pytest.raises(UsageError, match=re.escape(expected)):
         run(monkeypatch, *flags.split())
 
