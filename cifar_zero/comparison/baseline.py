@@ -86,9 +86,8 @@ def judge(comparison: Comparison) -> None:
         elif outcome not in GOOD:
             case.judge(outcome, f"now {case.kind} with plain PyTorch; in the baseline: {text}")
         else:
-            sketches = _sketches(case)
-            names = [name for name in tensors if name.startswith(f"{key}/")]
-            verdict = compare({name.removeprefix(f"{key}/"): tensors[name] for name in names}, sketches)
+            old = {name.removeprefix(f"{key}/"): each for name, each in tensors.items() if name.startswith(f"{key}/")}
+            verdict = compare(old, _sketches(case))
             case.judge(verdict.outcome, f"{verdict}; with plain PyTorch: {case.remark}")
     machine, before = comparison.machine, about["machine"]
     names = [name for name in {**before, **machine} if before.get(name) != machine.get(name)]

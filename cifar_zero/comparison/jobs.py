@@ -16,9 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.checkpoints.weights import encode
 from cifar_zero.comparison.baseline import SKETCHES
+from cifar_zero.comparison.cases import resolved
 from cifar_zero.comparison.resuming import SAVED
 from cifar_zero.comparison.script import RECORDING, Recording
-from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.core import atomic
 from cifar_zero.core.console import quieten
@@ -34,7 +34,6 @@ from cifar_zero.step_check.sketches import SketchCheck
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training import DATAMODULE, MODULE, build, starting
-from cifar_zero.training.resolve import resolve
 
 Train = Callable[[list[str], Path, StepCheck], None]
 """A function that trains a case. It takes the flags of the case, a folder for temporary files, and the check of its
@@ -45,7 +44,7 @@ def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
     """Acts as one rank of a run, and trains it without output. `flags` are flags of the train command."""
     if check.checkpoint is not None:
         flags = [*flags, "--resume", str(check.checkpoint)]
-    run = resolve(command_line.parse(flags))
+    run = resolved(flags)
     identity = starting.check_checkpoint(run)
     trainer = quiet_trainer(run, folder, [*build.state_callbacks(run), check])
     weights, data, steps = None, resolve_name(DATAMODULE)(run, identity), run.recipe.max_steps - check.resumed_at

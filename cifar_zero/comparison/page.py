@@ -80,7 +80,7 @@ def loss_plot(comparison: Comparison) -> Figure:
         for run in variant.runs:
             losses.append((variant.name, *_points(run.losses, size)))
             if run.seed in by_seed:
-                steps, off = _points(_difference(by_seed[run.seed].losses, run.losses), size)
+                steps, off = _points(by_seed[run.seed].losses.difference(run.losses), size)
                 if (off > 0).any():
                     differences.append((variant.name, steps, np.where(off > 0, off, np.nan)))
     several = f", mean of {size:,} steps" if size > 1 else ""
@@ -133,13 +133,6 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
         if name in names:
             dashes = (DASH * (len(names) - names.index(name)), (DASH, DASH * (len(names) - 1)))
             axes.plot(x, y, linestyle=dashes, **_style(comparison, name))
-
-
-def _difference(one: Curve, other: Curve) -> Curve:
-    """Returns the absolute difference of two curves at the steps that both have."""
-    losses, others = one.by_step, other.by_step
-    steps = [step for step in losses if step in others]
-    return Curve(steps, [abs(losses[step] - others[step]) for step in steps])
 
 
 def _points(curve: Curve, size: int) -> tuple[Array, Array]:

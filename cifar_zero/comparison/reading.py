@@ -58,13 +58,18 @@ def last_checkpoint(run: FinishedRun) -> Path:
 
 
 def read_losses(file: Path) -> Curve:
-    """Returns the loss of each optimizer step, with all its bits. Raises ValueError if the file is damaged or cut
-    off."""
+    """Returns the loss of each optimizer step, with all its bits. Raises ValueError if the file has no losses, is
+    damaged or is cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
-    rows = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(text.splitlines())]
-    return Curve([step for step, _ in rows], [loss for _, loss in rows])
+    curve = Curve([], [])
+    for row in csv.DictReader(text.splitlines()):
+        curve.steps.append(int(row["step"]))
+        curve.values.append(float(row["loss"]))
+    if not curve.steps:
+        raise ValueError(f"{file.name} has no losses")
+    return curve
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
@@ -76,11 +81,10 @@ def read_curves(folder: Path) -> dict[str, Curve]:
         return {}
     events = EventAccumulator(str(folder), size_guidance={SCALARS: 0}).Reload()
     start = events.FirstEventTimestamp() or 0.0
-    curves = {}
+    curves: dict[str, Curve] = {}
     for tag in events.Tags()[SCALARS]:
-        points = events.Scalars(tag)
-        times = [point.wall_time - start for point in points]
-        curves[tag] = Curve([point.step for point in points], [point.value for point in points], times)
+        seconds, steps, values = zip(*events.Scalars(tag), strict=True)  # an event is a tuple of these three
+        curves[tag] = Curve([*steps], [*values], [time - start for time in seconds])
     return curves
 
 

@@ -137,8 +137,8 @@ def _table_by_strategy(comparison: Comparison) -> rich.table.Table:
         variants = [variant for variant in comparison.variants if variant.strategy == strategy]
         counts = [sum(variant.kind == kind for variant in variants) for kind in kinds]
         failed = len(variants) - sum(counts)
-        judged = min((variant.check.get("judged", 0.0) for variant in variants), default=0.0)
-        used = max((variant.check.get("used") or 0.0 for variant in variants), default=0.0)
+        judged = min(variant.check.get("judged", 0.0) for variant in variants)
+        used = max(variant.check.get("used") or 0.0 for variant in variants)
         style = "red" if failed else "green"
         cells = [*map(str, counts), f"[{style}]{failed}[/]", f"{judged:.1%}", f"{used:.1%}"]
         table.add_row(strategy, str(len(variants)), *cells)

@@ -56,6 +56,12 @@ class Curve:
         """The values by optimizer step."""
         return dict(zip(self.steps, self.values, strict=True))
 
+    def difference(self, other: "Curve") -> "Curve":
+        """Returns the absolute difference of two curves at the steps that both have."""
+        mine, others = self.by_step, other.by_step
+        steps = [step for step in mine if step in others]
+        return Curve(steps, [abs(mine[step] - others[step]) for step in steps])
+
 
 @dataclass
 class FinishedRun:

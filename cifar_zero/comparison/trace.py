@@ -122,14 +122,12 @@ class Recorder:
         which a module has received a tensor, or else the last fetched batch."""
         if not self._fetched:
             raise UsageError("--script: its loop must take its batches from a torch DataLoader")
-        used = len(self._fetched) - 1
-        for number, (batch, _, _) in enumerate(self._fetched):
-            if any(_same(tensor, seen) for tensor in tensors_in(batch) for seen in self._seen):
-                used = number
-                break
-        for _ in range(used):
+        while len(self._fetched) > 1 and not self._was_seen(self._fetched[0][0]):
             self._fetched.popleft()
         return self._fetched[0]
+
+    def _was_seen(self, batch: Any) -> bool:
+        return any(_same(tensor, seen) for tensor in tensors_in(batch) for seen in self._seen)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._optimizer not in (None, optimizer):

@@ -19,6 +19,7 @@ from tests.comparison.made_up import made_up
 
 AGREES = {"outcome": "within rounding", "used": 0.1, "text": "20 steps checked"}
 DIFFERS = {"outcome": "different", "used": 9.0, "text": "step 2: gradient of net.fc1.weight off by 20 %"}
+INFINITELY = {"outcome": "different", "used": None, "text": "step 1: weight of net.fc1.weight off by 1 %"}
 BLUNT = {"outcome": "not judged", "used": 0.2, "text": "only 90 % could be judged"}
 
 
@@ -47,6 +48,7 @@ def compared(*others: Variant) -> Comparison:
         ([made_up(check=AGREES), made_up((2.0, 1.1), seed=1, check=AGREES)], "within rounding", AGREES["text"]),
         ([made_up(check=AGREES), made_up((2.0, 1.1), seed=1, check=DIFFERS)], "different", DIFFERS["text"]),
         ([made_up(check=DIFFERS), made_up(seed=1, check=AGREES)], "different", DIFFERS["text"]),
+        ([made_up(check=DIFFERS), made_up(seed=1, check=INFINITELY)], "different", DIFFERS["text"]),
         ([made_up((2.0, 1.1))], "not judged", "no step was checked (--check_steps)"),
         ([made_up((2.0, 1.1), check=BLUNT)], "not judged", BLUNT["text"]),
         (

@@ -41,6 +41,7 @@ def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
         ({"losses__csv": "step,loss\n1,2.5\n2,1.2"}, "cut off"),
         ({"losses__csv": "step,loss\n1,2.5\n2\n"}, "cannot be read"),
         ({"losses__csv": "time,loss\n1,2.5\n"}, "'step' is missing"),
+        ({"losses__csv": "step,loss\n"}, "losses.csv has no losses"),
         ({"config__yaml": ""}, "cannot be read"),
         ({"metrics__json": "{}"}, "'seed' is missing"),
         ({"metrics__json": '{"seed"'}, "is not JSON"),
