@@ -20,6 +20,7 @@ from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.comparison.resuming import Continuation, Resolve, with_continuations
 from cifar_zero.comparison.trainings import plan, prepare, train_variants
 from cifar_zero.config.rules import check_plain_name
+from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.config.user_classes import PARTS
 from cifar_zero.core import exits
 from cifar_zero.core.console import command
@@ -321,6 +322,8 @@ def _parse() -> tuple[Namespace, list[str]]:
     }.items():
         if getattr(arguments, option) and not getattr(arguments, needed):
             raise UsageError(f"--{option} works only with --{needed}: add --{needed}")
+    if AUTO in (*(arguments.strategies or ()), *(arguments.resume_under or ())):
+        raise UsageError("--strategies auto cannot be compared: name the strategy that cifar-zero plan recommends")
     if arguments.script and (arguments.acceptance or arguments.runs):
         raise UsageError("--script checks one module: leave out --acceptance and --runs")
     if arguments.own_data and not arguments.module:

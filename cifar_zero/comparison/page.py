@@ -30,7 +30,7 @@ PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b
 """Eight colours that colour-blind readers can distinguish, from Petroff 2021 (https://arxiv.org/abs/2107.02270). Its
 two greys are left out, because they cannot be seen on the grey line of the reference."""
 
-POINTS = 200  # most points per curve; with more steps, a point is the mean of several, to reduce noise
+POINTS = 200  # largest number of points of a curve; with more steps, a point is the mean of several, to reduce noise
 DASH = 4.0  # length of a dash, in line widths
 
 Array = NDArray[np.float64]

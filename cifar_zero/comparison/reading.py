@@ -28,18 +28,19 @@ PLACEMENT = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of met
 
 def load(folder: Path) -> FinishedRun:
     """Reads the folder of a finished run. Raises UsageError if the run has not finished, or a file is damaged."""
-    if not (folder / run_folder.CONFIG).is_file():
+    config, results, per_step = folder / run_folder.CONFIG, folder / run_folder.METRICS, folder / run_folder.LOSSES
+    if not config.is_file():
         raise UsageError(f"{folder} is not a run folder: give <out>/<name>/version_N")
-    for name in (run_folder.METRICS, run_folder.LOSSES):
-        if not (folder / name).is_file():
-            raise UsageError(f"{folder} has no {name}, because the run has not finished or was a benchmark")
+    for file in (results, per_step):
+        if not file.is_file():
+            raise UsageError(f"{folder} has no {file.name}, because the run has not finished or was a benchmark")
     try:
-        settings = flat(read_yaml(folder / run_folder.CONFIG, str(folder / run_folder.CONFIG)))
+        settings = flat(read_yaml(config, str(config)))
         for key in settings:
             owner_of(key)  # raises KeyError for an option of another version of the program
-        metrics = read_json(folder / run_folder.METRICS, str(folder / run_folder.METRICS))
-        losses, curves = read_losses(folder / run_folder.LOSSES), read_curves(folder)
-        run = FinishedRun(str(folder), metrics["seed"], metrics, settings, losses, curves)
+        metrics = read_json(results, str(results))
+        seed, losses = metrics["seed"], read_losses(per_step)
+        run = FinishedRun(str(folder), seed, metrics, settings, losses, read_curves(folder))
         check = folder / run_folder.STEP_CHECK
         run.check = read_json(check, str(check)) if check.is_file() else None
         checkpoint = last_checkpoint(run)
@@ -83,8 +84,11 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     start = events.FirstEventTimestamp() or 0.0
     curves: dict[str, Curve] = {}
     for tag in events.Tags()[SCALARS]:
-        seconds, steps, values = zip(*events.Scalars(tag), strict=True)  # an event is a tuple of these three
-        curves[tag] = Curve([*steps], [*values], [time - start for time in seconds])
+        curve = curves[tag] = Curve([], [])
+        for point in events.Scalars(tag):
+            curve.steps.append(point.step)
+            curve.values.append(point.value)
+            curve.seconds.append(point.wall_time - start)
     return curves
 
 

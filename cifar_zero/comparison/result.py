@@ -35,9 +35,7 @@ FLAT = 0.01  # share of the loss by which it must fall for a training to count a
 
 def has_fallen(losses: Sequence[float]) -> bool:
     """Returns whether the loss has fallen by more than FLAT of the first loss, from the mean over the first quarter of
-    the steps to the mean over the last quarter."""
-    if not losses:
-        return False
+    the steps to the mean over the last quarter. There must be a loss."""
     quarter = max(1, len(losses) // 4)
     fall = statistics.fmean(losses[:quarter]) - statistics.fmean(losses[-quarter:])
     return fall > FLAT * abs(losses[0])

@@ -54,6 +54,7 @@ SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
         ("--acceptance --max_steps 5", "--acceptance trains cases of its own"),
         ("--acceptance --strategies deepspeed_stage_9 ddp", "deepspeed_stage_9"),
         ("--acceptance --strategies nowhere.json", "nowhere.json cannot be read"),
+        ("--acceptance --strategies auto", "--strategies auto cannot be compared: name the strategy that cifar-zero"),
         ("--acceptance --fuzz 3 --quick", "--fuzz draws strategies and recipes at random: leave out --strategies"),
         (MODULE.split(" --datamodule")[0], "no train_dataloader: name its data with --datamodule FILE.py:NAME"),
         (f"{MODULE} --module.lr fast", "--module.lr: expected float, not fast"),

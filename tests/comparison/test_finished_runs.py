@@ -1,4 +1,4 @@
-"""Tests verdicts on runs, their differences, the printed report, JUnit and comparison.json."""
+"""Tests the verdicts on finished runs, the settings in which runs differ, JUnit XML and comparison.json."""
 
 from __future__ import annotations
 

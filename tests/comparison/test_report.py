@@ -1,4 +1,4 @@
-"""Tests what is on the page of a report, and that parts that a made-up comparison lacks do not break it."""
+"""Tests the page of a report, its plots and its tables, also for comparisons that lack some of their parts."""
 
 import re
 from pathlib import Path

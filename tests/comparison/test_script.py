@@ -26,7 +26,8 @@ TOGETHER = (
 
 
 def verdict_of(flags: str, folder: Path, *of_module: str, own_data: bool = False) -> Verdict:
-    """Returns the verdict on plain PyTorch on one rank, trained in this process. `flags` are the script's."""
+    """Returns the verdict on plain PyTorch on one rank, trained in this process. `flags` are the arguments of the
+    script."""
     recording = script.record(f"{SCRIPT} {flags}", 4, folder)
     recording.own_data = own_data
     recording.write(folder / script.RECORDING)

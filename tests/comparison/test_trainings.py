@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,18 +78,11 @@ def test_a_mistake_is_reported_before_anything_runs(
 
 
 @pytest.fixture
-def run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Returns a function that runs a program as the run `a`. The program is given as its source, and becomes a module
-    of the test's directory."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-
-    def run(code: str) -> Path:
-        (tmp_path / "modules").mkdir()
-        (tmp_path / "modules" / "program_of_a_test.py").write_text(code)
-        monkeypatch.setattr(run_process, "TRAIN", ("program_of_a_test",))
-        return train_run("a", [], tmp_path)
-
-    return run
+def replace_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """Returns a function that replaces the program `train` by another one, which is given as its source."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(run_process, "TRAIN", ("program_of_a_test",))
+    return (tmp_path / "program_of_a_test.py").write_text
 
 
 @pytest.mark.parametrize(
@@ -101,10 +93,11 @@ def run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     ],
 )
 def test_a_failed_run_is_reported_with_its_last_error_or_its_signal(
-    code: str, error: str, run_code: Callable[[str], Path]
+    code: str, error: str, replace_train: Callable[[str], int], tmp_path: Path
 ) -> None:
+    replace_train(code)
     with pytest.raises(RunError, match=f"^{error}$"):
-        run_code(code)
+        train_run("a", [], tmp_path)
 
 
 def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -134,24 +127,27 @@ the ranks directly."""
 
 @pytest.mark.parametrize("impatient", [False, True], ids=["once", "twice"])
 def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
-    impatient: bool, run_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    impatient: bool, replace_train: Callable[[str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = subprocess.Popen.wait
+    wait, log = subprocess.Popen.wait, tmp_path / "a.log"
 
-    def interrupt(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is None and self.poll() is None:
-            while (tmp_path / "a.log").read_text().count("\n") < 3:
-                time.sleep(0.02)
+    def interrupted(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is not None:  # the time to save a checkpoint
             raise KeyboardInterrupt
-        if impatient and timeout is not None:
-            raise KeyboardInterrupt
-        return wait(self, timeout)
+        return wait(self)
 
+    def start_and_interrupt() -> None:
+        with run_process.start(run_process.TRAIN, [], log):
+            wait_until(lambda: log.read_text().count("\n") == 3)
+            raise KeyboardInterrupt
+
+    replace_train(RANKS)
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess.Popen, "wait", interrupt)
+        if impatient:
+            patch.setattr(subprocess.Popen, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run_code(RANKS)
-    words = (tmp_path / "a.log").read_text().split()
+            start_and_interrupt()
+    words = log.read_text().split()
     assert impatient or "saved" in words
     stubborn = next(int(word) for word in words if word.isdigit())
     wait_until(lambda: has_ended(stubborn))
@@ -160,6 +156,6 @@ def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
 def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of the same name in the user's directory is not imported."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "checks.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
+    (tmp_path / "cifar_zero.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
     with pytest.raises(RunError, match="--devices"):
         train_run("a", ["--devices", "none"], tmp_path)
