@@ -140,14 +140,14 @@ RESUMES = (
     Continuation(
         3,  # in the middle of the second of two epochs
         row="bfloat16, AdamW, clipped",
-        why="what a strategy reads of its own checkpoint: master weights, moments, positions, the average of --ema",
+        why="the strategy's own checkpoint: master weights, moments, positions, the average of --ema",
     ),
     Continuation(
         3,
         row="AdamW, clipped, accumulated",
         of="deepspeed_stage_2",
         under="deepspeed_stage_3",
-        why="a flat tensor of all parameters becomes a shard of each",
+        why="a checkpoint with one flat tensor of all parameters, sharded again parameter by parameter",
     ),
     Continuation(
         3,
@@ -155,7 +155,7 @@ RESUMES = (
         of="deepspeed_stage_3",
         under="deepspeed_stage_1",
         ranks=1,
-        why="shards are put together, without their padding; weights that no optimizer has",
+        why="shards that are joined without their padding; weights that no optimizer has",
     ),
 )
 """Rows whose trainings are also saved and continued in new processes, with the code path that this executes."""
