@@ -32,9 +32,9 @@ round at 1e-7, because a module may compute in float32 even in the replay, and b
 update in float32, where rounding is relative to the weights."""
 
 SENSITIVITY = 1e4
-"""Factor by which values may deviate from the baseline further than the first weights do. Another kind of CPU draws
-weights that differ in their last bits. In the acceptance cases, between AVX-512 and SSE (torch 2.15), gradients then
-deviate up to 200 times as far in bfloat16, and updates up to 2,000 times as far with Adam."""
+"""Multiple of the relative deviation of the first weights by which values may deviate from the baseline. Another kind
+of CPU draws weights that differ in their last bits. In the acceptance cases, between AVX-512 and SSE (torch 2.15),
+gradients then deviate up to 200 times as far in bfloat16, and updates up to 2,000 times as far with Adam."""
 
 
 def apply(comparison: Comparison) -> None:
@@ -86,9 +86,8 @@ def judge(comparison: Comparison) -> None:
         elif outcome not in GOOD:
             case.judge(outcome, f"now {case.kind} with plain PyTorch; in the baseline: {text}")
         else:
-            sketches = _sketches(case)
-            names = [name for name in tensors if name.startswith(f"{key}/")]
-            verdict = compare({name.removeprefix(f"{key}/"): tensors[name] for name in names}, sketches)
+            old = {name.removeprefix(f"{key}/"): each for name, each in tensors.items() if name.startswith(f"{key}/")}
+            verdict = compare(old, _sketches(case))
             case.judge(verdict.outcome, f"{verdict}; with plain PyTorch: {case.remark}")
     machine, before = comparison.machine, about["machine"]
     names = [name for name in {**before, **machine} if before.get(name) != machine.get(name)]

@@ -1,13 +1,19 @@
 """Defines the cases of `cifar-zero compare --acceptance`, which are short trainings that execute the parts of DeepSpeed
 in which errors have been found."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+from cifar_zero.comparison.reading import counted
 from cifar_zero.comparison.result import Variant
-from cifar_zero.comparison.resuming import Continuation
+from cifar_zero.comparison.resuming import Continuation, Resolve
 from cifar_zero.config import command_line
+from cifar_zero.config.placement import ComputeOptions, OffloadConfig, ZeROConfig
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.console import command
@@ -59,9 +65,9 @@ class Row:
     accumulate: int = 1
     one_rank: bool = False  # train on one rank too
     schedule: str = FALLING
-    stages: str = ALL_STAGES  # ZeRO stages; other families train the rows that name all stages
-    ema: float = 0.0  # decay of an average of the weights, under strategies that support one
-    raw: str = ""  # a file in CONFIGURATIONS that replaces the strategies
+    stages: str = ALL_STAGES  # ZeRO stages that train the row; other families train only rows with ALL_STAGES
+    ema: float = 0.0  # decay of an average of the weights; strategies that support no average train without it
+    raw: str = ""  # a file in CONFIGURATIONS, under which the row is trained instead of under the strategies
 
 
 ROWS = (
@@ -134,14 +140,14 @@ RESUMES = (
     Continuation(
         3,  # in the middle of the second of two epochs
         row="bfloat16, AdamW, clipped",
-        why="what a strategy reads of its own checkpoint: master weights, moments, positions, the average of --ema",
+        why="the strategy's own checkpoint: master weights, moments, positions, the average of --ema",
     ),
     Continuation(
         3,
         row="AdamW, clipped, accumulated",
         of="deepspeed_stage_2",
         under="deepspeed_stage_3",
-        why="a flat tensor of all parameters becomes a shard of each",
+        why="a checkpoint with one flat tensor of all parameters, sharded again parameter by parameter",
     ),
     Continuation(
         3,
@@ -149,7 +155,7 @@ RESUMES = (
         of="deepspeed_stage_3",
         under="deepspeed_stage_1",
         ranks=1,
-        why="shards are put together, without their padding; weights that no optimizer has",
+        why="shards that are joined without their padding; weights that no optimizer has",
     ),
 )
 """Rows whose trainings are also saved and continued in new processes, with the code path that this executes."""
@@ -168,13 +174,22 @@ RECIPE = {
 }
 """Settings that all cases share, as the report shows them."""
 
+DRAWN_RECIPES = ((EDGE_CASES, "32-true"), (NET, "32-true"), (EXPERTS, "32-true"), (NET, "bf16-mixed"))
+"""Models, each with a precision in which rounding is small enough for most of its gradients to be judged."""
+
+DRAWN_OPTIMIZERS = (SGD, ADAMW, "--optimizer adam", "--optimizer lion", "--optimizer adagrad")
+DRAWN_SECTIONS: dict[str, Any] = {"zero.": ZeROConfig, "offload.": OffloadConfig, "": ComputeOptions}
+NOT_DRAWN = {"compile", "cuda_graphs", "activation_checkpointing"}
+"""Options that are not drawn. The first two take a minute for each training, and these models have no blocks to
+recompute."""
+
 
 def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Variant]:
     """Returns the cases that this machine can train, grouped by number of ranks.
 
     Args:
-        strategies: Names of strategies, or raw DeepSpeed configurations. The default is all that can train on this
-            machine.
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in DEFAULT that
+            can train on this machine.
         ranks: The largest number of ranks. Some rows are trained on one rank too.
         quick: Whether to return only the first QUICK rows.
         seeds: Number of trainings of each case, with seeds counted from 0.
@@ -192,11 +207,8 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
             if size < ranks and not row.one_rank:
                 continue
             for name in _strategies_of(row, strategies):
-                flags = [*row.schedule.split(), *row.flags.split()]
-                if row.ema and (name not in STRATEGIES or STRATEGIES[name].averages):
-                    flags += ["--ema", str(row.ema)]
                 try:
-                    cases += [make_case(name, row.name, flags, size, row.accumulate, seed) for seed in range(seeds)]
+                    cases += [make_case(row, name, size, seed) for seed in range(seeds)]
                 except UsageError as error:
                     refused.setdefault(name, str(error))
     found = {case.strategy for case in cases if case.world_size == ranks}
@@ -221,22 +233,96 @@ def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
     return found
 
 
-def resolved(flags: list[str]) -> Run:
+def resolved(flags: Sequence[str]) -> Run:
     """Returns the run of a case's flags. Raises UsageError if it cannot run on this machine."""
     return resolve(command_line.parse(flags))
 
 
-def make_case(strategy: str, name: str, flags: Sequence[str], ranks: int, accumulate: int, seed: int = 0) -> Variant:
-    """Returns the case of a row of the table, called `name`, under a strategy. Raises UsageError if it cannot train on
-    this machine."""
-    pieces = accumulate * ranks
-    batch = -(-BATCH // pieces) * pieces
-    given = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]
-    given += ["--batch_size", str(batch), "--data.synthetic_size", str(2 * batch), "--accumulate", str(accumulate)]
-    given += flags
-    resolved(given)
-    row = f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"
+def make_case(row: Row, strategy: str, ranks: int, seed: int = 0) -> Variant:
+    """Returns the case of a row under a strategy. Raises UsageError if it cannot train on this machine."""
+    micro_batches = row.accumulate * ranks
+    batch = math.ceil(BATCH / micro_batches) * micro_batches
+    flags = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]
+    flags += ["--batch_size", str(batch), "--data.synthetic_size", str(2 * batch), "--accumulate", str(row.accumulate)]
+    flags += [*row.schedule.split(), *row.flags.split()]
+    if row.ema and (strategy not in STRATEGIES or STRATEGIES[strategy].averages):
+        flags += ["--ema", str(row.ema)]
+    resolved(flags)  # raises UsageError if this machine cannot train it
+    name = f"{row.name}, {counted(ranks, 'rank', 'ranks')}"
     if seed:
-        row += f", seed {seed}"
+        name += f", seed {seed}"
     column = Path(strategy).stem
-    return Variant(f"{column}: {row}", column, ranks, given, command("train", *given), row=row)
+    return Variant(f"{column}: {name}", column, ranks, flags, command("train", *flags), row=name, why=row.why)
+
+
+def cases_by_strategy(
+    strategies: Sequence[str], default: Sequence[str], ranks: int, flags: Sequence[str], row: str, resolve: Resolve
+) -> list[Variant]:
+    """Returns a case for each strategy.
+
+    Args:
+        strategies: Names of strategies, or raw DeepSpeed configurations.
+        default: Names of strategies that replace an empty list. Strategies that cannot train on this machine are left
+            out.
+        ranks: Number of ranks.
+        flags: Flags of all cases.
+        row: Name of the cases in the report's table of cases and strategies.
+        resolve: Raises UsageError if a case cannot train on this machine.
+
+    Raises:
+        UsageError: If one of the given strategies cannot train on this machine.
+    """
+    cases = []
+    for strategy in strategies or default:
+        given = [*flags, *command_line.strategy_flags(strategy), "--devices", str(ranks)]
+        try:
+            resolve(given)
+        except UsageError:
+            if strategies:
+                raise
+            continue
+        name = Path(strategy).stem
+        cases.append(Variant(name, name, ranks, given, row=row))
+    return cases
+
+
+def random_cases(count: int, ranks: int) -> list[Variant]:
+    """Returns `count` cases, each on one rank or on `ranks` ranks. On the same machine, a number always gives the same
+    case."""
+    cases: list[Variant] = []
+    number = 0
+    while len(cases) < count:
+        with suppress(UsageError):  # the machine cannot train the strategy, or the strategy cannot train the recipe
+            cases.append(_random_case(number, ranks))
+        number += 1
+    return cases
+
+
+def _random_case(number: int, ranks: int) -> Variant:
+    """Returns the case of a number. Its options are drawn at random, without those that its strategy does not support.
+    Raises UsageError if the case cannot train."""
+    draw = random.Random(number)
+    strategy, size, accumulate = draw.choice(DEFAULT), draw.choice([1, ranks]), draw.choice([1, 2, 4])
+    model, precision = draw.choice(DRAWN_RECIPES)
+    optimizer, schedule, clip = draw.choice(DRAWN_OPTIMIZERS), draw.choice([FALLING, WARMUP]), draw.choice(["", CLIP])
+    flags = f"--precision {precision} {model} {optimizer} {clip}"
+    row = Row(f"random {number}", "a random placement", flags, accumulate, schedule=schedule)
+    case = make_case(row, strategy, size)
+    for option in _options(draw):
+        with suppress(UsageError):
+            longer = replace(row, flags=f"{row.flags} {option}")
+            case, row = make_case(longer, strategy, size), longer
+    return case
+
+
+def _options(draw: random.Random) -> Iterator[str]:
+    """Yields the flags of about half of the options for ZeRO, offload and computation, with random values."""
+    for prefix, section in DRAWN_SECTIONS.items():
+        for option in fields(section):
+            value: Any = f"{draw.uniform(0.1, 1):.2f}"
+            if isinstance(option.default, bool):
+                value = str(not option.default).lower()
+            elif isinstance(option.default, int):
+                value = str(int(10 ** draw.uniform(2, 5)))
+            if option.name not in NOT_DRAWN and draw.random() < 0.5:
+                yield f"--{prefix}{option.name} {value}"

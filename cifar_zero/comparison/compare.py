@@ -12,23 +12,24 @@ from typing import Any
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report, script
-from cifar_zero.comparison.cases import RECIPE, RESUMES, plan_cases, resolved
-from cifar_zero.comparison.fuzz import random_cases
+from cifar_zero.comparison.cases import RECIPE, RESUMES, plan_cases, random_cases, resolved
+from cifar_zero.comparison.launches import WORKER, run_worker, train_cases
 from cifar_zero.comparison.own_module import STEPS
-from cifar_zero.comparison.pool import TRAIN_JOBS, program_of, train_cases, train_jobs
 from cifar_zero.comparison.reading import grouped, load
-from cifar_zero.comparison.result import PLAIN, Comparison
-from cifar_zero.comparison.resuming import Continuation, with_continuations
-from cifar_zero.comparison.trainings import plan, prepare, train_all
+from cifar_zero.comparison.result import PLAIN, Comparison, Variant
+from cifar_zero.comparison.resuming import Continuation, Resolve, with_continuations
+from cifar_zero.comparison.trainings import plan, prepare, train_variants
 from cifar_zero.config.rules import check_plain_name
+from cifar_zero.config.strategy_specs import AUTO
+from cifar_zero.config.user_classes import PARTS
 from cifar_zero.core import exits
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.launch import rank_environment
 
-RECIPES = program_of("cifar_zero.comparison.jobs:train_recipe")
-"""Trains the recipes of --acceptance, and a recipe on the steps of --script."""
+TRAIN = "cifar_zero.comparison.jobs:train_recipe"
+"""The function that trains a case of --acceptance, or this project's module on the steps of --script, in a rank."""
 
 EPILOG = """\
 Each training is checked in place. At some of its steps, and with --acceptance and --module at all of them, the loss,
@@ -56,23 +57,24 @@ examples:
 def main() -> int:
     """Compares and prints the verdicts. Returns the exit code, which is 1 if a variant did not train or does not
     agree."""
-    if sys.argv[1:2] == [TRAIN_JOBS]:
-        return train_jobs(Path(sys.argv[3]), sys.argv[2])
+    if sys.argv[1:2] == [WORKER]:
+        return run_worker(Path(sys.argv[2]))
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
     # After a SLURM requeue the comparison starts from the beginning, so its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
     if arguments.acceptance:
-        folder, comparison = of_cases(arguments, rest)
+        compare = of_cases
     elif arguments.script:
-        folder, comparison = of_script(arguments, rest)
+        compare = of_script
     elif arguments.module:
-        folder, comparison = of_module(arguments, rest)
+        compare = of_module
     elif arguments.runs:
-        folder, comparison = of_runs(arguments, rest)
+        compare = of_runs
     else:
-        folder, comparison = of_trainings(arguments, rest)
+        compare = of_trainings
+    folder, comparison = compare(arguments, rest)
     if arguments.min_accuracy:
         comparison.require(arguments.min_accuracy)
     from cifar_zero.comparison.page import write_page
@@ -89,42 +91,51 @@ def main() -> int:
 
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains the cases of the acceptance. Returns the folder of the report, and the comparison. With --print_cases it
-    only prints the cases and exits."""
+    only prints the cases, with the code path that each executes and its command, and exits."""
     if rest or arguments.accumulate:
         known = "--strategies, --devices, --seeds, --quick or --junit"
         raise UsageError(f"--acceptance trains cases of its own: give only {known}")
-    if arguments.fuzz and (arguments.strategies or arguments.quick or arguments.seeds):
-        raise UsageError("--fuzz draws strategies and recipes at random: leave out --strategies, --quick and --seeds")
     if arguments.fuzz:
+        if arguments.strategies or arguments.quick or arguments.seeds:
+            mistake = "--fuzz draws strategies and recipes at random: leave out --strategies, --quick and --seeds"
+            raise UsageError(mistake)
         cases = random_cases(arguments.fuzz, _ranks(arguments))
     else:
         cases = plan_cases(arguments.strategies or (), _ranks(arguments), arguments.quick, arguments.seeds or 1)
-    for resume in _resumes(arguments):
-        cases = with_continuations(cases, resume, resolved)
+    cases = _with_resumes(arguments, cases, resolved)
     if arguments.print_cases:
-        print(*(f"{case.name}\n  {case.command}" for case in cases), sep="\n")
+        print(*(f"{case.name}\n  {case.why}\n  {case.command}" for case in cases), sep="\n")
         raise SystemExit(0)
     folder = run_folder.claim(arguments.out, arguments.name or "acceptance")
     title = f"acceptance: {len(cases)} cases"
-    comparison = Comparison(title, _command(), RECIPE, PLAIN, cases, **_baselines(arguments))
-    return folder, train_cases(comparison, folder, RECIPES)
+    comparison = Comparison(title, RECIPE, PLAIN, cases, **_baselines(arguments))
+    return folder, train_cases(comparison, folder, TRAIN)
 
 
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains a user's module under each strategy. Returns the folder of the report, and the comparison."""
     if arguments.seeds is not None:
         raise UsageError("--seeds does not work with --module, which trains each strategy once: leave it out")
-    flags = ["--module", arguments.module, *(["--datamodule", arguments.datamodule] if arguments.datamodule else [])]
-    cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), [*flags, *rest])
-    for resume in _resumes(arguments):
-        cases = with_continuations(cases, resume, own_module.resolved)
+    flags = [*_module_flags(arguments), *rest]
+    cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), flags)
+    cases = _with_resumes(arguments, cases, own_module.resolved)
     name = Path(arguments.module).name.replace(":", "-")
     folder = run_folder.claim(arguments.out, arguments.name or name)
     title = f"{name}, ranks: {cases[0].world_size}, cases: {len(cases)}"
-    return folder, own_module.compare(cases, title, _command(), folder, **_baselines(arguments))
+    return folder, own_module.compare(cases, title, folder, **_baselines(arguments))
+
+
+def _module_flags(arguments: Namespace) -> list[str]:
+    """Returns --module and --datamodule, if they are given."""
+    flags = []
+    for part in PARTS:
+        if name := getattr(arguments, part):
+            flags += [f"--{part}", name]
+    return flags
 
 
 def _baselines(arguments: Namespace) -> dict[str, Any]:
+    """Returns the files of the baselines to read and to write. They are empty if the options are not given."""
     return {name: getattr(arguments, name) for name in ("against", "save_baseline")}
 
 
@@ -138,19 +149,16 @@ def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     recording = script.record(arguments.script, arguments.steps, folder)
     recording.renames = dict(arguments.rename)
     recording.own_data, recording.is_recipe = arguments.own_data, not arguments.module
-    recording.write(folder / script.FOLDER)
+    recording.write(folder / script.RECORDING)
     ranks = _ranks(arguments)
     if not arguments.devices and recording.batch_size % ranks:
         ranks = 1
-    flags = [*rest]
-    for part in ("module", "datamodule"):
-        flags += [f"--{part}", getattr(arguments, part)] if getattr(arguments, part) else []
-    cases = script.plan(recording, arguments.strategies or (), ranks, flags)
+    cases = script.plan(recording, arguments.strategies or (), ranks, [*rest, *_module_flags(arguments)])
     about = {"script": arguments.script, "module": arguments.module or "CIFARModule"}
     about |= {key: str(getattr(recording, key)) for key in ("model", "precision", "accumulate", "gradient_clip_val")}
-    comparison = Comparison(f"{name}: {recording.steps} steps", _command(), about, name, cases)
-    trainings = RECIPES if recording.is_recipe else own_module.MODULES
-    return folder, train_cases(comparison, folder, trainings, of_user=True)
+    comparison = Comparison(f"{name}: {recording.steps} steps", about, name, cases)
+    train = TRAIN if recording.is_recipe else own_module.TRAIN
+    return folder, train_cases(comparison, folder, train, of_user=True)
 
 
 def _rename(text: str) -> tuple[str, str]:
@@ -169,13 +177,17 @@ def _ranks(arguments: Namespace) -> int:
     return int(devices[0]) or gpu_count() or 2
 
 
-def _resumes(arguments: Namespace) -> Sequence[Continuation]:
+def _with_resumes(arguments: Namespace, cases: list[Variant], resolve: Resolve) -> list[Variant]:
+    """Returns the cases, followed by the cases that resume them: as --resume_at asks, or else the acceptance's own."""
     if any(_baselines(arguments).values()):  # a resumed training keeps no sketches for a baseline
-        return ()
-    if arguments.resume_at is None:
-        return RESUMES
-    others = product(arguments.resume_under or [""], arguments.resume_devices or [0])
-    return [Continuation(arguments.resume_at, *place) for place in dict.fromkeys([("", 0), *others])]
+        return cases
+    resumes: Sequence[Continuation] = RESUMES
+    if arguments.resume_at is not None:
+        others = product(arguments.resume_under or [""], arguments.resume_devices or [0])
+        resumes = [Continuation(arguments.resume_at, *place) for place in dict.fromkeys([("", 0), *others])]
+    for resume in resumes:
+        cases = with_continuations(cases, resume, resolve)
+    return cases
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -189,23 +201,24 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
     variants = grouped(runs)
     if len(variants) < 2:
         raise UsageError("--runs: all runs belong to one variant: give runs of at least two")
-    from cifar_zero.comparison.verdicts import summarize
+    from cifar_zero.comparison.finished_runs import summarize
 
     folder = run_folder.claim(arguments.out, arguments.name or "runs")
-    return folder, summarize(variants, _command(), arguments.trust)
+    return folder, summarize(variants, arguments.trust)
 
 
 def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Trains the variants and compares them. Returns the folder of the runs and of the report, and the comparison."""
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
-    rest = [*rest, *["--trust"] * arguments.trust]
+    if arguments.trust:
+        rest = [*rest, "--trust"]
     planned = plan(*axes, arguments.seeds or 1, rest, shlex.split(arguments.launcher))
     prepare(planned)
-    from cifar_zero.comparison.verdicts import summarize
+    from cifar_zero.comparison.finished_runs import summarize
 
     folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.recipe.model_name)
     try:
-        comparison = summarize(train_all(planned, folder), _command(), arguments.trust)
+        comparison = summarize(train_variants(planned, folder), arguments.trust)
     except Stopped as stop:
         raise Stopped(stop.number, _how_to_compare(folder)) from stop
     except OSError as error:
@@ -223,10 +236,6 @@ def _how_to_compare(folder: Path) -> str:
     return f"to compare the finished runs: {command('compare', '--runs', *finished)}"
 
 
-def _command() -> str:
-    return command("compare", *sys.argv[1:])
-
-
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
         prog=command("compare"),
@@ -240,43 +249,67 @@ def _parse() -> tuple[Namespace, list[str]]:
         "       %(prog)s --script FILE.py [--module FILE.py:NAME] [--own_data]",
     )
     add = parser.add_argument
-    strategies = "strategies of train, or raw DeepSpeed configurations (*.json)"
-    add("--strategies", nargs="+", metavar="NAME", help=strategies)
+    add("--strategies", nargs="+", metavar="NAME", help="strategies of train, or raw DeepSpeed configurations (*.json)")
     add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as for train)")
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
-    started = "command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'"
-    add("--launcher", metavar="COMMAND", default="", help=started)
+    add(
+        "--launcher",
+        metavar="COMMAND",
+        default="",
+        help="command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'",
+    )
     mode = parser.add_mutually_exclusive_group().add_argument
     mode("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
     mode("--acceptance", action="store_true", help="train a dozen short recipes under every strategy")
     add("--quick", action="store_true", help="with --acceptance: train only the three most sensitive recipes")
-    add("--fuzz", type=int, default=0, metavar="N", help="with --acceptance: train N cases under random placements")
+    add("--fuzz", type=int, metavar="N", help="with --acceptance: train N cases under random placements")
     add("--print_cases", action="store_true", help="with --acceptance: list the cases with their commands and exit")
     mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="NAME", help="LightningDataModule for --module (default: the module's own loader)")
-    old = "training script with its arguments, whose steps the module must reproduce"
-    add("--script", metavar="'FILE.py ...'", default="", help=old)
+    add(
+        "--script",
+        metavar="'FILE.py ...'",
+        default="",
+        help="training script with its arguments, whose steps the module must reproduce",
+    )
     add("--steps", type=int, default=STEPS, metavar="N", help="with --script: record N steps (default: %(default)s)")
-    renamed = "with --script: prefixes of weight names in the script (OLD) and in the module (NEW)"
-    add("--rename", nargs="+", type=_rename, default=[], metavar="OLD=NEW", help=renamed)
+    add(
+        "--rename",
+        nargs="+",
+        type=_rename,
+        default=[],
+        metavar="OLD=NEW",
+        help="with --script: prefixes of weight names in the script (OLD) and in the module (NEW)",
+    )
     add("--own_data", action="store_true", help="with --script: also compare the batches of the module's loader")
     add("--save_baseline", metavar="FILE", default="", help="save the steps of --acceptance or --module for --against")
     add("--against", metavar="FILE", default="", help="compare --acceptance or --module with a file of --save_baseline")
-    after = "with --acceptance or --module: save each training after step N, resume it and check the rest"
-    add("--resume_at", type=int, metavar="N", help=after)
+    add(
+        "--resume_at",
+        type=int,
+        metavar="N",
+        help="with --acceptance or --module: save each training after step N, resume it and check the rest",
+    )
     add("--resume_under", nargs="+", metavar="NAME", help="with --resume_at: also resume under these strategies")
     add("--resume_devices", nargs="+", type=int, metavar="N", help="with --resume_at: also resume on N ranks")
-    least = "fail variants with a lower test accuracy (0 to 1), because untrained models agree too"
-    add("--min_accuracy", type=float, default=0.0, metavar="SHARE", help=least)
+    add(
+        "--min_accuracy",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="fail variants with a lower test accuracy (0 to 1), because untrained models agree too",
+    )
     add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     add("--out", default="comparisons", metavar="DIR", help="directory for comparisons (default: %(default)s)")
     add("--name", default="", metavar="NAME", help="name of this comparison (default: name of the model, or runs)")
     add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
     arguments, rest = parser.parse_known_args()
     check_plain_name(arguments.name)
-    if arguments.seeds is not None and arguments.seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
+    for option in ("seeds", "steps", "fuzz"):
+        number = getattr(arguments, option)
+        if number is not None and number < 1:
+            raise UsageError(f"--{option} must be at least 1, not {number}")
     for option, needed in {
         "quick": "acceptance",
         "fuzz": "acceptance",
@@ -289,18 +322,16 @@ def _parse() -> tuple[Namespace, list[str]]:
     }.items():
         if getattr(arguments, option) and not getattr(arguments, needed):
             raise UsageError(f"--{option} works only with --{needed}: add --{needed}")
+    if AUTO in (*(arguments.strategies or ()), *(arguments.resume_under or ())):
+        raise UsageError("--strategies auto cannot be compared: name the strategy that cifar-zero plan recommends")
     if arguments.script and (arguments.acceptance or arguments.runs):
         raise UsageError("--script checks one module: leave out --acceptance and --runs")
     if arguments.own_data and not arguments.module:
         raise UsageError("--own_data works only with --module: add --module")
-    if arguments.steps < 1:
-        raise UsageError(f"--steps must be at least 1, not {arguments.steps}")
     if arguments.resume_at is not None and (arguments.script or not (arguments.acceptance or arguments.module)):
         raise UsageError("--resume_at works only with --acceptance or --module, and without --script")
     if min(arguments.resume_devices or [1]) < 1:
         raise UsageError("--resume_devices must be at least 1")
-    if arguments.fuzz < 0:
-        raise UsageError(f"--fuzz must be at least 1, not {arguments.fuzz}")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     in_ranks = arguments.acceptance or arguments.module or arguments.script
@@ -313,10 +344,10 @@ def _parse() -> tuple[Namespace, list[str]]:
     if arguments.launcher and (in_ranks or arguments.runs):
         raise UsageError("--launcher does not work with --acceptance, --module, --script or --runs: leave it out")
     for option in ("junit", "save_baseline"):
-        file = getattr(arguments, option)
-        folder = Path(file or "").absolute().parent
-        if file and not folder.is_dir() and folder != Path(arguments.out).absolute():
-            raise UsageError(f"--{option} {file}: its directory does not exist")
-        if file and Path(file).is_dir():
-            raise UsageError(f"--{option} {file} is a directory: name a file")
+        if file := getattr(arguments, option):
+            folder = Path(file).absolute().parent
+            if not folder.is_dir() and folder != Path(arguments.out).absolute():
+                raise UsageError(f"--{option} {file}: its directory does not exist")
+            if Path(file).is_dir():
+                raise UsageError(f"--{option} {file} is a directory: name a file")
     return arguments, rest

@@ -1,5 +1,5 @@
-"""Trains the jobs of a file one after the other and checks every step. Each rank executes this code, and `pool` starts
-the ranks."""
+"""Trains the cases of one launch one after the other and checks every step. Each rank executes this code, and
+`launches` starts the ranks."""
 
 import gc
 import os
@@ -15,27 +15,25 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints.weights import encode
-from cifar_zero.comparison import resuming
 from cifar_zero.comparison.baseline import SKETCHES
-from cifar_zero.comparison.script import FOLDER, Recording
-from cifar_zero.config import command_line
+from cifar_zero.comparison.cases import resolved
+from cifar_zero.comparison.resuming import SAVED
+from cifar_zero.comparison.script import RECORDING, Recording
 from cifar_zero.config.run import Run
 from cifar_zero.core import atomic
 from cifar_zero.core.console import quieten
+from cifar_zero.core.errors import RunError
 from cifar_zero.core.hardware import gpu_count
 from cifar_zero.launch import rank_environment
 from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.outputs import OutputCheck
 from cifar_zero.step_check.recorded import Recorded
-from cifar_zero.step_check.resume_check import ResumeCheck
+from cifar_zero.step_check.resume_check import STATE, ResumeCheck
 from cifar_zero.step_check.script_check import ScriptCheck
 from cifar_zero.step_check.sketches import SketchCheck
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training import DATAMODULE, MODULE, build, starting
-from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
-from cifar_zero.training.callbacks.checkpoint import Resume
-from cifar_zero.training.resolve import resolve
 
 Train = Callable[[list[str], Path, StepCheck], None]
 """A function that trains a case. It takes the flags of the case, a folder for temporary files, and the check of its
@@ -46,13 +44,10 @@ def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
     """Acts as one rank of a run, and trains it without output. `flags` are flags of the train command."""
     if check.checkpoint is not None:
         flags = [*flags, "--resume", str(check.checkpoint)]
-    run = resolve(command_line.parse(flags))
-    images = starting.check_checkpoint(run)
-    callbacks: list[Callback] = [BatchNormStatistics(), Resume()]
-    if run.recipe.ema:
-        callbacks.append(Averaging(run.recipe.ema, run.recipe.swa_from))
-    trainer = quiet_trainer(run, folder, [*callbacks, check])
-    weights, data, steps = None, resolve_name(DATAMODULE)(run, images), run.recipe.max_steps - check.resumed_at
+    run = resolved(flags)
+    identity = starting.check_checkpoint(run)
+    trainer = quiet_trainer(run, folder, [*build.state_callbacks(run), check])
+    weights, data, steps = None, resolve_name(DATAMODULE)(run, identity), run.recipe.max_steps - check.resumed_at
     if isinstance(check, ScriptCheck):
         weights = check.recorded.weights(on_meta(run.recipe, run.num_classes))
         data, steps = check.recorded.loader(trainer.strategy), check.recorded.count
@@ -83,26 +78,36 @@ class Free(Callback):
         hooks_of(trainer.strategy).free()
 
 
-def check_of(folder: Path, sketches: bool = False) -> StepCheck:
-    """Returns the check of a training. It is a SketchCheck if `sketches` is set, a ScriptCheck if `folder` holds the
-    recorded steps of a script, and otherwise a StepCheck."""
+def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck:
+    """Returns the check of a case. Raises RunError if the training that it continues was not saved.
+
+    Args:
+        case: The fields of the case, see `Variant`.
+        folder: Holds saved trainings and the recorded steps of a script, if there are any.
+        sketches: Whether the check keeps sketches.
+    """
+    if case["saved_as"]:
+        saved = folder / SAVED / case["saved_as"]
+        if not case["save_at"] and not (saved / STATE).is_file():
+            raise RunError("the training to resume was not saved, or did not finish")
+        return ResumeCheck(saved, case["save_at"])
     if sketches:
         return SketchCheck()
-    if not (folder / FOLDER).is_dir():
+    if not (folder / RECORDING).is_dir():
         return StepCheck(every=1, on_fault="warn")
-    recording = Recording.read(folder / FOLDER)
-    return ScriptCheck(Recorded(folder / FOLDER, recording.steps, recording.renames, recording.own_data))
+    recording = Recording.read(folder / RECORDING)
+    return ScriptCheck(Recorded(folder / RECORDING, recording.steps, recording.renames, recording.own_data))
 
 
-def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path, sketches: bool = False) -> None:
-    """Trains jobs one after the other. Rank 0 writes the verdict of each. A job with a fault is trained once more, to
+def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path, sketches: bool) -> None:
+    """Trains cases one after the other. Rank 0 writes the verdict of each. A case with a fault is trained once more, to
     find the first module whose output is wrong.
 
     Args:
-        jobs: The flags of each job, by the path of the file that receives its verdict.
-        train: The function that trains a job.
+        jobs: The fields of each case, see `Variant`, by the path of the file that receives its verdict.
+        train: The function that trains a case.
         folder: Receives temporary files and saved trainings, and may hold the recorded steps of a script.
-        sketches: Whether to write the sketches of each job next to its verdict.
+        sketches: Whether to write the sketches of each case next to its verdict.
     """
     quieten()
     # Each CPU optimizer of DeepSpeed starts a process that reads the CPU's vendor: 1.1 s (0.19.8, cpu_adam.py).
@@ -115,19 +120,18 @@ def train_all(jobs: Mapping[str, list[str]], train: Train, folder: Path, sketche
         os.environ["OMP_NUM_THREADS"] = "1"
     environment, rank = dict(os.environ), rank_environment.global_rank()
 
-    def verdict_of(flags: list[str], check: StepCheck) -> Verdict:
+    def train_and_check(flags: list[str], check: StepCheck) -> Verdict:
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
         # With TF32 the bounds of a float32 case would be a thousand times as wide on a GPU (torch's "CUDA semantics").
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
             train(flags, folder, check)
         return check.verdict
 
-    for file, given in jobs.items():
-        resume, flags = resuming.of_job(given, folder)
-        check = resume or check_of(folder, sketches)
-        verdict = verdict_of(flags, check)
+    for file, case in jobs.items():
+        check = check_of(case, folder, sketches)
+        verdict = train_and_check(case["flags"], check)
         if verdict.faults and not isinstance(check, (ResumeCheck, ScriptCheck)):
-            again = verdict_of(flags, OutputCheck(every=1, on_fault="warn"))
+            again = train_and_check(case["flags"], OutputCheck(every=1, on_fault="warn"))
             verdict = again if again.faults else verdict
         if rank == 0:
             found = verdict.as_dict()

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_zero.comparison.pool import program_of, train_cases
+from cifar_zero.comparison.cases import cases_by_strategy
+from cifar_zero.comparison.launches import train_cases
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.config import command_line
-from cifar_zero.config.arguments import Arguments
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.config.strategy_specs import STRATEGIES
@@ -39,7 +39,7 @@ STEPS = 20  # optimizer steps by default
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
 """Strategies that are compared by default, unless this machine cannot train them."""
 
-MODULES = program_of("cifar_zero.comparison.own_module:train")
+TRAIN = "cifar_zero.comparison.own_module:train_module"  # the function that trains a case in a rank
 
 
 def plan(
@@ -48,13 +48,14 @@ def plan(
     """Returns the cases of a user's module.
 
     Args:
-        strategies: Names of strategies, or raw DeepSpeed configurations. The default is those of DEFAULT that can train
-            on this machine.
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in DEFAULT that
+            can train on this machine.
         ranks: Number of ranks.
-        accumulate: Numbers of micro-batches per step. Each strategy has a case for each number.
+        accumulate: Numbers of micro-batches per step. Each strategy has a case for each number. The default is what
+            --config gives, or 1.
         flags: --module, --datamodule, their arguments, --config (see `options_of_cli`), and the options in
             `user_classes.APPLIED`.
-        needs_data: Whether the module must have data. It need not if it is trained on the batches of a script.
+        needs_data: Whether the module must have data. A module that is trained on the batches of a script needs none.
 
     Raises:
         UsageError: If a flag is refused, or one of the given strategies cannot train on this machine.
@@ -62,49 +63,46 @@ def plan(
     flags = ["--max_steps", str(STEPS), *flags]
     given = read_given(flags)
     check_given(given, needs_data)
-    cases = []
+    cases: list[Variant] = []
     for parts in accumulate or [given.ours.options.get("accumulate", "1")]:
-        for name in strategies or DEFAULT:
-            job = [*flags, "--devices", str(ranks), "--accumulate", parts, *command_line.strategy_flags(name)]
-            try:
-                if STRATEGIES.get(name) and STRATEGIES[name].one_replica:
-                    raise UsageError(f"--strategies {name} splits only the built-in vit_* models: leave it out")
-                _run(read_given(job).ours)
-            except UsageError:
-                if strategies:
-                    raise
-                continue
-            name = Path(name).stem
-            row = f"accumulate {parts}"
-            title = name if len(accumulate) < 2 else f"{name}, {row}"
-            cases.append(Variant(title, name, ranks, job, row=row))
+        row, common = f"accumulate {parts}", [*flags, "--accumulate", parts]
+        for case in cases_by_strategy(strategies, DEFAULT, ranks, common, row, resolved):
+            if len(accumulate) > 1:
+                case.name += f", {row}"
+            cases.append(case)
     return cases
 
 
-def resolved(flags: list[str]) -> Run:
-    """Returns the run of a case's flags. Raises UsageError if it cannot run on this machine."""
-    return _run(read_given(flags).ours)
+def resolved(flags: Sequence[str]) -> Run:
+    """Returns a run with the placement, length, clipping and seed of a case. Its model and images do not matter,
+    because the user's module and data are trained instead. Raises UsageError if the case cannot run on this machine."""
+    settings = command_line.settings_of_arguments(read_given(flags).ours)
+    strategy, ranks = settings.placement.strategy, settings.placement.world_size
+    if STRATEGIES[strategy].one_replica:
+        raise UsageError(f"--strategies {strategy} splits only the built-in vit_* models: leave it out")
+    images = DataConfig(source="synthetic", synthetic_size=64)
+    length = {"batch_size": ranks * settings.placement.accumulate, "epochs": settings.recipe.max_steps}
+    return resolve(settings.changed(fast_loop=False, data=images, **length))
 
 
-def compare(cases: list[Variant], title: str, command: str, folder: Path, **files: Any) -> Comparison:
+def compare(cases: list[Variant], title: str, folder: Path, **baselines: Any) -> Comparison:
     """Trains the cases of `plan` and returns the comparison with their verdicts.
 
     Args:
         cases: The cases of `plan`.
         title: Title of the comparison.
-        command: The command line that is shown in the report.
         folder: Receives the logs.
-        **files: `against` and `save_baseline` of `Comparison`, the files of baselines.
+        **baselines: `against` and `save_baseline` of `Comparison`.
 
     Raises:
         UsageError: If the module cannot be trained under DeepSpeed.
     """
     theirs = read_given(cases[0].flags).theirs
     recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
-    return train_cases(Comparison(title, command, recipe, PLAIN, cases, **files), folder, MODULES, of_user=True)
+    return train_cases(Comparison(title, recipe, PLAIN, cases, **baselines), folder, TRAIN, of_user=True)
 
 
-def train(flags: list[str], folder: Path, check: StepCheck) -> None:
+def train_module(flags: list[str], folder: Path, check: StepCheck) -> None:
     """Trains a user's module as one rank, without output. Raises UsageError for manual optimization, several
     optimizers, or user code that fails."""
     from lightning.pytorch import LightningModule, seed_everything
@@ -114,8 +112,7 @@ def train(flags: list[str], folder: Path, check: StepCheck) -> None:
     from cifar_zero.comparison import jobs
     from cifar_zero.step_check.script_check import ScriptCheck
 
-    given = read_given(flags)
-    run = _run(given.ours)
+    given, run = read_given(flags), resolved(flags)
     if check.checkpoint is not None:  # this command wrote the checkpoint, so that it may be loaded
         run = replace(run, consent=replace(run.consent, trust=True))
     seed_everything(run.recipe.seed, verbose=False)
@@ -161,13 +158,14 @@ def assert_agrees(
 
     Args:
         module: A class at the top level of a file or of an importable module.
-        datamodule: A class as well. Without it, the module needs a `train_dataloader`.
-        strategies: Names of strategies of train. The default is those of DeepSpeed that can train on this machine.
+        datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
+        strategies: Names of strategies of train. The default is every strategy in DEFAULT that can train on this
+            machine.
         devices: Number of ranks, which are on GPUs if there are any.
         steps: Number of optimizer steps.
         accumulate: Number of micro-batches per step.
         precision: Precision of the training, by Lightning's names.
-        gradient_clip_val: Norm to which gradients are clipped; 0 means no clipping.
+        gradient_clip_val: Norm to which gradients are clipped, or 0 for no clipping.
         module_options: Arguments of the module's class.
         datamodule_options: Arguments of the data module's class.
 
@@ -182,19 +180,9 @@ def assert_agrees(
             flags += [f"--{part}.{name}", value if isinstance(value, str) else json.dumps(value)]
     with tempfile.TemporaryDirectory() as folder:
         cases = plan(strategies, devices, [str(accumulate)], flags)
-        found = compare(cases, "", "", Path(folder))
+        found = compare(cases, "", Path(folder))
     failed = [f"{variant.name}: {variant.outcome}" for variant in found.variants if not variant.passed]
     assert not failed, "\n".join(failed)
-
-
-def _run(ours: Arguments) -> Run:
-    """Returns a run with the placement, length, clipping and seed of a job. Its model and images do not matter, because
-    the user's are trained instead. Raises UsageError if it cannot run on this machine."""
-    settings = command_line.settings_of_arguments(ours)
-    ranks, parts = settings.placement.world_size, settings.placement.accumulate
-    images = DataConfig(source="synthetic", synthetic_size=64)
-    length = {"batch_size": ranks * parts, "epochs": settings.recipe.max_steps}
-    return resolve(settings.changed(fast_loop=False, data=images, **length))
 
 
 def _name_of(user_class: type) -> str:

@@ -30,7 +30,7 @@ PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b
 """Eight colours that colour-blind readers can distinguish, from Petroff 2021 (https://arxiv.org/abs/2107.02270). Its
 two greys are left out, because they cannot be seen on the grey line of the reference."""
 
-POINTS = 200  # most points per curve; with more steps, a point is the mean of several, to reduce noise
+POINTS = 200  # largest number of points of a curve; with more steps, a point is the mean of several, to reduce noise
 DASH = 4.0  # length of a dash, in line widths
 
 Array = NDArray[np.float64]
@@ -40,7 +40,9 @@ Line = tuple[str, Array, Array]  # the variant's name, x (points,) and y (points
 def write_page(comparison: Comparison, folder: Path) -> None:
     """Writes the report of a comparison into an existing folder. Sections without content are left out."""
     with matplotlib.rc_context(STYLE):
-        drawn = {"losses.png": loss_plot(comparison), "accuracy.png": accuracy_plot(comparison)}
+        drawn: dict[str, Figure | None] = {}
+        if any(variant.runs for variant in comparison.variants):
+            drawn = {"losses.png": loss_plot(comparison), "accuracy.png": accuracy_plot(comparison)}
         plots: dict[str, str] = {}
         for name, figure in drawn.items():
             if figure is not None:
@@ -66,23 +68,21 @@ def shade(variant: Variant) -> float:
     return min(1.0, max(0.0, 1 + math.log10(used) / 4)) if used else 0.0
 
 
-def loss_plot(comparison: Comparison) -> Figure | None:
-    """Plots the loss of each run by step, and below it the difference from the reference's run with the same seed.
-    Returns None if no run has losses."""
-    reference = comparison.variants[0]
+def loss_plot(comparison: Comparison) -> Figure:
+    """Plots the loss of each run by step, and below it the difference from the reference's run with the same seed. The
+    comparison must have a run."""
+    by_seed = comparison.variants[0].by_seed
+    most = max(len(run.losses.steps) for variant in comparison.variants for run in variant.runs)
+    size = math.ceil(most / POINTS)
     losses: list[Line] = []
     differences: list[Line] = []
     for variant in comparison.variants:
         for run in variant.runs:
-            losses.append((variant.name, *_points(run.losses)))
-            if run.seed in reference.by_seed:
-                off = _points(_difference(reference.by_seed[run.seed].losses, run.losses))
-                if (off[1] > 0).any():
-                    differences.append((variant.name, off[0], np.where(off[1] > 0, off[1], np.nan)))
-    drawn = {name for name, x, _ in losses if len(x)}
-    if not drawn:
-        return None
-    size = max(_size(len(run.losses.steps)) for variant in comparison.variants for run in variant.runs)
+            losses.append((variant.name, *_points(run.losses, size)))
+            if run.seed in by_seed:
+                steps, off = _points(by_seed[run.seed].losses.difference(run.losses), size)
+                if (off > 0).any():
+                    differences.append((variant.name, steps, np.where(off > 0, off, np.nan)))
     several = f", mean of {size:,} steps" if size > 1 else ""
     figure = Figure(figsize=(10, 6.5 if differences else 4.4), layout="constrained")
     above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
@@ -96,25 +96,30 @@ def loss_plot(comparison: Comparison) -> Figure | None:
         axes.set_title(f"difference from {comparison.reference} (grows by rounding, and is not judged)")
         axes.set(ylabel=f"difference of the loss{several}")
     figure.axes[-1].set_xlabel(f"optimizer step ({comparison.recipe.get('batch_size')} images each)")
-    labels = {each.name: f"{each.name} ({each.kind})" for each in comparison.variants if each.name in drawn}
+    labels = {each.name: f"{each.name} ({each.kind})" for each in comparison.variants if each.runs}
     _legend(figure, comparison, labels)
     return figure
 
 
 def accuracy_plot(comparison: Comparison) -> Figure | None:
     """Plots the validation accuracy by step and by time, with one line per seed. Returns None without validation."""
-    found = [(variant.name, run.curves.get("val/acc")) for variant in comparison.variants for run in variant.runs]
-    curves = [(name, curve) for name, curve in found if curve is not None and curve.steps]
-    if not curves:
+    steps: list[Line] = []
+    seconds: list[Line] = []
+    for variant in comparison.variants:
+        for run in variant.runs:
+            if curve := run.curves.get("val/acc"):
+                steps.append((variant.name, _array(curve.steps), _array(curve.values)))
+                seconds.append((variant.name, _array(curve.seconds), _array(curve.values)))
+    if not steps:
         return None
     figure = Figure(figsize=(10, 4), layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
-    _draw(by_step, comparison, [(name, _array(curve.steps), _array(curve.values)) for name, curve in curves], "o")
-    _draw(by_time, comparison, [(name, _array(curve.seconds), _array(curve.values)) for name, curve in curves], "o")
+    _draw(by_step, comparison, steps, "o")
+    _draw(by_time, comparison, seconds, "o")
     by_step.set(xlabel="optimizer step", ylabel="validation accuracy")
     by_step.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     by_time.set_xlabel("seconds since the start of the training")
-    _legend(figure, comparison, {name: name for name, _ in curves})
+    _legend(figure, comparison, {name: name for name, _, _ in steps})
     return figure
 
 
@@ -130,28 +135,14 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
             axes.plot(x, y, linestyle=dashes, **_style(comparison, name))
 
 
-def _difference(one: Curve, other: Curve) -> Curve:
-    """Returns the absolute difference of two curves at the steps that both have."""
-    theirs = other.by_step
-    steps = [step for step in one.steps if step in theirs]
-    ours = one.by_step
-    return Curve(steps, [abs(ours[step] - theirs[step]) for step in steps])
+def _points(curve: Curve, size: int) -> tuple[Array, Array]:
+    """Returns x and y of a curve, with one point for `size` steps, which is their mean."""
+    return _means(curve.steps, size), _means(curve.values, size)
 
 
-def _points(curve: Curve) -> tuple[Array, Array]:
-    """Returns x and y of a curve as at most POINTS points, each of which is the mean of several steps."""
-    size = _size(len(curve.steps))
-    starts = range(0, len(curve.steps), size)
-    steps, values = _array(curve.steps), _array(curve.values)
-    return (
-        np.array([steps[start : start + size].mean() for start in starts]),
-        np.array([values[start : start + size].mean() for start in starts]),
-    )
-
-
-def _size(steps: int) -> int:
-    """Returns the number of steps per point of a curve."""
-    return max(1, math.ceil(steps / POINTS))
+def _means(values: Sequence[float], size: int) -> Array:
+    array = _array(values)
+    return np.array([array[start : start + size].mean() for start in range(0, len(array), size)])
 
 
 def _array(values: Sequence[float]) -> Array:

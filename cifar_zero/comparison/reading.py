@@ -23,23 +23,24 @@ ENVIRONMENT = ("precision", "accelerator", "device_name", "git_commit", "version
 """Keys of metrics.json whose differences are shown, but do not prevent a verdict, because a comparison tests their
 effect."""
 
-SHAPE = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
+PLACEMENT = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
 
 
 def load(folder: Path) -> FinishedRun:
     """Reads the folder of a finished run. Raises UsageError if the run has not finished, or a file is damaged."""
-    if not (folder / run_folder.CONFIG).is_file():
+    config, results, per_step = folder / run_folder.CONFIG, folder / run_folder.METRICS, folder / run_folder.LOSSES
+    if not config.is_file():
         raise UsageError(f"{folder} is not a run folder: give <out>/<name>/version_N")
-    for name in (run_folder.METRICS, run_folder.LOSSES):
-        if not (folder / name).is_file():
-            raise UsageError(f"{folder} has no {name}, because the run has not finished or was a benchmark")
+    for file in (results, per_step):
+        if not file.is_file():
+            raise UsageError(f"{folder} has no {file.name}, because the run has not finished or was a benchmark")
     try:
-        settings = flat(read_yaml(folder / run_folder.CONFIG, str(folder / run_folder.CONFIG)))
+        settings = flat(read_yaml(config, str(config)))
         for key in settings:
             owner_of(key)  # raises KeyError for an option of another version of the program
-        metrics = read_json(folder / run_folder.METRICS, str(folder / run_folder.METRICS))
-        losses, curves = read_losses(folder / run_folder.LOSSES), read_curves(folder)
-        run = FinishedRun(str(folder), metrics["seed"], metrics, settings, losses, curves)
+        metrics = read_json(results, str(results))
+        seed, losses = metrics["seed"], read_losses(per_step)
+        run = FinishedRun(str(folder), seed, metrics, settings, losses, read_curves(folder))
         check = folder / run_folder.STEP_CHECK
         run.check = read_json(check, str(check)) if check.is_file() else None
         checkpoint = last_checkpoint(run)
@@ -58,13 +59,18 @@ def last_checkpoint(run: FinishedRun) -> Path:
 
 
 def read_losses(file: Path) -> Curve:
-    """Returns the loss of each optimizer step, with all its bits. Raises ValueError if the file is damaged or cut
-    off."""
+    """Returns the loss of each optimizer step, with all its bits. Raises ValueError if the file has no losses, is
+    damaged or is cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
-    rows = [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(text.splitlines())]
-    return Curve([step for step, _ in rows], [loss for _, loss in rows])
+    curve = Curve([], [])
+    for row in csv.DictReader(text.splitlines()):
+        curve.steps.append(int(row["step"]))
+        curve.values.append(float(row["loss"]))
+    if not curve.steps:
+        raise ValueError(f"{file.name} has no losses")
+    return curve
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
@@ -76,11 +82,13 @@ def read_curves(folder: Path) -> dict[str, Curve]:
         return {}
     events = EventAccumulator(str(folder), size_guidance={SCALARS: 0}).Reload()
     start = events.FirstEventTimestamp() or 0.0
-    curves = {}
+    curves: dict[str, Curve] = {}
     for tag in events.Tags()[SCALARS]:
-        points = events.Scalars(tag)
-        times = [point.wall_time - start for point in points]
-        curves[tag] = Curve([point.step for point in points], [point.value for point in points], times)
+        curve = curves[tag] = Curve([], [])
+        for point in events.Scalars(tag):
+            curve.steps.append(point.step)
+            curve.values.append(point.value)
+            curve.seconds.append(point.wall_time - start)
     return curves
 
 
@@ -111,18 +119,13 @@ def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str
     return found
 
 
-def variant_names(shapes: Sequence[Sequence[Any]]) -> list[str]:
-    """Returns the names of variants from their values of SHAPE. A name lists the values that vary between the variants,
-    or only the strategy if none does."""
-    named = [
-        (
-            strategy,
-            counted(ranks, "rank", "ranks"),
-            counted(nodes, "node", "nodes"),
-            counted(parts, "micro-batch", "micro-batches"),
-        )
-        for strategy, ranks, nodes, parts in shapes
-    ]
+def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
+    """Returns the names of variants from their values of PLACEMENT. A name lists the values that vary between the
+    variants, or only the strategy if none does."""
+    named: list[tuple[str, ...]] = []
+    for strategy, ranks, nodes, micro_batches in placements:
+        sizes = counted(ranks, "rank", "ranks"), counted(nodes, "node", "nodes")
+        named.append((strategy, *sizes, counted(micro_batches, "micro-batch", "micro-batches")))
     varies = [len({*values}) > 1 for values in zip(*named, strict=True)]
     return [", ".join(compress(parts, varies)) or parts[0] for parts in named]
 
@@ -137,15 +140,15 @@ def grouped(runs: Sequence[FinishedRun]) -> list[Variant]:
     groups: dict[tuple[str, int], list[FinishedRun]] = {}
     repeats: Counter[tuple[str, int]] = Counter()
     for run in runs:
-        placed = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
-        shape = {key: run.metrics[key] for key in SHAPE}
-        same = json.dumps({**placed, **shared(run), **shape}, sort_keys=True, default=str)
+        options = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
+        placement = {key: run.metrics[key] for key in PLACEMENT}
+        same = json.dumps({**options, **shared(run), **placement}, sort_keys=True, default=str)
         groups.setdefault((same, repeats[same, run.seed]), []).append(run)
         repeats[same, run.seed] += 1
-    shapes = [[group[0].metrics[key] for key in SHAPE] for group in groups.values()]
+    firsts = [group[0] for group in groups.values()]
+    names = variant_names([[run.metrics[key] for key in PLACEMENT] for run in firsts])
     variants: list[Variant] = []
-    for name, group in zip(variant_names(shapes), groups.values(), strict=True):
-        first = group[0]
+    for name, first, group in zip(names, firsts, groups.values(), strict=True):
         if any(other.name == name for other in variants):
             name += f" ({first.folder})"
         line = command("train", "--config", Path(first.folder, run_folder.CONFIG))

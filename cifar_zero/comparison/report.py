@@ -39,8 +39,8 @@ def number(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def percent(share: float) -> str:
-    """Returns a share from 0 to 1 in percent, without the percent sign, which is in the column's title."""
+def in_percent(share: float) -> str:
+    """Returns a share from 0 to 1 in percent, without the percent sign, because the column's title has it."""
     return f"{100 * share:.2f}"
 
 
@@ -50,12 +50,12 @@ def size(count: float) -> str:
 
 
 Form = Callable[[float], str]
-Figures = dict[str, tuple[str, Form]]  # Columns: title -> key of `Variant.figures` and format of its values
+Figures = dict[str, tuple[str, Form]]  # title of a column -> key of `Variant.figures`, and the format of its values
 
 ACCURACY: Figures = {
-    "test accuracy (%)": ("test/acc", percent),
+    "test accuracy (%)": ("test/acc", in_percent),
     "test loss": ("test/loss", "{:.4f}".format),
-    "validation accuracy (%)": ("val/acc", percent),
+    "validation accuracy (%)": ("val/acc", in_percent),
     "training loss, last interval": ("train/loss", "{:.4f}".format),
 }
 SPEED: Figures = {
@@ -102,23 +102,22 @@ def settings(comparison: Comparison) -> Table:
 def show(comparison: Comparison, folder: Path) -> None:
     """Prints the settings that differ, the verdicts, and the path of the report in `folder`. For more than MANY
     variants it prints a row for each strategy, and each variant that did not pass."""
-    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    console = Console(highlight=False, soft_wrap=True, width=None if Console().is_terminal else 160)
     for setting, values in comparison.differences.items():
         given = "; ".join(f"{value} ({name})" for name, value in values.items())
-        console.print(f"[bold]not the same: {escape(setting)}[/] {escape(given)}", soft_wrap=True)
+        console.print(f"[bold]not the same: {escape(setting)}[/] {escape(given)}")
     if len(comparison.variants) > MANY:
-        console.print(_table_by_strategy(comparison))
+        console.print(_table_by_strategy(comparison), soft_wrap=False)
         for variant in comparison.variants:
             if not variant.passed:
-                console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}", soft_wrap=True)
-                console.print(f"  [dim]{escape(variant.command)}[/]", soft_wrap=True)
+                console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}")
+                console.print(f"  [dim]{escape(variant.command)}[/]")
     else:
-        console.print(_table(comparison))
-    for line in (f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes)):
-        console.print(line, soft_wrap=True)
-    console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}", soft_wrap=True)
+        console.print(_table(comparison), soft_wrap=False)
+    console.print(f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes), sep="\n")
+    console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}")
     if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
-        console.print(f"[dim]curves  [/]{escape(curves(folder))}", soft_wrap=True)
+        console.print(f"[dim]curves  [/]{escape(curves(folder))}")
 
 
 def _table(comparison: Comparison) -> rich.table.Table:
@@ -137,8 +136,8 @@ def _table_by_strategy(comparison: Comparison) -> rich.table.Table:
         variants = [variant for variant in comparison.variants if variant.strategy == strategy]
         counts = [sum(variant.kind == kind for variant in variants) for kind in kinds]
         failed = len(variants) - sum(counts)
-        judged = min((variant.check.get("judged", 0.0) for variant in variants), default=0.0)
-        used = max((variant.check.get("used") or 0.0 for variant in variants), default=0.0)
+        judged = min(variant.check.get("judged", 0.0) for variant in variants)
+        used = max(variant.check.get("used") or 0.0 for variant in variants)
         style = "red" if failed else "green"
         cells = [*map(str, counts), f"[{style}]{failed}[/]", f"{judged:.1%}", f"{used:.1%}"]
         table.add_row(strategy, str(len(variants)), *cells)
@@ -155,17 +154,17 @@ def write_junit(comparison: Comparison, file: Path) -> None:
     A variant that did not train or does not agree is a failure."""
     failures = sum(not variant.passed for variant in comparison.variants)
     counts = {"tests": str(len(comparison.variants)), "failures": str(failures), "errors": "0"}
-    about = {"name": comparison.title, "timestamp": comparison.created.removesuffix("Z")}
+    timestamp = comparison.created.removesuffix("Z")
     root = ET.Element("testsuites")
-    suite = ET.SubElement(root, "testsuite", about | counts)
+    suite = ET.SubElement(root, "testsuite", counts, name=comparison.title, timestamp=timestamp)
     for variant in comparison.variants:
         seconds = variant.seconds + sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
         case = ET.SubElement(suite, "testcase", classname="compare", name=variant.name, time=f"{seconds:.3f}")
         if variant.passed:
             ET.SubElement(case, "system-out").text = variant.outcome
         else:
-            lines = [variant.outcome, f"again: {variant.command}"]
-            ET.SubElement(case, "failure", message=variant.outcome).text = "\n".join(lines)
+            failure = ET.SubElement(case, "failure", message=variant.outcome)
+            failure.text = f"{variant.outcome}\nagain: {variant.command}"
     ET.indent(root)
     text = ET.tostring(root, encoding="utf-8", xml_declaration=True).decode()
     file.write_text(NOT_IN_XML.sub("", text), encoding="utf-8")

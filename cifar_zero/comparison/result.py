@@ -1,11 +1,14 @@
-"""Defines the result of a comparison, which comparison.json and the report contain. It is plain Python, without
-torch."""
+"""Defines the result of a comparison, which comparison.json and the report contain. Importing this module does not
+import torch."""
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
+
+from cifar_zero.core import console
 
 VerdictKind = Literal[
     "reference", "bit-identical", "within rounding", "different", "too inaccurate", "not judged", "not trained"
@@ -32,9 +35,7 @@ FLAT = 0.01  # share of the loss by which it must fall for a training to count a
 
 def has_fallen(losses: Sequence[float]) -> bool:
     """Returns whether the loss has fallen by more than FLAT of the first loss, from the mean over the first quarter of
-    the steps to the mean over the last quarter."""
-    if not losses:
-        return False
+    the steps to the mean over the last quarter. There must be a loss."""
     quarter = max(1, len(losses) // 4)
     fall = statistics.fmean(losses[:quarter]) - statistics.fmean(losses[-quarter:])
     return fall > FLAT * abs(losses[0])
@@ -53,6 +54,12 @@ class Curve:
         """The values by optimizer step."""
         return dict(zip(self.steps, self.values, strict=True))
 
+    def difference(self, other: "Curve") -> "Curve":
+        """Returns the absolute difference of two curves at the steps that both have."""
+        mine, others = self.by_step, other.by_step
+        steps = [step for step in mine if step in others]
+        return Curve(steps, [abs(mine[step] - others[step]) for step in steps])
+
 
 @dataclass
 class FinishedRun:
@@ -60,8 +67,8 @@ class FinishedRun:
 
     folder: str
     seed: int
-    metrics: dict[str, Any]  # the content of metrics.json, and checkpoint_bytes: size of the last checkpoint
-    settings: dict[str, Any]  # the content of config.yaml, by the names of the flags (see `settings.flat`)
+    metrics: dict[str, Any]  # the content of metrics.json, and the size of the last checkpoint as checkpoint_bytes
+    settings: dict[str, Any]  # the options in config.yaml, by the names of the flags (see `settings.flat`)
     losses: Curve  # loss of each optimizer step, mean over micro-batches and ranks
     curves: dict[str, Curve]  # TensorBoard's curves by tag: train/loss, val/acc, val/loss, ...
     check: dict[str, Any] | None = None  # the content of step_check.json; None if no steps were checked
@@ -69,29 +76,40 @@ class FinishedRun:
 
 @dataclass
 class Variant:
-    """One way to train the recipe, or a case of the acceptance."""
+    """One way to train, with its verdict. It is either a strategy whose complete runs of `train` are compared, or a
+    case, which is one short training whose steps are all checked."""
 
-    name: str  # short and unique: deepspeed_stage_2; or deepspeed_stage_2, 4 micro-batches
+    name: str  # short and unique, such as deepspeed_stage_2, or "deepspeed_stage_2, 4 micro-batches"
     strategy: str
     world_size: int
     flags: list[str] = field(default_factory=list)  # flags of the training
     command: str = ""  # the command that trains it again
+    kind: VerdictKind = "not judged"
+    remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
+    check: dict[str, Any] = field(default_factory=dict)  # result of the step check, see `Verdict.as_dict`
+
+    # Only variants with complete runs have these values.
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
     figures: dict[str, list[float]] = field(default_factory=dict)
     """Values of the runs by their key in metrics.json. A metric with a number per rank counts with its largest."""
-    kind: VerdictKind = "not judged"
-    remark: str = ""  # the verdict's line: what was judged, what differs, or why there is no verdict
-    check: dict[str, Any] = field(default_factory=dict)  # result of the step check, see `Verdict.as_dict`
     drift: str = ""  # how far the last losses and weights are from the reference's; not part of the verdict
+
+    # Only cases have these values.
     row: str = ""  # name of the case without the strategy, such as a row of the acceptance
-    resume: list[str] = field(default_factory=list)  # flags that save or continue the training, see `resuming.of_job`
-    phase: int = 0  # a case is trained in new processes, after all cases of earlier phases
-    seconds: float = 0.0  # duration of a case; runs have perf/fit_seconds instead
+    why: str = ""  # the code path that the case executes
+    saved_as: str = ""  # name of the saved training that the case writes or continues, or empty
+    save_at: int = 0  # the optimizer step after which it is saved, or 0 if the case continues it
+    seconds: float = 0.0  # duration of the training
 
     @property
     def passed(self) -> bool:
         """Whether the variant trained, agrees with the reference, and reaches --min_accuracy."""
         return self.kind in GOOD
+
+    @property
+    def continues(self) -> bool:
+        """Whether the case continues a saved training."""
+        return bool(self.saved_as) and not self.save_at
 
     @property
     def outcome(self) -> str:
@@ -113,11 +131,10 @@ class Comparison:
     """The variants of one recipe, or the cases of the acceptance, with their verdicts."""
 
     title: str
-    command: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
-    reference: str  # what the variants are compared with: a variant, plain PyTorch, a script or a baseline
+    reference: str  # name of what the variants are compared with: a variant, plain PyTorch, a script or a baseline
     variants: list[Variant]  # the reference first
-    machine: dict[str, str] = field(default_factory=dict)  # device, cores, and the versions of the libraries
+    machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
     """Settings that the runs should share but do not, each with its values by the variant's name."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
@@ -125,6 +142,7 @@ class Comparison:
     save_baseline: str = ""  # the file to which a new baseline is written
     stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
+    command: str = field(default_factory=lambda: console.command("compare", *sys.argv[1:]))  # which compares again
 
     @property
     def passed(self) -> bool:
@@ -144,13 +162,14 @@ class Comparison:
         return sentence
 
     def require(self, least: float) -> None:
-        """Fails the variants that agree, but whose mean test accuracy, from 0 to 1, is below `least` or was not
-        measured."""
+        """Fails each variant that agrees but has no test accuracy, or a mean test accuracy (0 to 1) below `least`."""
         for variant in self.variants:
-            accuracy = variant.figures.get("test/acc")
-            if not variant.passed or (accuracy and statistics.fmean(accuracy) >= least):
+            if not variant.passed:
                 continue
-            reason = "the run lacks the test accuracy that --min_accuracy needs"
-            if accuracy:
-                reason = f"accuracy {statistics.fmean(accuracy):.2%} is less than --min_accuracy {least:.2%}"
-            variant.judge("too inaccurate", reason)
+            if "test/acc" not in variant.figures:
+                variant.judge("too inaccurate", "the run lacks the test accuracy that --min_accuracy needs")
+                continue
+            accuracy = statistics.fmean(variant.figures["test/acc"])
+            if accuracy < least:
+                reason = f"accuracy {accuracy:.2%} is less than --min_accuracy {least:.2%}"
+                variant.judge("too inaccurate", reason)

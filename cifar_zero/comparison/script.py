@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cifar_zero.comparison import own_module
+from cifar_zero.comparison.cases import cases_by_strategy, resolved
 from cifar_zero.comparison.result import Variant
-from cifar_zero.config import command_line
-from cifar_zero.core.console import command, say
+from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training import run_process
-from cifar_zero.training.resolve import resolve
 
-FOLDER = "recording"
+RECORDING = "recording"
 """Directory of the recorded steps, in the comparison's folder."""
 
 RECORDER = ("cifar_zero.comparison.trace",)
@@ -35,7 +34,7 @@ class Recording:
     accumulate: int = 1  # micro-batches per step
     batch_size: int = 1  # samples per micro-batch
     precision: str = "32-true"  # Lightning's name of autocast's precision
-    gradient_clip_val: float = 0.0  # norm to which the script clips with torch's function, else 0
+    gradient_clip_val: float = 0.0  # norm to which torch's function clips the gradients, or 0 without a call
     renames: dict[str, str] = field(default_factory=dict)  # new prefixes of weight names, by the old prefixes
     own_data: bool = False  # the module trains on its own loader
     is_recipe: bool = False  # the module is CIFARModule, not a user's
@@ -65,10 +64,10 @@ def record(script: str, steps: int, folder: Path) -> Recording:
     file, *arguments = shlex.split(script)
     if not Path(file).is_file():
         raise UsageError(f"--script {file} does not exist")
-    recording, log = folder / FOLDER, folder / "script.log"
+    recording, log = folder / RECORDING, folder / "script.log"
     recording.mkdir()
     # Compilation is off, because calls within compiled functions cannot be recorded. The script has one thread, as a
-    # rank on the CPU has (`jobs.train_all`), because with several threads torch sums in another order.
+    # rank on the CPU has (`jobs.train_jobs`), because with several threads torch sums in another order.
     environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     if "deepspeed" in Path(file).read_text(errors="replace"):  # DeepSpeed uses MPI where these are missing
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -88,10 +87,10 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
     Args:
         recording: Describes the script's training. The module has the same precision, accumulation and clipping, unless
             `flags` override them.
-        strategies: Names of strategies, or raw DeepSpeed configurations. The default is all of DeepSpeed's that can
-            train on this machine.
+        strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in
+            `own_module.DEFAULT` that can train on this machine.
         ranks: Number of ranks. Each trains on its part of every micro-batch.
-        flags: --module and what `own_module.plan` takes, or flags of train for CIFARModule.
+        flags: Flags of `own_module.plan` if there is a --module, otherwise flags of train.
 
     Raises:
         UsageError: If `ranks` does not divide a micro-batch, a flag is refused, or a given strategy cannot train.
@@ -107,31 +106,15 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
         common += ["--data.source", "synthetic", "--data.synthetic_size", str(batch * recording.steps)]
         common += ["--data.val_fraction", "0", "--batch_size", str(batch), "--epochs", str(recording.steps)]
     given = [*common, *flags]
+
+    def cases(names: Sequence[str], ranks: int, needs_data: bool) -> list[Variant]:
+        if recording.is_recipe:
+            return cases_by_strategy(names, own_module.DEFAULT, ranks, given, "CIFARModule", resolved)
+        return own_module.plan(names, ranks, (), given, needs_data)
+
+    plain = cases(["baseline"], 1, recording.own_data)
     others = [name for name in strategies if name != "baseline"]
-    if recording.is_recipe:
-        cases = _recipes(["baseline"], 1, given)
-    else:
-        cases = own_module.plan(["baseline"], 1, (), given, needs_data=recording.own_data)
     # Strategies distribute samples over ranks in different orders, so a module's own data are compared on one rank.
     if recording.own_data or (strategies and not others):
-        return cases
-    if recording.is_recipe:
-        return cases + _recipes(others or own_module.DEFAULT, ranks, given, optional=not others)
-    return cases + own_module.plan(others, ranks, (), given, needs_data=False)
-
-
-def _recipes(names: Sequence[str], ranks: int, flags: Sequence[str], optional: bool = False) -> list[Variant]:
-    """Returns a case of CIFARModule for each strategy. If they are `optional`, those that cannot train on this machine
-    are left out."""
-    cases = []
-    for name in names:
-        given = [*flags, *command_line.strategy_flags(name), "--devices", str(ranks)]
-        try:
-            resolve(command_line.parse(given))
-        except UsageError:
-            if not optional:
-                raise
-            continue
-        title = Path(name).stem
-        cases.append(Variant(title, title, ranks, given, command("train", *given), row="CIFARModule"))
-    return cases
+        return plain
+    return plain + cases(others, ranks, needs_data=False)

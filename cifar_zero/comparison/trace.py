@@ -45,10 +45,11 @@ class Recorder:
         self._optimizer: Any = None
         self._model: Any = None
         self._step: ScriptStep | None = None
-        self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batch, epoch, random state before it
+        self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)
+        """Batches, each with its epoch and the random state before the epoch."""
         self._iterators = 0
         self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
-        self._random_state: Any = None  # before the first of these calls
+        self._random_state: Any = None  # random state before the first module call since the last backward pass
         self._buffers: dict[int, Tensor] = {}  # buffers before the step, by id
         self._depth = 0  # number of module calls that are in progress
         self._loss_scale = 1.0
@@ -83,7 +84,7 @@ class Recorder:
                     self.recording.precision = PRECISIONS[torch.get_autocast_dtype(device)]
             self._seen += [tensor.detach() for tensor in tensors_in([args, kwargs])]
             for buffer in module.buffers() if self._step is None else ():
-                self._buffers.setdefault(id(buffer), buffer.detach().cpu().clone())
+                self._buffers.setdefault(id(buffer), _copied(buffer))
         self._depth += 1
         try:
             return call(module, *args, **kwargs)
@@ -121,14 +122,12 @@ class Recorder:
         which a module has received a tensor, or else the last fetched batch."""
         if not self._fetched:
             raise UsageError("--script: its loop must take its batches from a torch DataLoader")
-        used = len(self._fetched) - 1
-        for number, (batch, _, _) in enumerate(self._fetched):
-            if any(_same(tensor, seen) for tensor in tensors_in(batch) for seen in self._seen):
-                used = number
-                break
-        for _ in range(used):
+        while len(self._fetched) > 1 and not self._was_seen(self._fetched[0][0]):
             self._fetched.popleft()
         return self._fetched[0]
+
+    def _was_seen(self, batch: Any) -> bool:
+        return any(_same(tensor, seen) for tensor in tensors_in(batch) for seen in self._seen)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._optimizer not in (None, optimizer):
@@ -150,7 +149,7 @@ class Recorder:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) in names:
                     name = names[id(parameter)]
-                    step.gradients[name] = parameter.grad.detach().cpu().clone()
+                    step.gradients[name] = _copied(parameter.grad)
                     step.options[name] = options_of(group)
                     step.state[name] = _copied(dict(optimizer.state.get(parameter, {})))
 
@@ -209,7 +208,7 @@ def model_of(optimizer: Any) -> nn.Module:
 
 
 def _around(owner: Any, name: str, call: Any) -> None:
-    """Replaces a function by a call of `call` with the original function and its arguments."""
+    """Replaces a function by one that calls `call` with the original function and its arguments."""
     original = getattr(owner, name)
 
     @wraps(original)
@@ -221,15 +220,14 @@ def _around(owner: Any, name: str, call: Any) -> None:
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns copies of a model's weights and buffers on the CPU, by name."""
-    parameters = {name: each.detach().cpu().clone() for name, each in model.named_parameters()}
-    return parameters, {name: each.detach().cpu().clone() for name, each in model.named_buffers()}
+    return _copied(dict(model.named_parameters())), _copied(dict(model.named_buffers()))
 
 
-def _copied(batch: Any) -> Any:
-    """Returns a copy of a batch on the CPU, in which mappings of other libraries are dictionaries."""
-    if isinstance(batch, Mapping):
-        return {key: _copied(value) for key, value in batch.items()}
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), batch)
+def _copied(tensors: Any) -> Any:
+    """Returns a copy of nested tensors on the CPU, in which mappings of other libraries are dictionaries."""
+    if isinstance(tensors, Mapping):
+        return {key: _copied(value) for key, value in tensors.items()}
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), tensors)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -26,7 +26,7 @@ class Planned:
     """A variant to train, with a run for each seed."""
 
     run: Run  # the run of its first seed
-    variant: Variant  # its flags are those of train, without --seed, --out and --name
+    variant: Variant  # its flags are flags of train, without --seed, --out and --name
     seeds: range
     launcher: Sequence[str] = ()  # see `run_process.start`
 
@@ -40,24 +40,22 @@ class Planned:
         return name if len(self.seeds) == 1 else f"{name}-seed_{seed}"
 
 
-def train_all(planned: Sequence[Planned], folder: Path) -> list[Variant]:
+def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
     """Trains the variants, seed by seed, into a folder, and returns them. A run that failed or cannot be read is left
     out, and its variant is judged as not trained."""
-    total, started = sum(len(each.seeds) for each in planned), 0
-    for each in planned:
-        for seed in each.seeds:
-            started += 1
-            name = each.run_name(seed)
-            say(f"[{started}/{total}] {name}: training, see {folder / name}.log")
-            try:
-                run = load(train_run(name, each.flags_of(seed), folder, each.launcher))
-                ranks = run.metrics["world_size"]
-                if each.launcher and ranks != each.variant.world_size:
-                    raise UsageError(f"--launcher started {ranks} ranks, not {each.variant.world_size}")
-                each.variant.runs.append(run)
-            except (RunError, UsageError) as error:
-                say(f"{name}: {error}")
-                each.variant.judge("not trained", str(error))
+    trainings = [(each, seed) for each in planned for seed in each.seeds]
+    for number, (each, seed) in enumerate(trainings, 1):
+        name = each.run_name(seed)
+        say(f"[{number}/{len(trainings)}] {name}: training, see {folder / name}.log")
+        try:
+            run = load(train_run(name, each.flags_of(seed), folder, each.launcher))
+            ranks = run.metrics["world_size"]
+            if ranks != each.variant.world_size:
+                raise UsageError(f"--launcher started {ranks} ranks, not {each.variant.world_size}")
+            each.variant.runs.append(run)
+        except (RunError, UsageError) as error:
+            say(f"{name}: {error}")
+            each.variant.judge("not trained", str(error))
     return [each.variant for each in planned]
 
 
@@ -95,7 +93,7 @@ def plan(
         seeds: Number of runs of each variant.
         rest: Flags of train for all variants.
         launcher: Command that starts the ranks. If some variants are on several nodes, it starts the ranks of these
-            only.
+            variants only.
 
     Raises:
         UsageError: If a variant cannot run here, or there is nothing to compare.
@@ -116,23 +114,21 @@ def plan(
         if strategy:
             flags += command_line.strategy_flags(strategy)
         if ranks:
-            nodes, _, each = ranks.rpartition("x")
-            flags += ["--devices", each, *(["--num_nodes", nodes] if nodes else [])]
+            nodes, _, per_node = ranks.rpartition("x")
+            flags += ["--devices", per_node, *(["--num_nodes", nodes] if nodes else [])]
         if parts:
             flags += ["--accumulate", parts]
         run = _resolved(flags, launcher)
         variant = Variant("", run.placement.strategy_name, run.placement.world_size, flags)
         first = run.recipe.seed
         planned.append(Planned(run, variant, range(first, first + seeds)))
-        _resolved(planned[-1].flags_of(first + seeds - 1), launcher)
         variant.command = command("train", *planned[-1].flags_of(first))
     places = [each.run.placement for each in planned]
-    shapes = [(each.strategy_name, each.world_size, each.num_nodes, each.accumulate) for each in places]
-    names = variant_names(shapes)
-    several = any(place.num_nodes > 1 for place in places)
+    names = variant_names([(each.strategy_name, each.world_size, each.num_nodes, each.accumulate) for each in places])
+    several_nodes = any(place.num_nodes > 1 for place in places)
     for each, name in zip(planned, names, strict=True):
         each.variant.name = name
-        if each.run.placement.num_nodes > 1 or not several:
+        if each.run.placement.num_nodes > 1 or not several_nodes:
             each.launcher = launcher
     if len({each.run_name(each.seeds[0]) for each in planned}) < len(planned):
         listed = ", ".join(names)

@@ -93,21 +93,26 @@ def strategy_of(run: Run) -> Strategy | str:
     return strategies.build(run.placement, sum(sizes), max(sizes), run)
 
 
+def state_callbacks(run: Run) -> list[Callback]:
+    """Returns the callbacks that a run needs to compute and to resume as it should, whatever it writes."""
+    made: list[Callback] = [BatchNormStatistics(), Resume()]
+    if run.recipe.ema or run.recipe.swa_from:
+        made.append(Averaging(run.recipe.ema, run.recipe.swa_from))
+    return made
+
+
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     """Returns the callbacks of a run. Raises UsageError if one of --trainer.callbacks cannot be created."""
     recipe = run.recipe
     curves = TrainingCurves(writes_losses=not recipe.only_measures)
-    made: list[Callback] = [BatchNormStatistics(), curves, Divergence(curves)]
+    made: list[Callback] = [curves, Divergence(curves)]
     if issubclass(models.MODELS[recipe.model.name], MixtureOptions):
         made.append(Experts())
     if run.output.log_gradients:
         made.append(GradientLogger())
     if recipe.reduce_on_plateau:
         made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
-    made += [EngineInfo(), Interrupt(), Resume()]
-    if recipe.ema or recipe.swa_from:
-        made.append(Averaging(recipe.ema, recipe.swa_from))
-    made += _given(run.consent.callbacks)
+    made += [EngineInfo(), Interrupt(), *state_callbacks(run), *_given(run.consent.callbacks)]
 
     side, fine_tuning = run.data.image_size, {"trainable": recipe.trainable, "lora": recipe.lora}
     flops = training_flops(recipe.model, run.num_classes, run.micro_batch, side, **fine_tuning)

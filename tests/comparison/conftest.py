@@ -1,4 +1,5 @@
-"""Runs `cifar-zero compare` in the process of the tests, which has its imports. The ranks are new processes."""
+"""Runs `cifar-zero compare` in the process of the tests, which has imported its modules. The ranks are new
+processes."""
 
 from __future__ import annotations
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cifar_zero.comparison import cases, pool
-from cifar_zero.comparison.cases import ROWS, plan_cases
+from cifar_zero.comparison import cases, launches
+from cifar_zero.comparison.cases import ROWS, plan_cases, random_cases
 from cifar_zero.comparison.compare import main
-from cifar_zero.comparison.fuzz import random_cases
-from cifar_zero.comparison.pool import train_cases
-from cifar_zero.comparison.result import PLAIN, Comparison, Variant
+from cifar_zero.comparison.launches import train_cases
+from cifar_zero.comparison.result import PLAIN, Comparison
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.core.errors import UsageError
 from tests.support.helpers import assert_ok, of_test_all, run_program
 
 
@@ -29,13 +26,16 @@ def test_the_cases_are_listed_also_of_a_raw_configuration(
     with pytest.raises(SystemExit, match="0"):
         main()
     lines = capsys.readouterr().out.splitlines()
-    assert {"mine: float32, accumulated, 2 ranks", "deepspeed_stage_3: all parameters sharded, 2 ranks"} <= {*lines}
+    assert "mine: float32, accumulated, 2 ranks" in lines
+    number = lines.index("deepspeed_stage_3: all parameters sharded, 2 ranks")
+    assert lines[number + 1] == "  stage 3: gathering, prefetching and releasing each parameter"
+    assert "train --data.source synthetic" in lines[number + 2]
 
 
 def test_random_placements_are_the_same_each_time():
-    few, more = random_cases(3, 2), random_cases(6, 2)
-    assert few == more[:3]
-    assert len({tuple(case.flags) for case in more}) == 6
+    few, more = random_cases(2, 2), random_cases(4, 2)
+    assert few == more[:2]
+    assert len({tuple(case.flags) for case in more}) == 4
     drawn = [flag for case in more for flag in case.flags if flag.startswith(("--zero.", "--offload."))]
     assert len({*drawn}) > 3
 
@@ -69,12 +69,12 @@ is left out, because it has no such function."""
 @of_test_all
 @pytest.mark.distributed
 def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "TRAININGS", 7)  # the ranks are started again in between
+    monkeypatch.setattr(launches, "TRAININGS", 7)  # the ranks are started again in between
     assert CODE.keys() == {row.name for row in ROWS} - {"frozen layers"}
     wanted = {(f"{row}, 2 ranks", strategy): (name, calls) for row, (strategy, name, calls) in CODE.items()}
     found = [case for case in plan_cases([], 2, quick=False) if (case.row, case.strategy) in wanted]
     assert len(found) == len(CODE)
-    comparison = train_cases(Comparison("", "", {}, PLAIN, found), tmp_path, ("tests.support.counted_calls",))
+    comparison = train_cases(Comparison("", {}, PLAIN, found), tmp_path, "tests.support.counted_calls:train")
     assert comparison.passed, [case.outcome for case in found if not case.passed]
     assert {log.name for log in tmp_path.glob("*.log")} == {"2-ranks-0.log", "2-ranks-7.log"}
     counts = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
@@ -84,25 +84,14 @@ def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeyp
         assert count >= calls * cases.STEPS, (case.name, counted)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 16])
-def test_every_row_trains_on_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch):
-    """The only exceptions are experts on several ranks, which need an even number of ranks."""
+@pytest.mark.parametrize("ranks", [1, 3, 16])
+def test_every_row_and_stage_trains_on_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch):
+    """The only exceptions are experts on several ranks, which need an even number of ranks, and strategies that need a
+    fast disk or a GPU."""
     monkeypatch.setattr("cifar_zero.config.rules.free_memory_bytes", lambda: 2**40)  # whatever this computer has
-    found = {case.row.rpartition(",")[0] for case in plan_cases([], ranks, False) if case.world_size == ranks}
-    expected = {row.name for row in ROWS}
-    assert found == expected - ({"experts, spread"} if ranks % 2 else set())
-
-
-def test_each_stage_of_zero_has_cases():
-    zero = {name for name, spec in STRATEGIES.items() if spec.family == "deepspeed"}
-    found = {case.strategy for case in plan_cases([], 2, True)}
-    assert zero - found <= {"deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload"}
-
-
-def test_no_case_on_the_ranks_that_are_asked_for_is_a_mistake(monkeypatch: pytest.MonkeyPatch):
-    def refused(*arguments: Any) -> Variant:
-        raise UsageError("8 ranks are too many")
-
-    monkeypatch.setattr(cases, "make_case", refused)
-    with pytest.raises(UsageError, match=r"--strategies \w+: no case runs on 8 ranks: 8 ranks are too many"):
-        plan_cases(["deepspeed_stage_2"], 8, quick=True)
+    found = [case for case in plan_cases([], ranks, quick=False) if case.world_size == ranks]
+    rows = {case.row.rpartition(",")[0] for case in found}
+    assert rows == {row.name for row in ROWS} - ({"experts, spread"} if ranks % 2 else set())
+    stages = {name for name, spec in STRATEGIES.items() if spec.family == "deepspeed"}
+    left_out = stages - {case.strategy for case in found}
+    assert left_out <= {"deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload"}

@@ -23,8 +23,8 @@ MODULE += ["--strategies", "ddp", "--devices", "1"]
 @of_test_all
 @pytest.mark.distributed
 def test_today_is_compared_with_yesterday(compared: Callable[..., Any], tmp_path: Path):
-    """The same machine gives bit-identical results. With a fault, the verdict is "different" although the baseline's
-    was not. Another torch is found, although each of its steps equals what plain PyTorch computes."""
+    """The same machine gives bit-identical results. With a fault, the verdict is "different", and the remark names the
+    baseline's verdict. A change of torch is found, although each step still equals what plain PyTorch computes."""
     file = tmp_path / "before.safetensors"
     compared(*CASES, "--save_baseline", file)
     assert file.stat().st_size < 10**6

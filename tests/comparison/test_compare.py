@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cifar_zero.comparison import compare, own_module
-from cifar_zero.comparison.trainings import Planned, plan, prepare
 from cifar_zero.core.errors import RunError, UsageError
 from tests.comparison.made_up import made_up
 from tests.support.helpers import ROOT
@@ -18,38 +16,7 @@ from tests.support.helpers import ROOT
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 SUPPORT = ROOT / "tests" / "support"
-SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
-
-
-@pytest.fixture
-def planned() -> list[Planned]:
-    return plan(["baseline", "ddp"], ["1"], [], 1, SMALL)
-
-
-def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "a.log")
-
-    monkeypatch.setattr(compare, "train_all", full)
-    monkeypatch.setattr(compare, "prepare", lambda planned: None)
-    arguments = Namespace(
-        strategies=["baseline", "ddp"],
-        devices=["1"],
-        accumulate=None,
-        seeds=None,
-        launcher="",
-        trust=False,
-        out=str(tmp_path),
-        name="n",
-    )
-    with pytest.raises(RunError, match=r"No space left on device \(a.log\); the runs are in"):
-        compare.of_trainings(arguments, SMALL)
-
-
-def test_every_variant_is_checked_before_the_first_is_trained(planned: list[Planned]) -> None:
-    planned[1].run.recipe.trainer["limit_train_batch"] = 5
-    with pytest.raises(UsageError, match=r"--trainer.limit_train_batch is not an option .* limit_train_batches"):
-        prepare(planned)
+TWO = "--strategies baseline ddp --devices 1 --data.source synthetic --accelerator cpu --batch_size 16"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
@@ -57,7 +24,16 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return compare.main()
 
 
-TWO = "--strategies baseline ddp"
+def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "a.log")
+
+    monkeypatch.setattr(compare, "train_variants", full)
+    monkeypatch.setattr(compare, "prepare", lambda planned: None)
+    with pytest.raises(RunError, match=r"No space left on device \(a.log\); the runs are in"):
+        run(monkeypatch, *TWO.split(), "--out", str(tmp_path))
+
+
 MODULE = f"--module {SUPPORT / 'own_code.py'}:Digits --datamodule {SUPPORT / 'own_code.py'}:DigitsData"
 RESUMED = f"{MODULE} --strategies deepspeed_stage_2 --devices 2 --accumulate 4 --max_steps 6 --resume_at"
 SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
@@ -72,20 +48,24 @@ SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
         (f"{TWO} --datamodule data.py:Data", "--datamodule works only with --module"),
         (f"{TWO} --resume_under deepspeed_stage_3", "--resume_under works only with --resume_at: add --resume_at"),
         (f"{TWO} --rename a=b", "--rename works only with --script"),
+        (f"{TWO} --trainer.limit_train_batch 5", "--trainer.limit_train_batch is not an option of Lightning's Trainer"),
         ("--acceptance --min_accuracy 0.5", "--min_accuracy does not work with --acceptance"),
         ("--acceptance --save_baseline nowhere/before", "--save_baseline nowhere/before: its directory does not exist"),
         ("--acceptance --max_steps 5", "--acceptance trains cases of its own"),
         ("--acceptance --strategies deepspeed_stage_9 ddp", "deepspeed_stage_9"),
         ("--acceptance --strategies nowhere.json", "nowhere.json cannot be read"),
+        ("--acceptance --strategies auto", "--strategies auto cannot be compared: name the strategy that cifar-zero"),
         ("--acceptance --fuzz 3 --quick", "--fuzz draws strategies and recipes at random: leave out --strategies"),
         (MODULE.split(" --datamodule")[0], "no train_dataloader: name its data with --datamodule FILE.py:NAME"),
         (f"{MODULE} --module.lr fast", "--module.lr: expected float, not fast"),
         (f"{MODULE} --module.foo 3", "choose from lr, "),
+        ("--acceptance --strategies pipeline --devices 2", "--strategies pipeline: no case runs on 2 ranks: "),
         (f"{MODULE} --batch_size 4", "--batch_size does not work with --module"),
         (f"{MODULE} --strategies pipeline", "splits only the built-in vit_* models"),
         (f"{RESUMED} 6", "--resume_at 6 must be from 1 to 5"),
         (f"{RESUMED} 3 --resume_devices 3", "--resume_devices 3 does not divide the micro-batches of a step"),
         (f"{RESUMED} 3 --resume_under deepspeed_stage_7", "deepspeed_stage_7"),
+        (f"{RESUMED} 3 --resume_under deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_offload_nvme"),
         (f"{SCRIPT} --acceptance", "leave out --acceptance"),
         (f"{SCRIPT} --own_data", "--own_data works only with --module"),
         (f"{SCRIPT} --rename a", "--rename a: give OLD=NEW"),
@@ -98,7 +78,8 @@ def test_a_mistake_is_refused_before_anything_is_trained(
     flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "load", lambda run: made_up(folder=str(run), seed=len(str(run))))
-    monkeypatch.setattr(own_module, "train_cases", lambda *arguments, **options: pytest.fail("it was trained"))
+    for module, function in ((own_module, "train_cases"), (compare, "train_variants")):
+        monkeypatch.setattr(module, function, lambda *arguments, **options: pytest.fail("it was trained"))
     with pytest.raises(UsageError, match=re.escape(expected)):
         run(monkeypatch, *flags.split())
 
@@ -117,7 +98,7 @@ def test_the_verdicts_are_kept_if_the_report_fails(
         raise OSError("no fonts")
 
     monkeypatch.setattr(compare, "load", lambda run: made_up(strategy=str(run), folder=str(run)))
-    monkeypatch.setattr("cifar_zero.comparison.verdicts._weights", lambda *arguments: {})
+    monkeypatch.setattr("cifar_zero.comparison.finished_runs._weights", lambda *arguments: {})
     monkeypatch.setattr("cifar_zero.comparison.page.write_page", broken)
     with pytest.raises(OSError, match="no fonts"):
         run(monkeypatch, "--runs", "baseline", "ddp", "--out", str(tmp_path), "--junit", str(tmp_path / "compare.xml"))

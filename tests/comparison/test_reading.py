@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,35 +20,36 @@ WHOLE: dict[str, str] = {
 }
 
 
-def folder(path: Path, **changes: Any) -> Path:
-    """Writes a run folder. `changes` replaces files by name, with __ for a dot."""
-    for name, text in {**WHOLE, **{name.replace("__", "."): text for name, text in changes.items()}}.items():
-        (path / name).write_text(text)
-    return path
+def write_run(folder: Path, changes: dict[str, str] | None = None) -> Path:
+    """Writes the files of a run, with the texts of `changes` by name, and returns the folder."""
+    for name, text in {**WHOLE, **(changes or {})}.items():
+        (folder / name).write_text(text)
+    return folder
 
 
 def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
-    run = load(folder(tmp_path))
+    run = load(write_run(tmp_path))
     assert (run.losses.values, run.check) == ([2.5, 1.25], None)
     assert (run.settings["model"], run.settings["optimizer.lr"]) == ("net", 0.1)
-    assert load(folder(tmp_path, step_check__json='{"used": 0.5}')).check == {"used": 0.5}
+    assert load(write_run(tmp_path, {"step_check.json": '{"used": 0.5}'})).check == {"used": 0.5}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"losses__csv": "step,loss\n1,2.5\n2,1.2"}, "cut off"),
-        ({"losses__csv": "step,loss\n1,2.5\n2\n"}, "cannot be read"),
-        ({"losses__csv": "time,loss\n1,2.5\n"}, "'step' is missing"),
-        ({"config__yaml": ""}, "cannot be read"),
-        ({"metrics__json": "{}"}, "'seed' is missing"),
-        ({"metrics__json": '{"seed"'}, "is not JSON"),
-        ({"events__out__tfevents__1": ""}, "cannot be read"),
+        ({"losses.csv": "step,loss\n1,2.5\n2,1.2"}, "cut off"),
+        ({"losses.csv": "step,loss\n1,2.5\n2\n"}, "cannot be read"),
+        ({"losses.csv": "time,loss\n1,2.5\n"}, "'step' is missing"),
+        ({"losses.csv": "step,loss\n"}, "losses.csv has no losses"),
+        ({"config.yaml": ""}, "cannot be read"),
+        ({"metrics.json": "{}"}, "'seed' is missing"),
+        ({"metrics.json": '{"seed"'}, "is not JSON"),
+        ({"events.out.tfevents.1": ""}, "cannot be read"),
     ],
 )
 def test_a_damaged_file_is_reported_in_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as refused:
-        load(folder(tmp_path, **changes))
+        load(write_run(tmp_path, changes))
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
@@ -57,7 +57,7 @@ def test_a_damaged_file_is_reported_in_one_line(tmp_path: Path, changes: dict[st
 def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run folder"):
         load(tmp_path)
-    folder(tmp_path)
+    write_run(tmp_path)
     (tmp_path / "metrics.json").unlink()
     with pytest.raises(UsageError, match=r"has no metrics\.json, because the run has not finished"):
         load(tmp_path)
@@ -83,5 +83,6 @@ def test_a_repeated_run_is_a_separate_variant() -> None:
 
 
 def test_runs_that_differ_only_in_an_option_without_effect_on_the_maths_are_variants() -> None:
-    compiled = made_up(folder="version_1", settings={"data": {"source": "digits", "root": "data", "loader": "torch"}})
-    assert [variant.name for variant in grouped([made_up(), compiled])] == ["baseline", "baseline (version_1)"]
+    options = {"data": {"source": "digits", "root": "data", "loader": "torch"}}
+    variants = grouped([made_up(), made_up(folder="version_1", seed=1, settings=options)])
+    assert [variant.name for variant in variants] == ["baseline", "baseline (version_1)"]

@@ -1,10 +1,10 @@
-"""Tests what is on the page of a report, and that parts that a made-up comparison lacks do not break it."""
+"""Tests the page of a report, its plots and its tables, also for comparisons that lack some of their parts."""
 
-from html.parser import HTMLParser
+import re
 from pathlib import Path
 
 import numpy as np
-import pytest
+from markupsafe import escape
 
 from cifar_zero.comparison.page import loss_plot, write_page
 from cifar_zero.comparison.report import MEMORY, SPEED, figures, settings
@@ -48,24 +48,6 @@ def failed(name: str) -> Variant:
     return Variant(name, name, 2, command=command, kind="not trained", remark="error: <no> GPU")
 
 
-class Page(HTMLParser):
-    """Collects what a browser would load and what it would show."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.asked_for: list[str] = []
-        self.shown: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.asked_for += [value or "" for name, value in attrs if name in ("src", "srcset", "href", "data", "poster")]
-
-    def handle_data(self, data: str) -> None:
-        self.shown.append(data)
-
-
 def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
     differing = {NASTY: {"baseline": "1", NASTY: "2"}}
     nasty = trained(NASTY)
@@ -73,29 +55,16 @@ def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
     write_page(whole, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"report.html", "losses.png", "accuracy.png"}
     text = (tmp_path / "report.html").read_text()
-    page = Page(text)
-    assert len(page.asked_for) == 2
-    assert all(address.startswith("data:image/png;base64,") for address in page.asked_for)
-    assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
-    assert "url(" not in text
-    assert "@import" not in text
-    assert NASTY in page.shown
-    assert any("<no> GPU" in part for part in page.shown)
-    assert "Bounds & all." in page.shown
+    assert re.findall(r'(?:src|srcset|href|data|poster)="(.{22})', text) == ["data:image/png;base64,"] * 2
+    assert not re.search(r"<(?:script|link|iframe|object|base)\b|url\(|@import", text)
+    for shown in (NASTY, "error: <no> GPU", "Bounds & all."):
+        assert escape(shown) in text
 
 
-@pytest.mark.parametrize(
-    ("others", "sentence"),
-    [
-        ([("ddp", "bit-identical"), ("fsdp2", "within rounding")],
-         "2 of 2 agree with baseline: 1 bit-identical, 1 within rounding"),
-        ([("ddp", "different"), ("fsdp2", "bit-identical")],
-         "1 of 2 agree with baseline: 1 bit-identical, 1 different"),
-        ([("ddp", "not trained")], "0 of 1 agree with baseline: 1 not trained"),
-    ],
-)  # fmt: skip
-def test_headline(others: list[tuple[str, VerdictKind]], sentence: str):
-    assert comparison(*(trained(name, kind) for name, kind in others)).headline == sentence
+def test_the_headline_counts_each_kind_of_verdict():
+    others = trained("ddp"), trained("fsdp2", "within rounding"), trained("zero", "different"), failed("fsdp")
+    counts = "1 bit-identical, 1 within rounding, 1 different, 1 not trained"
+    assert comparison(*others).headline == f"2 of 4 agree with baseline: {counts}"
 
 
 def test_an_accuracy_that_is_too_low_fails():
@@ -107,13 +76,13 @@ def test_an_accuracy_that_is_too_low_fails():
     variants.require(0.5)
     kinds = [variant.kind for variant in variants.variants]
     assert kinds == ["too inaccurate", "too inaccurate", "different"], "what differs is not hidden"
-    assert variants.variants[1].outcome == ("↓ too inaccurate: accuracy 10.14% is less than --min_accuracy 50.00%")
+    assert variants.variants[1].outcome == "↓ too inaccurate: accuracy 10.14% is less than --min_accuracy 50.00%"
     untested = comparison(trained("ddp"))
     untested.require(0.5)
     assert untested.variants[1].remark == "the run lacks the test accuracy that --min_accuracy needs"
 
 
-def test_a_flat_loss_is_said():
+def test_the_headline_names_a_loss_that_did_not_fall():
     flat = comparison(trained("ddp"))
     for variant in flat.variants:
         variant.runs[0].losses.values[:] = [2.303 - 0.0001 * step for step in variant.runs[0].losses.steps]
@@ -125,7 +94,7 @@ def test_a_flat_loss_is_said():
 def test_an_acceptance_begins_with_a_table_whose_cells_lead_to_their_numbers(tmp_path: Path):
     cases = [Variant("ddp: float32", "ddp", 2, kind="bit-identical", row="float32")]
     cases.append(Variant("fsdp2: float32", "fsdp2", 2, kind="different", remark="step 1: ...", row="float32"))
-    write_page(Comparison("acceptance", "", {}, "plain PyTorch", cases), tmp_path)
+    write_page(Comparison("acceptance", {}, "plain PyTorch", cases), tmp_path)
     text = (tmp_path / "report.html").read_text()
     assert 'href="#case-1" title="≠ different: step 1: ...">≠</a>' in text
     assert '<tr id="case-1">' in text
@@ -147,7 +116,6 @@ def test_losses_are_drawn_up_to_the_first_nan():
     diverged = trained("ddp", "different", off=1.0)
     diverged.runs[0].losses.values[10:] = [float("inf"), float("nan")] * 10
     figure = loss_plot(comparison(diverged))
-    assert figure is not None
     assert figure.axes[0].get_ylim()[1] < 4
 
 
@@ -155,7 +123,6 @@ def test_the_second_panel_has_the_difference_of_each_seed_and_gaps_where_there_i
     other = trained("ddp", "different", seeds=2, off=0.25)
     other.runs[1].losses.values[-1] += 1.0
     figure = loss_plot(comparison(other, trained("fsdp2", seeds=2)))
-    assert figure is not None
     above, below = figure.axes
     assert len(above.lines) == 6 + 4, "a line for each run, and dashes over those that are not the reference's"
     one, two = (np.asarray(line.get_ydata(), dtype=float) for line in below.lines)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cifar_zero.comparison.trainings import plan, train_all, train_run
+from cifar_zero.comparison.trainings import plan, train_run, train_variants
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training import run_process
 from tests.support.helpers import has_ended, wait_until
@@ -36,15 +35,11 @@ def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
 
 def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     file = "cifar_zero/config/deepspeed_examples.json"
-    baseline, theirs = (variant.run for variant in plan(["baseline", file], ["2"], [], 1, SMALL))
+    baseline, theirs = (each.run for each in plan(["baseline", file], ["2"], [], 1, SMALL))
     assert (baseline.placement.ds_config, theirs.placement.ds_config) == ("", file)
-    assert baseline.recipe.batch_size == 16
-    assert (
-        baseline.recipe.optimizer,
-        baseline.recipe.schedule,
-        baseline.recipe.gradient_clip_val,
-        baseline.placement.precision,
-    ) == (*(theirs.recipe.optimizer, theirs.recipe.schedule, 1.0, "bf16-mixed"),)
+    assert baseline.recipe == theirs.recipe
+    recipe, precision = baseline.recipe, baseline.placement.precision
+    assert (recipe.batch_size, recipe.gradient_clip_val, precision) == (16, 1.0, "bf16-mixed")
     with pytest.raises(UsageError, match=r"--gradient_clip_val 2.0 is not the file's 1.0"):
         plan(["baseline", file], ["2"], [], 1, [*SMALL, "--gradient_clip_val", "2"])
 
@@ -73,7 +68,6 @@ def test_two_variants_never_share_a_folder(tmp_path: Path) -> None:
         (["baseline", "deepspeed_stage_3_superoffload"], [], [], "needs a CUDA GPU"),
         ([], ["1", "3"], [], "no whole micro-batch"),
         (["baseline", "ddp"], [], ["--resume", "last"], "leave out --resume"),
-        ([], ["1", "01"], [], "would share a folder"),
     ],
 )
 def test_a_mistake_is_reported_before_anything_runs(
@@ -83,46 +77,39 @@ def test_a_mistake_is_reported_before_anything_runs(
         plan(strategies, devices, [], 1, [*SMALL, *rest])
 
 
-PROGRAM = "import signal, sys, time; print('error: the first'); {what}"
-
-
 @pytest.fixture
-def run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Returns a function that runs a program as the run `a`. The program is given as its source, and becomes a module
-    of the test's directory."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-
-    def run(code: str) -> Path:
-        (tmp_path / "modules").mkdir()
-        (tmp_path / "modules" / "program_of_a_test.py").write_text(code)
-        monkeypatch.setattr(run_process, "TRAIN", ("program_of_a_test",))
-        return train_run("a", [], tmp_path)
-
-    return run
+def replace_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """Returns a function that replaces the program `train` by another one, which is given as its source."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(run_process, "TRAIN", ("program_of_a_test",))
+    return (tmp_path / "program_of_a_test.py").write_text
 
 
-def test_a_failed_run_is_reported_with_its_last_error(run_code: Callable[[str], Path]) -> None:
-    what = "print('error: the last', file=sys.stderr); print('more'); sys.exit(1)"
-    with pytest.raises(RunError, match=r"^the last$"):
-        run_code(PROGRAM.format(what=what))
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import sys; print('error: the first\\nerror: the last\\nmore', file=sys.stderr); sys.exit(1)", "the last"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL"),
+    ],
+)
+def test_a_failed_run_is_reported_with_its_last_error_or_its_signal(
+    code: str, error: str, replace_train: Callable[[str], int], tmp_path: Path
+) -> None:
+    replace_train(code)
+    with pytest.raises(RunError, match=f"^{error}$"):
+        train_run("a", [], tmp_path)
 
 
 def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     planned = plan(["baseline", "ddp"], ["1"], [], 1, [*SMALL, "--max_steps", "1"])
     planned[0].variant.flags += ["--optimizer.lr", "fast"]
-    variants = train_all(planned, tmp_path)
+    variants = train_variants(planned, tmp_path)
     assert [variant.kind for variant in variants] == ["not trained", "not judged"]
     assert "--optimizer.lr" in variants[0].remark
     assert [len(variant.runs) for variant in variants] == [0, 1]
     said = capfd.readouterr().err
     assert "[1/2] baseline: training, see " in said
     assert f"baseline: {variants[0].remark}" in said
-
-
-def test_a_run_without_an_error_line_is_reported_by_its_signal(run_code: Callable[[str], Path]) -> None:
-    what = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    with pytest.raises(RunError, match=r"^signal SIGKILL$"):
-        run_code(what)
 
 
 RANKS = """
@@ -140,24 +127,27 @@ the ranks directly."""
 
 @pytest.mark.parametrize("impatient", [False, True], ids=["once", "twice"])
 def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
-    impatient: bool, run_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    impatient: bool, replace_train: Callable[[str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = subprocess.Popen.wait
+    wait, log = subprocess.Popen.wait, tmp_path / "a.log"
 
-    def interrupt(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is None and self.poll() is None:
-            while (tmp_path / "a.log").read_text().count("\n") < 3:
-                time.sleep(0.02)
+    def interrupted(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is not None:  # the time to save a checkpoint
             raise KeyboardInterrupt
-        if impatient and timeout is not None:
-            raise KeyboardInterrupt
-        return wait(self, timeout)
+        return wait(self)
 
+    def start_and_interrupt() -> None:
+        with run_process.start(run_process.TRAIN, [], log):
+            wait_until(lambda: log.read_text().count("\n") == 3)
+            raise KeyboardInterrupt
+
+    replace_train(RANKS)
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess.Popen, "wait", interrupt)
+        if impatient:
+            patch.setattr(subprocess.Popen, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run_code(RANKS)
-    words = (tmp_path / "a.log").read_text().split()
+            start_and_interrupt()
+    words = log.read_text().split()
     assert impatient or "saved" in words
     stubborn = next(int(word) for word in words if word.isdigit())
     wait_until(lambda: has_ended(stubborn))
@@ -166,6 +156,6 @@ def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
 def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of the same name in the user's directory is not imported."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "checks.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
+    (tmp_path / "cifar_zero.py").write_text("print('error: the wrong one'); raise SystemExit(3)")
     with pytest.raises(RunError, match="--devices"):
         train_run("a", ["--devices", "none"], tmp_path)

@@ -1,10 +1,9 @@
-"""Trains a file of jobs as the ranks of `compare --acceptance` do, and counts how often each training calls each of
-FUNCTIONS. Rank 0 appends a line of JSON for each training to calls.jsonl in the folder of the jobs."""
+"""Trains cases as the ranks of `compare --acceptance` do, and counts how often each training calls each of FUNCTIONS.
+Rank 0 appends a line of JSON for each training to calls.jsonl in the folder of the comparison."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from functools import wraps
 from pathlib import Path
@@ -12,7 +11,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 from cifar_zero.comparison import jobs
-from cifar_zero.comparison.pool import train_jobs
 from cifar_zero.launch import rank_environment
 from cifar_zero.step_check.callback import StepCheck
 
@@ -33,21 +31,25 @@ FUNCTIONS = (
 )
 
 
-def counted(name: str, calls: Counter[str]) -> None:
-    """Replaces a function by one that counts its calls in `calls`."""
+CALLS: Counter[str] = Counter()
+
+
+def count_calls(name: str) -> None:
+    """Replaces a function by one that counts its calls in CALLS."""
     place, _, attribute = name.replace(":", ".", 1).rpartition(".")
     owner: Any = resolve_name(place)
     function = getattr(owner, attribute)
 
     @wraps(function)
     def counting(*arguments: Any, **options: Any) -> Any:
-        calls[name] += 1
+        CALLS[name] += 1
         return function(*arguments, **options)
 
     setattr(owner, attribute, counting)
 
 
-CALLS: Counter[str] = Counter()
+for function in FUNCTIONS:
+    count_calls(function)
 
 
 def train(flags: list[str], folder: Path, check: StepCheck) -> None:
@@ -58,13 +60,3 @@ def train(flags: list[str], folder: Path, check: StepCheck) -> None:
     if rank == 0:
         with (folder / "calls.jsonl").open("a") as file:
             file.write(json.dumps(CALLS) + "\n")
-
-
-def main() -> int:
-    for name in FUNCTIONS:
-        counted(name, CALLS)
-    return train_jobs(Path(sys.argv[1]), "__main__:train")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

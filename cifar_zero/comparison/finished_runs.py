@@ -1,9 +1,8 @@
-"""Builds a comparison from its variants, with the figures of all seeds, the recipe, the differences and the
-verdicts."""
+"""Judges finished runs of `train`, and builds a comparison with their figures, recipe, differences and verdicts. The
+cases of --acceptance, --module and --script are judged by their step checks instead."""
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -21,11 +20,11 @@ RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size"
 Weights = Mapping[str, Tensor]  # tensors by the names of the plain model's state_dict, including buffers
 
 
-def summarize(variants: list[Variant], command: str, trust: bool = False) -> Comparison:
+def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
     """Returns the comparison of the variants, with their figures and verdicts. The first variant is the reference. With
     `trust`, checkpoints that could run code are loaded too."""
     reference = variants[0]
-    comparison = Comparison("", command, {}, reference.name, variants, differences=differences(variants))
+    comparison = Comparison("", {}, reference.name, variants, differences=differences(variants))
     if reference.runs:
         run = reference.runs[0]
         about, settings = run.metrics, shared(run)
@@ -48,14 +47,14 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
     weights equal the reference's. Otherwise the step check decides. Sets the variant's `check` and `drift`."""
     reference = comparison.variants[0]
     checks = [run.check or UNCHECKED for run in variant.runs]
-    worst = max(checks, key=lambda check: (OUTCOMES.index(check["outcome"]), check["used"]))
+    worst = max(checks, key=lambda check: (OUTCOMES.index(check["outcome"]), check["used"] or 0.0))  # JSON has no inf
     variant.check = worst
     if worst["outcome"] == "different":
         return "different", worst["text"]
     if variant is reference:
         return "reference", worst["text"]
-    if other := hindering(comparison.differences, reference.name, variant.name):
-        return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(other)})"
+    if settings := hindering(comparison.differences, reference.name, variant.name):
+        return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(settings)})"
     if reference.kind == "not trained":
         return "not judged", "the reference did not train"
     seeds = reference.by_seed.keys() & variant.by_seed.keys()
@@ -63,12 +62,12 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
         return "not judged", "no seed in common with the reference"
     drifts = []
     for seed in seeds:
-        ours, theirs = reference.by_seed[seed], variant.by_seed[seed]
-        one, other = ours.losses.values[:1], theirs.losses.values[:1]
-        if one and other and not math.isclose(one[0], other[0], rel_tol=FIRST_LOSS):
-            found = f"the first loss is {other[0]:.4g}, but {one[0]:.4g} in the reference: images or weights differ"
+        one, other = reference.by_seed[seed], variant.by_seed[seed]
+        expected, first = one.losses.values[0], other.losses.values[0]
+        if not math.isclose(expected, first, rel_tol=FIRST_LOSS):
+            found = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
             return "different", found
-        drifts.append(_drift(ours, theirs, trust, comparison.notes))
+        drifts.append(_drift(one, other, trust, comparison.notes))
     variant.drift = max(drifts, key=len)
     if not any(drifts):
         return "bit-identical", "losses and weights equal the reference's"
@@ -88,39 +87,36 @@ OUTCOMES = ("bit-identical", "within rounding", "not judged", "different")
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
-    """Returns a text on how far a run's losses and last weights are from the reference's. It is empty if they are equal
-    bit by bit."""
-    ours, theirs = reference.losses.by_step, other.losses.by_step
+    """Describes how far the losses and the last weights of a run are from the reference's. Returns an empty text if
+    they are equal bit by bit."""
+    expected, steps = reference.losses.steps, other.losses.steps
     parts = []
-    if ours.keys() != theirs.keys():
-        parts.append(f"{len(ours):,} steps in the reference, but {len(theirs):,} in the variant")
-    unequal = [step for step in ours if step in theirs and ours[step] != theirs[step]]
+    if expected != steps:
+        parts.append(f"{len(expected):,} steps in the reference, but {len(steps):,} in the variant")
+    differences = reference.losses.difference(other.losses).by_step
+    unequal = [step for step, difference in differences.items() if difference]
     if unequal:
         last = unequal[-1]
-        parts.append(
-            f"losses differ from step {unequal[0]:,} on, by {abs(ours[last] - theirs[last]):.1e} at step {last:,}"
-        )
+        parts.append(f"losses differ from step {unequal[0]:,} on, by {differences[last]:.1e} at step {last:,}")
     one, two = _weights(reference, trust, notes), _weights(other, trust, notes)
     if one is None or two is None:
         parts.append("weights were not compared")
     elif one.keys() != two.keys() or any(one[name].shape != two[name].shape for name in one):
         parts.append("weights have other names or shapes")
     else:
-        furthest = max((_furthest(one[name], two[name]) for name in one), default=0.0)
-        equal = all(torch.equal(one[name], two[name]) for name in one)
-        parts += [] if equal else [f"weights differ by up to {furthest:.1e}"]
+        names = [name for name in one if not torch.equal(one[name], two[name])]
+        if names:
+            furthest = max(float((one[name].double() - two[name].double()).abs().max()) for name in names)
+            parts.append(f"weights differ by up to {furthest:.1e}")
     return "; ".join(parts)
-
-
-def _furthest(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
 
 
 def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
     """Returns the weights of a run's last checkpoint, not their average by --ema. If they cannot be read, adds a note
     and returns None."""
     try:
-        if not (checkpoint := last_checkpoint(run)).exists():
+        checkpoint = last_checkpoint(run)
+        if not checkpoint.exists():
             raise UsageError(f"{run.folder} has no checkpoint of its last step")
         return net_weights(read(checkpoint, trust), averaged=False)
     except UsageError as error:
@@ -135,7 +131,7 @@ def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
     for run in runs:
         for key, value in run.metrics.items():
             values = value if isinstance(value, list) else [value]
-            numbers = [float(each) for each in values if isinstance(each, Real) and not isinstance(each, bool)]
+            numbers = [float(each) for each in values if type(each) in (int, float)]
             if numbers:
                 found.setdefault(key, []).append(max(numbers))
     return found

@@ -1,11 +1,12 @@
-"""Trains all cases with the same number of ranks in one launch, and reads their verdicts. Importing this module does
-not import torch, which the ranks import meanwhile."""
+"""Starts the ranks that train the cases of a comparison, and reads the verdicts that they write. All cases with the
+same number of ranks share one launch. Importing this module does not import torch, which the ranks import meanwhile."""
 
 import json
 import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cifar_zero.comparison.result import Comparison, Variant
-from cifar_zero.comparison.resuming import FOLDER
+from cifar_zero.comparison.resuming import SAVED
 from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, gpu_versions, this_computer, versions
 from cifar_zero.launch import local_launcher, rank_environment
@@ -25,44 +26,32 @@ TRAININGS = 500
 random placements left 0.36 MB in a rank, because torch and DeepSpeed keep process groups, and with them modules (torch
 2.15, DeepSpeed 0.19.8)."""
 
-TRAIN_JOBS = "train-jobs"
-"""First argument of `cifar-zero compare` in the processes that train jobs. A function and a file of jobs follow."""
+WORKER = "train-jobs"
+"""First argument of `cifar-zero compare` in a process that `_launch` starts. The path of its jobs follows."""
 
 
-def program_of(train: str) -> tuple[str, ...]:
-    """Returns the program that trains a file of jobs, without the file (see `run_process.start`). `train` is the
-    function MODULE:NAME that trains a job (see `jobs.Train`)."""
-    return ("cifar_zero", "compare", TRAIN_JOBS, train)
-
-
-def train_jobs(file: Path, train: str) -> int:
-    """Trains all jobs of a file in the same ranks and returns the exit code. Several ranks are started once for all
-    jobs, because starting them takes seconds.
-
-    Args:
-        file: JSON with the number of ranks, a mapping from the path of each job's verdict to the job's flags, and
-            whether to keep the sketches that the jobs write.
-        train: MODULE:NAME of the function that trains a job, see `jobs.Train`.
-    """
+def run_worker(file: Path) -> int:
+    """Trains all jobs of a file, see `jobs.train_jobs`, and returns the exit code. Several ranks are started once for
+    all jobs, because starting them takes seconds."""
     work = json.loads(file.read_text())
     if work["ranks"] > 1 and not rank_environment.is_rank():
         return local_launcher.run_ranks(work["ranks"], on_cpu=gpu_count() == 0)
-    from cifar_zero.comparison.jobs import train_all
+    from cifar_zero.comparison.jobs import train_jobs
 
-    train_all(work["jobs"], resolve_name(train), file.parent, work["sketches"])
+    train_jobs(work["jobs"], resolve_name(work["train"]), file.parent, work["sketches"])
     return 0
 
 
-def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of_user: bool = False) -> Comparison:
-    """Trains the variants of a comparison, sets their verdicts, and returns the comparison. Reads and writes the
-    baselines that it names. After Ctrl-C, only the finished variants have verdicts.
+def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool = False) -> Comparison:
+    """Trains the cases of a comparison, sets their verdicts, and returns the comparison. Reads and writes the baselines
+    that it names. After Ctrl-C, only the finished cases have verdicts.
 
     Args:
-        comparison: Its variants are trained phase by phase. Within a phase, the launches for different numbers of ranks
-            run at the same time.
+        comparison: Its variants are the cases to train. Cases that continue a saved training come last, in new
+            processes. Launches for different numbers of ranks run at the same time.
         folder: Receives the logs.
-        program: Trains a file of jobs, see `train_jobs`.
-        of_user: Whether the module is a user's. If its first variant is refused, all others would be refused too.
+        train: MODULE:NAME of the function that trains a case, see `jobs.Train`.
+        of_user: Whether a user's module is trained. If its first case is refused, all others would be refused too.
 
     Raises:
         UsageError: If the first training of a user's module is refused, or the baseline has none of these cases.
@@ -82,17 +71,18 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
     with Progress(*columns, TextColumn("left"), console=Console(stderr=True)) as progress:
         task = progress.add_task("trainings", total=len(cases))
         try:
-            for phase in sorted({case.phase for case in cases}):
+            for continued in (False, True):
                 groups: dict[int, list[Variant]] = {}
                 for case in cases:
-                    if case.phase == phase:
+                    if case.continues == continued:
                         groups.setdefault(case.world_size, []).append(case)
                 refusing = cases[0] if of_user else None
-                for _ in _in_turn([_train(group, folder, program, refusing, sketches) for group in groups.values()]):
-                    progress.advance(task)
+                launches = [_launch(group, folder, train, refusing, sketches) for group in groups.values()]
+                for finished in _in_turn(launches):
+                    progress.advance(task, finished)
         except Stopped as stop:
             comparison.stopped_by = stop.number
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    shutil.rmtree(folder / SAVED, ignore_errors=True)
     device = cpu_name()
     libraries = {name: str(version) for name, version in versions().items()}
     if gpu_count():
@@ -110,28 +100,26 @@ def train_cases(comparison: Comparison, folder: Path, program: Sequence[str], of
     return comparison
 
 
-def _in_turn(groups: Sequence[Generator[Variant | None]]) -> Iterator[Variant]:
-    """Yields the cases that groups of ranks have trained. The groups run at the same time, because one trains while
-    another one starts."""
+def _in_turn(launches: Sequence[Generator[int]]) -> Iterator[int]:
+    """Runs several launches at the same time, because one trains while another one starts. Yields what they yield."""
     with ExitStack() as stack:
-        running = [stack.enter_context(closing(group)) for group in groups]
+        running = [stack.enter_context(closing(launch)) for launch in launches]
         while running:
-            for group in [*running]:
-                try:
-                    case = next(group)
-                except StopIteration:
-                    running.remove(group)
-                    continue
-                if case is not None:
-                    yield case
+            for launch in [*running]:
+                finished = next(launch, None)
+                if finished is None:
+                    running.remove(launch)
+                else:
+                    yield finished
             time.sleep(run_process.POLL_SECONDS)
 
 
-def _train(
-    cases: Sequence[Variant], folder: Path, program: Sequence[str], refusing: Variant | None, sketches: bool
-) -> Generator[Variant | None]:
-    """Trains cases that have the same number of ranks, and sets their verdicts and times. Yields each case that was
-    trained, and None while a case is being trained. The first case's time includes the start of the ranks.
+def _launch(
+    cases: Sequence[Variant], folder: Path, train: str, refusing: Variant | None, sketches: bool
+) -> Generator[int]:
+    """Starts ranks that train cases with this number of ranks, and sets the verdicts and times of the cases. Yields 1
+    for each case that was trained, and 0 while a case is being trained. The first case's time includes the start of the
+    ranks.
 
     The ranks are started again after TRAININGS trainings, and after each training that failed. Raises UsageError if the
     case `refusing` is refused.
@@ -139,19 +127,18 @@ def _train(
     ranks, todo = cases[0].world_size, [*cases]
     while todo:
         name = f"{ranks}-ranks-{len(cases) - len(todo)}"
-        if cases[0].phase:
+        if cases[0].continues:
             name = f"resumed-{name}"
         log, file = folder / f"{name}.log", folder / f"{name}.json"
-        together = todo[:TRAININGS]
-        verdicts = [folder / f"{name}-case-{number}.json" for number in range(len(together))]
-        jobs = {str(verdict): [*case.resume, *case.flags] for verdict, case in zip(verdicts, together, strict=True)}
-        file.write_text(json.dumps({"ranks": ranks, "jobs": jobs, "sketches": sketches}))
+        jobs = {folder / f"{name}-case-{number}.json": case for number, case in enumerate(todo[:TRAININGS])}
+        described = {str(verdict): asdict(case) for verdict, case in jobs.items()}
+        file.write_text(json.dumps({"ranks": ranks, "train": train, "jobs": described, "sketches": sketches}))
         began = time.monotonic()
-        with run_process.start(program, [str(file)], log) as child:
-            for verdict in verdicts:
+        with run_process.start(("cifar_zero", "compare", WORKER), [str(file)], log) as child:
+            for verdict, case in jobs.items():
                 while not verdict.exists() and child.poll() is None:
-                    yield None
-                case = todo.pop(0)
+                    yield 0
+                todo.pop(0)
                 case.seconds, began = time.monotonic() - began, time.monotonic()
                 if not verdict.exists():
                     error = run_process.failure(log, child.wait())
@@ -161,4 +148,4 @@ def _train(
                     break
                 case.check = json.loads(verdict.read_text())
                 case.judge(case.check["outcome"], case.check["text"])
-                yield case
+                yield 1

@@ -1,0 +1,131 @@
+"""Tests the verdicts on finished runs, the settings in which runs differ, JUnit XML and comparison.json."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cifar_zero.comparison import finished_runs
+from cifar_zero.comparison.finished_runs import summarize
+from cifar_zero.comparison.reading import differences
+from cifar_zero.comparison.report import write_comparison, write_junit
+from cifar_zero.comparison.result import GOOD, Comparison, FinishedRun, Variant
+from tests.comparison.made_up import made_up
+
+AGREES = {"outcome": "within rounding", "used": 0.1, "text": "20 steps checked"}
+DIFFERS = {"outcome": "different", "used": 9.0, "text": "step 2: gradient of net.fc1.weight off by 20 %"}
+INFINITELY = {"outcome": "different", "used": None, "text": "step 1: weight of net.fc1.weight off by 1 %"}
+BLUNT = {"outcome": "not judged", "used": 0.2, "text": "only 90 % could be judged"}
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the reading of weights, because made-up runs have none."""
+    monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: {})
+
+
+def variant(name: str, *runs: FinishedRun, error: str = "") -> Variant:
+    made = Variant(name, name, 2, command=f"train.py --strategy {name}", runs=list(runs))
+    if error:
+        made.judge("not trained", error)
+    return made
+
+
+def compared(*others: Variant) -> Comparison:
+    reference = variant("baseline", made_up(seed=0), made_up(seed=1))
+    return summarize([reference, *others])
+
+
+@pytest.mark.parametrize(
+    ("runs", "kind", "remark"),
+    [
+        ([made_up(), made_up(seed=1)], "bit-identical", "losses and weights equal the reference's"),
+        ([made_up(check=AGREES), made_up((2.0, 1.1), seed=1, check=AGREES)], "within rounding", AGREES["text"]),
+        ([made_up(check=AGREES), made_up((2.0, 1.1), seed=1, check=DIFFERS)], "different", DIFFERS["text"]),
+        ([made_up(check=DIFFERS), made_up(seed=1, check=AGREES)], "different", DIFFERS["text"]),
+        ([made_up(check=DIFFERS), made_up(seed=1, check=INFINITELY)], "different", DIFFERS["text"]),
+        ([made_up((2.0, 1.1))], "not judged", "no step was checked (--check_steps)"),
+        ([made_up((2.0, 1.1), check=BLUNT)], "not judged", BLUNT["text"]),
+        (
+            [made_up((2.3, 1.0), check=AGREES)],
+            "different",
+            "the first loss is 2.3, but 2 in the reference: images or weights differ",
+        ),
+        ([made_up(seed=2, check=AGREES)], "not judged", "no seed in common with the reference"),
+        (
+            [made_up(settings={"batch_size": 32})],
+            "not judged",
+            "its recipe differs from the recipe of the reference (batch_size)",
+        ),
+    ],
+)
+def test_the_worst_seed_decides(runs: list[FinishedRun], kind: str, remark: str) -> None:
+    """A faulty step counts even if losses and weights are equal. The step check does not notice another first loss,
+    because it checks each run by itself."""
+    other = variant("other", *runs)
+    comparison = compared(other)
+    assert (comparison.variants[0].kind, other.kind, other.remark) == ("reference", kind, remark)
+    assert comparison.passed == (kind in GOOD)
+
+
+def test_a_reference_with_a_faulty_step_fails() -> None:
+    comparison = summarize([variant("ddp", made_up(check=DIFFERS)), variant("other", made_up())])
+    assert [each.kind for each in comparison.variants] == ["different", "bit-identical"]
+    assert not comparison.passed
+
+
+def test_a_reference_that_did_not_train_leaves_the_others_without_a_verdict() -> None:
+    other = variant("ddp", made_up())
+    summarize([variant("baseline", error="no GPU"), other])
+    assert (other.kind, other.remark) == ("not judged", "the reference did not train")
+
+
+def test_the_drift_of_losses_and_weights_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [{"a": torch.tensor([1.0, -2.0])}, {"a": torch.tensor([1.0, -2.5])}]
+    monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: found.pop(0))
+    other = variant("other", made_up((2.0, 1.00003), check=AGREES))
+    summarize([variant("baseline", made_up()), other])
+    assert other.drift == "losses differ from step 2 on, by 3.0e-05 at step 2; weights differ by up to 5.0e-01"
+
+
+def test_settings_that_may_differ_between_runs() -> None:
+    moved = made_up(settings={"out": "elsewhere", "data": {"source": "digits", "root": "there"}}, strategy="ddp")
+    assert differences([variant("one", made_up()), variant("other", moved)]) == {}
+    newer = made_up(settings={"precision": "bf16-mixed"}, versions={"torch": "3"})
+    found = differences([variant("one", made_up()), variant("other", newer)])
+    assert found == {"versions.torch": {"one": "2", "other": "3"}}
+
+
+def test_junit_has_a_case_for_each_variant(tmp_path: Path) -> None:
+    comparison = compared(
+        variant("same", made_up(seed=0), made_up(seed=1)),
+        variant("far <&>", made_up(seed=0), made_up((2.0, 1.1), seed=1, check=DIFFERS)),
+        variant("broken", error="out of \x1b\x00memory"),
+    )
+    write_junit(comparison, tmp_path / "compare.xml")
+    suite = ET.parse(tmp_path / "compare.xml").getroot().find("testsuite")
+    assert suite is not None
+    assert (suite.get("tests"), suite.get("failures")) == ("4", "2")
+    failures: dict[str, Any] = {case.get("name", ""): case.find("failure") for case in suite.iter("testcase")}
+    assert failures["same"] is failures["baseline"] is None
+    assert DIFFERS["text"] in failures["far <&>"].get("message")
+    assert failures["broken"].get("message") == "✗ not trained: out of memory"
+
+
+def test_figures_are_those_of_each_seed_and_of_the_fullest_rank(tmp_path: Path) -> None:
+    ranks: dict[str, Any] = {"mem/peak_rank_bytes": [3_000_000, 4_000_000]}
+    other: dict[str, Any] = {"mem/peak_rank_bytes": [6_000_000, None], "test/acc": 0.7}
+    runs = [made_up(seed=0, **ranks), made_up(seed=1, **other)]
+    comparison = compared(variant("ddp", *runs))
+    figures = comparison.variants[1].figures
+    assert (figures["mem/peak_rank_bytes"], figures["test/acc"]) == ([4_000_000, 6_000_000], [0.5, 0.7])
+    runs[0].losses.values[1] = float("nan")
+    write_comparison(comparison, tmp_path / "comparison.json")
+    written = json.loads((tmp_path / "comparison.json").read_text())
+    assert (written["schema"], written["passed"]) == (3, True)
+    assert written["variants"][1]["runs"][0]["losses"]["values"] == [2.0, None], "JSON has no NaN"
