@@ -19,8 +19,7 @@ from cifar_zero.checkpoints.weights import encode, read_safetensors
 from cifar_zero.comparison.result import GOOD, Comparison, Variant
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import UsageError
-from cifar_zero.step_check.callback import SMALL
-from cifar_zero.step_check.updates import off_by
+from cifar_zero.step_check.findings import SMALL, off_by
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict, percent
 
 SKETCHES = "sketches"

@@ -109,7 +109,7 @@ class Recorder:
         step.micro_batches.append(MicroBatch(batch, len(step.micro_batches), before))
         step.losses.append(float(loss.detach()) / self._loss_scale)
         step.random_state_after = torch.get_rng_state()
-        step.draws = step.draws or not torch.equal(before[0], step.random_state_after)
+        step.draws = step.draws or not torch.equal(before["torch"], step.random_state_after)
         self._random_state, self._loss_scale, self._seen = None, 1.0, []
         self._depth += 1  # activation checkpointing calls modules again in the backward pass
         try:

@@ -1,9 +1,9 @@
 """Exports the weights of any DeepSpeed checkpoint, whether written by Lightning, Accelerate, transformers or
 `engine.save_checkpoint`.
 
-checkpoints/zero_folder.py describes the files. They are mapped into memory, so that only the export itself is held in
-memory. `zero_to_fp32` of DeepSpeed (0.19.8) does not suffice. It loads files that could run code, leaves out frozen
-parameters at stage 1 and the second name of a module that the model has twice, and reads neither stage 0 nor bfloat16
+checkpoints/zero_folder.py describes the files. They are mapped into memory, so that only the exported weights occupy
+memory. DeepSpeed's `zero_to_fp32` (0.19.8) does not suffice. It loads files that could run code. It leaves out frozen
+parameters at stage 1, and the second name of a module that the model has twice. It reads neither stage 0 nor bfloat16
 with `grad_accum_dtype` fp32.
 """
 
@@ -31,8 +31,8 @@ def is_of_another_program(folder: Path, trust: bool = False) -> bool:
 def export(folder: Path, output: Path, trust: bool = False) -> None:
     """Writes the weights in a folder of DeepSpeed's files as safetensors, in float32.
 
-    They are the weights that the optimizer updates if DeepSpeed stores their names (not at stage 0), else the model's
-    weights.
+    At stages 1 to 3, DeepSpeed stores the names of the weights that the optimizer updates, and these weights are
+    written. At stage 0, the model's weights are written.
 
     Raises:
         UsageError: If a file is missing, damaged, would need `trust`, or has only a part of the model.
@@ -56,7 +56,7 @@ def export(folder: Path, output: Path, trust: bool = False) -> None:
 
 
 def _read(folder: Path, trust: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns parameters and buffers by the model's names, and the names for which DeepSpeed has stored no values."""
+    """Returns parameters and buffers by the model's names, and the names of tensors that DeepSpeed has not stored."""
     file = files_of(folder)[0][0]
     main = load(file, trust, mapped=True)
     module, ranks = main["module"], range(main["dp_world_size"])
@@ -84,7 +84,7 @@ def _read(folder: Path, trust: bool) -> tuple[dict[str, Tensor], list[str]]:
     for name, value in found.items():
         if value.is_floating_point():
             found[name] = value.float()
-    # Lightning before 2.1 wrote its names with a prefix.
+    # Lightning before 2.1 added a prefix to all names.
     tensors = {name.removeprefix("_forward_module."): found[name] for name in module if name in found}
     return tensors, [name for name in module if name not in found]
 

@@ -1,4 +1,4 @@
-"""Writes the model of any checkpoint as one plain file that needs neither Lightning nor DeepSpeed; see --help."""
+"""Writes the model of any checkpoint as one plain file that needs neither Lightning nor DeepSpeed (see --help)."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Writes the export formats safetensors and ONNX, reads each file back, and checks that it computes the same scores as
-its checkpoint."""
+"""Writes the export formats safetensors and ONNX, reads each file back, and checks that its model computes the same
+scores as the checkpoint's model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ INPUT, OUTPUT = "images", "scores"
 float32 (N, classes), for any N."""
 
 ONNX_TOLERANCE = 1e-4
-"""Largest relative and absolute difference allowed between the float32 scores of an ONNX file and its checkpoint,
-because onnxruntime sums in another order. Differences of up to 1e-7 were measured with the tutorial's model."""
+"""Largest relative and absolute difference that is allowed between the float32 scores of an ONNX file and of its
+checkpoint, because onnxruntime sums in another order. With the tutorial's model, differences of up to 1e-7 were
+measured."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Classifier:
 
 def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
     """Returns a classifier from any export, or from a path that `run_folder.find_checkpoint` accepts. `delta` is a file
-    of `export --to delta` to apply. Raises UsageError if the file is missing, damaged, or needs `trust`."""
+    that `export --to delta` wrote, which is applied to the weights. Raises UsageError if the file is missing, damaged,
+    or needs `trust`."""
     file = run_folder.find_checkpoint(path)
     if not delta and file.suffix in (".safetensors", ".onnx"):
         return load_export(file, file.suffix)
@@ -56,8 +58,8 @@ def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
 
 
 def load_export(file: Path, suffix: str) -> Classifier:
-    """Returns a classifier from an export, in the format that has this `suffix`. Raises UsageError if the file is
-    damaged, or of another kind or model."""
+    """Returns a classifier from an export in the format that has this `suffix`. Raises UsageError if the file is
+    damaged, has another format, or does not fit the model that it names."""
     if suffix == ".onnx":
         return _load_onnx(file)
     return build(*read_whole(file), file)[1]
@@ -130,13 +132,13 @@ def _load_onnx(file: Path) -> Classifier:
 
 
 def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: str = "") -> None:
-    """Writes an export, reads it back, and compares its scores of random images with the checkpoint's. Only then the
-    file gets its name.
+    """Writes an export, reads it back, and compares its scores of random images with the checkpoint's scores. Only then
+    is the file renamed to `output`.
 
     The checkpoint may be of any strategy. With `delta` it may be any file of weights.
 
     Raises:
-        UsageError: If the checkpoint is damaged, or not of the model that it names.
+        UsageError: If the checkpoint is damaged, or does not fit the model that it names.
         RunError: If the file does not compute what the checkpoint computes.
         OSError: If the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Classifies image files with any checkpoint or export; see --help."""
+"""Classifies image files with any checkpoint or export (see --help)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tuple[Path, Named | UsageError]]:
-    """Yields each file, in order, with its `top` most probable classes, or the error if it cannot be read."""
+    """Yields each file, in order, with its `top` most probable classes, or with the error if it cannot be read."""
     import torch
 
     from cifar_zero.data.augment import normalize

@@ -10,15 +10,16 @@ step at step 1 and at step 10,000.
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from rich.filesize import decimal
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
@@ -27,49 +28,22 @@ from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError
 from cifar_zero.launch.collectives import gather
+from cifar_zero.step_check.findings import Findings, norm_of, off_by
 from cifar_zero.step_check.replay import MicroBatch, Replay, Replica, lowest, random_state, random_state_kept
-from cifar_zero.step_check.updates import UPDATE, Expected, expected_updates, off_by
-from cifar_zero.step_check.verdict import SHARED, Finding, Kind, Verdict
+from cifar_zero.step_check.updates import UPDATE, Expected, clip_factor, expected_updates, parameters_of
+from cifar_zero.step_check.verdict import SHARED, Kind, Verdict
 from cifar_zero.strategies import hooks_of
-
-ROUNDINGS = 3.0
-"""Multiple of a step's rounding error by which a value may be off, because the strategy sums in another order than the
-replay. In the acceptance cases, correct engines use up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch
-2.15)."""
-
-LEAST = 4.0
-"""Error that is always allowed, in machine epsilons of the dtype in which the strategy computes, because two correct
-sums may differ by that much."""
-
-SMALL = 1e-3
-"""Share of the whole gradient's norm that is added to the norm of each tensor's gradient before an error is divided by
-it. A gradient that cancels to nearly 0 has the rounding error of its summands."""
-
-CONSTANT = 0.02
-"""Largest remainder, as a share of a gradient, with which the gradient counts as another one times a constant
-factor."""
-
-T = TypeVar("T")
-
-
-def constant_factor(found: Tensor, wanted: Tensor) -> float | None:
-    """Returns the constant factor between two gradients, or None if they differ in another way."""
-    factor = float((found * wanted).sum() / wanted.square().sum().clamp(min=1e-300))
-    rest = float((found - factor * wanted).norm()) / max(float(found.norm()), 1e-300)
-    return factor if rest < CONSTANT else None
-
-
-def _factor(name: str, found: Tensor, wanted: Tensor) -> str:
-    factor = constant_factor(found, wanted)
-    return "" if factor is None else f"it is {factor:.3g} times the correct value"
 
 
 class StepCheck(Callback):
     """Checks steps of a training in place, for any module, data and strategy. Every rank must have this callback.
 
     A checked step takes about four times as long. The memory of a rank grows by one unsharded copy of the model with
-    its gradients. After the training, `verdict` holds what was judged.
+    its gradients, in float64. After the training, `verdict` has the result.
     """
+
+    needed: tuple[Kind, ...] = ("gradient", "update")
+    """The kinds of values of which most must be judged, see `Verdict.needed`."""
 
     checkpoint: Path | None = None
     """The checkpoint from which the training continues, see `resume_check`."""
@@ -99,25 +73,25 @@ class StepCheck(Callback):
         self._replica: Any = None
         self._micro_batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}  # before the step
+        self._buffers: dict[str, Tensor] = {}  # before the step
         self._expected: list[Expected] = []
-        self._findings: list[Finding] = []
+        self._findings = Findings(0, self.verdict)  # of the step that is being checked
         self._replays: tuple[Replay, Replay] | None = None  # in the training's precision, and in float64
         self._can_check = self._overflows = self._clips_known = False
         self._norm = 0.0
-        self._step = 0  # the number of the step that is being checked, from 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Copies the module before the strategy shards it."""
         if stage == "fit":
-            self.verdict, self._replica, self._micro_batches = Verdict(), None, []
+            self.verdict, self._replica, self._micro_batches = Verdict(needed=self.needed), None, []
             try:
                 self._replica = Replica(pl_module)
             except Exception as error:  # an attribute of the user's may raise anything
                 self.verdict.note(f"the module cannot be copied ({type(error).__name__}: {error})")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Chooses the steps of `count`, builds the copy, and prints what the check costs."""
+        """Chooses the steps of `count`, and builds the copy if the module can be checked."""
         if not pl_module.automatic_optimization:
             self.verdict.note("the module steps its optimizers itself")
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
@@ -126,35 +100,30 @@ class StepCheck(Callback):
             self._steps |= {first + round(part * (total - first) / parts) for part in range(self._count)}
         elif self._count:
             self.verdict.note("the number of steps is unknown: give `every` or `steps`")
-        for reason in (reason for of_rank in gather(self.verdict.not_checked) for reason in of_rank):
+        for reason in chain(*gather(self.verdict.not_checked)):
             self.verdict.note(reason)
         self._can_check = not self.verdict.not_checked
-        if not self._can_check:
-            return
-        if any(getattr(each, "_backward_hooks", None) for each in pl_module.parameters()):
-            self.verdict.note("parameter hooks, because the copy lacks them")
-        self._replica.build(trainer)
-        shape = hooks_of(trainer.strategy).shape
-        elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
-        if trainer.is_global_zero and elements > 10**7:
-            size = decimal(elements * 8 * 2)  # weights and gradients in float64
-            say(f"step check: a checked step takes about four times as long and {size} of memory on each rank")
+        if self._can_check:
+            self._replica.build(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps what a replay needs: weights and buffers before the step, and each micro-batch with its random
-        state."""
+        """Keeps what a replay needs, which is the weights and buffers before the step, and each micro-batch with its
+        random state."""
         del self._micro_batches[len(self._losses) :]  # the previous micro-batch, if the module skipped it
         if not self._micro_batches:
-            if not self._is_checked(trainer.global_step + 1):
+            step = trainer.global_step + 1
+            chosen = step in self._steps or (self._every and step % self._every == 0)
+            if not self._can_check or not chosen:
                 return
             if not hooks_of(trainer.strategy).starts_step(batch_idx, trainer.accumulate_grad_batches):
                 return
-            self._step = trainer.global_step + 1
-            self._findings, self._losses = [], []
+            self._findings, self._losses = Findings(step, self.verdict), []
             self._weights = self._checked_weights(trainer, pl_module)
             self._replica.remember(pl_module)
+            self._buffers = {name: buffer.detach().clone() for name, buffer in pl_module.named_buffers()}
             if _shares_buffers(trainer.strategy.model):
-                self._replica.buffers_from_rank_0()
+                for buffer in self._buffers.values():
+                    dist.broadcast(buffer, 0)
         kept = tree_map_only(Tensor, Tensor.clone, batch)
         self._micro_batches.append(MicroBatch(kept, batch_idx, random_state()))
 
@@ -172,7 +141,7 @@ class StepCheck(Callback):
         self._overflows = scale is not None and not math.isfinite(self._norm)
 
         def compute() -> tuple[Replay, Replay]:
-            replays = self._replay(trainer, self._micro_batches, self._weights, dtypes, scale=scale or 1.0)
+            replays = self._replay(self._micro_batches, {**self._weights, **self._buffers}, dtypes, scale or 1.0)
             if not self._overflows:
                 self._expected = self._expect_updates(trainer, pl_module, optimizer, gradients)
             return replays
@@ -182,10 +151,8 @@ class StepCheck(Callback):
             self._forget()
             return
         low, exact = self._replays
-        low.average()
-        exact.average()
         if not self._overflows:
-            self._compare_gradients(gradients, low.gradients, exact.gradients, dtypes)
+            self._findings.compare_gradients(gradients, low.gradients, exact.gradients, dtypes)
         self._compare_rates(trainer, optimizer)
 
     def on_train_batch_end(
@@ -199,33 +166,33 @@ class StepCheck(Callback):
             return
         hooks = hooks_of(trainer.strategy)
         low, exact = self._replays
-        self._compare_losses(low.losses, exact.losses)
+        dtype = lowest(loss.dtype for loss in self._losses)
+        self._findings.compare_losses(torch.stack(self._losses).cpu(), low.losses, exact.losses, dtype)
         updated = set().union(*gather({name for each in self._expected for name in each.names}))
         if updated.intersection(*gather(low.unused)):
             self.verdict.note("weights that a step did not use, because only the engine updates them (gradient 0)")
         if self._overflows:
-            self.verdict.note(f"the update of step {self._step}, because its gradient overflows in float16")
+            step = self._findings.step
+            self.verdict.note(f"the update of step {step}, because its gradient overflows in float16")
         elif updated:
             for each in self._expected:
-                for found in each.compared():
-                    self._add(*found)
+                each.compare(self._findings)
         elif self._clips_known:
             self.verdict.note("updates, because the optimizer state cannot be read")
         norm = hooks.step_gradient_norm()
         if norm is not None and not self._overflows:
-            self._add("gradient norm", "", abs(norm - self._norm) / max(self._norm, 1e-30), UPDATE)
+            self._findings.add("gradient norm", "", abs(norm - self._norm) / max(self._norm, 1e-30), UPDATE)
         after = self._checked_weights(trainer, pl_module)
         if updated or self._overflows:  # weights that no optimizer updates must stay as they were
             for name in after.keys() - updated:
-                self._add("weight", name, off_by(after[name], self._weights[name]), 0.0, 1, "no optimizer updates it")
-        self._compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
+                off = off_by(after[name], self._weights[name])
+                self._findings.add("weight", name, off, 0.0, 1, "no optimizer updates it")
+        self._findings.compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
         self._forget()
-        self._finish(trainer, self._step)
+        self._finish(trainer, self._findings.step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints what was judged, and writes the verdict to the file if there is one."""
-        if self._micro_batches:
-            self.verdict.note(f"step {self._step} did not finish")
+        """Prints the verdict, and writes it to the file if one was given."""
         if self._can_check and not self.verdict.steps:
             self.verdict.note("this training has none of the steps to check")
         if trainer.is_global_zero:
@@ -236,89 +203,57 @@ class StepCheck(Callback):
     def _compute_dtypes(self, trainer: Trainer, module: LightningModule) -> dict[str, torch.dtype]:
         """Returns the dtype in which the strategy computes with each weight, by the plain model's names."""
         hooks = hooks_of(trainer.strategy)
-        own = {name: hooks.compute_dtype(each) for name, each in module.named_parameters()}
-        plain = hooks.plain_names(own)
-        dtypes = dict.fromkeys(self._weights, lowest(own.values()))  # for weights that only other ranks have
-        return dtypes | {plain[name]: dtype for name, dtype in own.items()}
+        own = {name: hooks.compute_dtype(each) for name, each in parameters_of(hooks, module).items()}
+        # Weights that only other ranks hold get the lowest dtype of this rank.
+        return dict.fromkeys(self._weights, lowest(own.values())) | own
 
-    def _replay(self, *given: Any, scale: float = 1.0, **more: Any) -> tuple[Replay, Replay]:
+    def _replay(self, *given: Any) -> tuple[Replay, Replay]:
         """Replays a step in the training's precision and in float64, see `Replica.replay`."""
         with random_state_kept():
-            low = self._replica.replay(*given, scale=scale, **more)
-            return low, self._replica.replay(*given, exact=True, **more)
+            return self._replica.replay(*given), self._replica.replay(*given, exact=True)
 
-    def _on_all_ranks(self, compute: Callable[[], T], what: str) -> T | None:
-        """Returns the result of `compute`, which calls user code. If it fails on a rank, notes the error and returns
-        None on all ranks. `what` is the noun in this note."""
-        result, error = None, ""
+    def _on_all_ranks(self, compute: Callable[[], tuple[Replay, Replay]], what: str) -> tuple[Replay, Replay] | None:
+        """Returns the replays that `compute` returns, with gradients that are averaged over the ranks. If `compute`
+        fails on a rank, notes the error and returns None on all ranks. `what` is the noun in this note."""
+        replays, error = None, ""
         try:
-            result = compute()
+            replays = compute()
         except Exception as failure:  # the module's code may raise anything, in float64 for example
             error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
         errors = [each for each in gather(error) if each]
-        if not errors:
-            return result
-        self.verdict.note(f"{what}, because computing them again fails: {errors[0]}")
-        return None
-
-    def _is_checked(self, step: int) -> bool:
-        return self._can_check and (step in self._steps or (bool(self._every) and step % self._every == 0))
+        if errors:
+            self.verdict.note(f"{what}, because computing them again fails: {errors[0]}")
+            return None
+        for replay in replays or ():
+            replay.average()
+        return replays
 
     def _forget(self) -> None:
         self._micro_batches, self._losses, self._expected, self._replays = [], [], [], None
-
-    def _add(self, kind: Kind, name: str, off: float, allowed: float, elements: int = 1, pattern: str = "") -> None:
-        self._findings.append(Finding(self._step, kind, name, off, allowed, elements, pattern))
 
     def _checked_weights(self, trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
         """Returns the unsharded weights by name. Checks that each rank computes with these weights, and that all ranks
         have the same unsharded weights."""
         hooks = hooks_of(trainer.strategy)
         weights = hooks.weights(module)
-        parameters = dict(module.named_parameters())
-        for name, plain in hooks.plain_names(parameters).items():
-            parameter = parameters[name]
-            for held, expected in hooks.held(parameter, weights[plain].to(parameter.device)):
+        for name, parameter in parameters_of(hooks, module).items():
+            for held, expected in hooks.held(parameter, weights[name].to(parameter.device)):
                 if held.shape != expected.shape:
                     self.verdict.note("weights that a rank does not hold in memory")
                     continue
-                self._add("weight", plain, off_by(held, expected), 0.0, held.numel())
+                self._findings.add("weight", name, off_by(held, expected), 0.0, held.numel())
         sums = {name: zlib.crc32(value.contiguous().numpy().data) for name, value in weights.items()}
         for rank, others in enumerate(gather(sums)):
             for name in sums:
                 if others.get(name) != sums[name]:
-                    self._add("weight", name, math.inf, 0.0, 1, f"rank {rank} has a different value")
+                    self._findings.add("weight", name, math.inf, 0.0, 1, f"rank {rank} has a different value")
         return weights
 
-    def _compare_gradients(
-        self,
-        found: Mapping[str, Tensor],
-        low: Mapping[str, Tensor],
-        exact: Mapping[str, Tensor],
-        dtypes: Mapping[str, torch.dtype],
-        kind: Kind = "gradient",
-        explain: Callable[[str, Tensor, Tensor], str] = _factor,
-    ) -> None:
-        """Compares gradients with the gradients of two replays. `explain` returns a text on what is wrong with a
-        gradient, given its name, the gradient and the replay's."""
-        whole = norm_of(exact)
-        for name in exact:
-            if name not in found:
-                self._add(kind, name, math.inf, 0.0, exact[name].numel(), "it is missing")
-                continue
-            gradient = found[name]
-            size = max(float(exact[name].norm()) + SMALL * whole, 1e-300)
-            off = float((gradient - low[name]).norm()) / size
-            rounding = float((low[name] - exact[name]).norm()) / size
-            allowed = ROUNDINGS * rounding + LEAST * torch.finfo(dtypes[name]).eps
-            pattern = explain(name, gradient, low[name]) if off > allowed else ""
-            self._add(kind, name, off, allowed, gradient.numel(), pattern)
-
     def _compare_rates(self, trainer: Trainer, optimizer: Any) -> None:
-        """Compares the optimizer's learning rates with the scheduler's and with those of the other ranks."""
+        """Compares the optimizer's learning rates with the scheduler's, and with the rates on the other ranks."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if any(others != rates for others in gather(rates)):
-            self._add("learning rate", "", math.inf, 0.0, 1, "not the same on all ranks")
+            self._findings.add("learning rate", "", math.inf, 0.0, 1, "not the same on all ranks")
         for config in trainer.lr_scheduler_configs:
             last = getattr(config.scheduler, "get_last_lr", list)()
             if len(last) != len(rates) or len(trainer.lr_scheduler_configs) > 1:
@@ -326,58 +261,30 @@ class StepCheck(Callback):
                 continue
             for number, (rate, wanted) in enumerate(zip(rates, last, strict=True)):
                 off = abs(rate - float(wanted)) / max(abs(float(wanted)), 1e-30)
-                self._add("learning rate", f"parameter group {number}", off, 1e-6)
+                self._findings.add("learning rate", f"parameter group {number}", off, 1e-6)
 
     def _expect_updates(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, gradients: Mapping[str, Tensor]
     ) -> list[Expected]:
         """Returns the updates that a copy of the optimizer makes to this rank's share of the weights. If the gradient
-        is not clipped by its norm, notes this and returns none."""
+        is clipped in another way than by its norm, notes this and returns an empty list."""
         hooks = hooks_of(trainer.strategy)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clips_known = by_norm and not is_overridden("configure_gradient_clipping", module)
         if not self._clips_known:
             self.verdict.note("updates, because the gradient is not clipped by its norm")
             return []
-        limit = hooks.clip_limit(trainer)
-        scale = min(1.0, limit / (norm_of(gradients) + 1e-6)) if limit else 1.0
+        scale = clip_factor(gradients, hooks.clip_limit(trainer))
         clipped = {name: gradient.float() * scale for name, gradient in gradients.items()}
-        parameters = dict(module.named_parameters())
-        names = {id(parameters[name]): plain for name, plain in hooks.plain_names(parameters).items()}
-        return [*expected_updates(hooks, optimizer, names, clipped, self._weights)]
-
-    def _compare_losses(self, of_low: Sequence[float], of_exact: Sequence[float]) -> None:
-        dtype = lowest(value.dtype for value in self._losses)
-        for number, (found, low, high) in enumerate(zip(self._losses, of_low, of_exact, strict=True), 1):
-            size = max(abs(high), 1e-30)
-            allowed = ROUNDINGS * abs(low - high) / size + LEAST * torch.finfo(dtype).eps
-            self._add("loss", f"micro-batch {number}", abs(float(found) - low) / size, allowed)
-
-    def _compare_buffers(
-        self,
-        found: Mapping[str, Tensor],
-        low: Mapping[str, Tensor],
-        exact: Mapping[str, Tensor],
-        kind: Kind = "buffer",
-    ) -> None:
-        for name, buffer in found.items():
-            if name not in low or low[name].shape != buffer.shape:
-                self.verdict.note(f"the buffer {name}, because the copy has no such buffer")
-                continue
-            allowed = 0.0
-            if buffer.is_floating_point():
-                rounding = float((low[name].double() - exact[name].double()).norm())
-                allowed = ROUNDINGS * rounding / max(float(exact[name].double().norm()), 1e-30)
-                allowed += LEAST * torch.finfo(buffer.dtype).eps
-            self._add(kind, name, off_by(buffer, low[name]), allowed, buffer.numel())
+        return [*expected_updates(hooks, module, optimizer, clipped, self._weights)]
 
     def _finish(self, trainer: Trainer, step: int) -> None:
-        """Counts the findings of all ranks in a checked step, or in a resume if `step` is 0. Every rank counts all
-        findings, so that all have the same verdict. At a fault it raises RunError or warns, as `on_fault` says."""
+        """Counts the findings of all ranks in a checked step, or of rank 0 in a resume, for which `step` is 0. Every
+        rank counts the same findings, so that all ranks have the same verdict. At a fault, raises RunError or warns."""
         findings = []
-        for rank, of_rank in enumerate(gather(self._findings)):
+        for rank, of_rank in enumerate(gather(self._findings.all)):
             for found in of_rank:
-                if found.kind not in SHARED:
+                if step and found.kind not in SHARED:
                     where = f"on rank {rank}" if trainer.world_size > 1 and found.share > 1 else ""
                     findings.append(replace(found, pattern=found.pattern or where))
                 elif rank == 0:
@@ -389,14 +296,8 @@ class StepCheck(Callback):
             say(f"warning: {faults[0]}")
 
 
-def norm_of(tensors: Mapping[str, Tensor]) -> float:
-    """Returns the L2 norm of all tensors together."""
-    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
-
-
 def _shares_buffers(model: Any) -> bool:
     """Returns whether DDP copies the buffers of rank 0 to the others before a step. torch 2.15 has renamed the
     option."""
-    if not isinstance(model, DistributedDataParallel):
-        return False
-    return bool(getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False)))
+    shares = getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False))
+    return isinstance(model, DistributedDataParallel) and shares

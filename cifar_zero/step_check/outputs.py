@@ -1,26 +1,24 @@
-"""Defines `OutputCheck`, a step check that also compares the outputs of all submodules, to name the first module whose
-output is wrong."""
+"""Defines `OutputCheck`, a step check that also compares the outputs of all submodules and names the first submodule
+whose output is wrong."""
 
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from cifar_zero.step_check.callback import LEAST, ROUNDINGS, StepCheck
-from cifar_zero.step_check.updates import off_by
+from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.strategies.hooks import tensors_in
 
 
 class OutputCheck(StepCheck):
-    """Checks steps as `StepCheck` does, and compares the outputs of submodules too. In a checked step it holds all
-    outputs three times, from the strategy and from two replays."""
+    """Checks steps as `StepCheck` does, and also compares the outputs of submodules. In a checked step, memory holds
+    all outputs three times: from the strategy and from two replays."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Registers hooks that keep the outputs of all submodules of the trained module and of its copy. The outermost
-        module gets no hook, because an engine calls the trained module for the training step, whereas the training step
-        of the copy is called directly."""
+        module gets no hook, because an engine calls the trained module itself, but a replay calls only the copy's
+        `training_step`."""
         super().on_train_start(trainer, pl_module)
         self._outputs: list[tuple[str, Tensor]] = []  # of the strategy, then of the two replays
         self._handles: list[Any] = []
@@ -39,11 +37,10 @@ class OutputCheck(StepCheck):
             if name != other or output.shape != wanted.shape:
                 self.verdict.note("module outputs, because a copy calls modules in another order or with other inputs")
                 return
-            allowed = ROUNDINGS * off_by(wanted, high) + LEAST * torch.finfo(output.dtype).eps
-            self._add("output", name, off_by(output, wanted), allowed, output.numel())
+            self._findings.compare("output", name, output, wanted, high, output.dtype)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Removes the hooks and prints what was judged."""
+        """Removes the hooks and prints the verdict."""
         for handle in self._handles:
             handle.remove()
         super().on_train_end(trainer, pl_module)

@@ -1,21 +1,23 @@
 """Reads the recorded optimizer steps of a training script, and gives their weights and batches to a module."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.seed import _set_rng_states
 from lightning.pytorch.strategies import Strategy
-from torch import Size, Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, IterableDataset
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.step_check.replay import MicroBatch, set_random_state
+from cifar_zero.step_check.replay import MicroBatch
 from cifar_zero.strategies import hooks_of
 from cifar_zero.strategies.hooks import tensors_in
+
+T = TypeVar("T")
 
 OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "rho")
 """Options of torch's optimizers that change an update."""
@@ -23,9 +25,10 @@ OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "neste
 
 @dataclass
 class ScriptStep:
-    """One optimizer step of a script. Tensors are on the CPU, by their names in the script's model."""
+    """One optimizer step of a script. Tensors are on the CPU, by their names in the script's model or, after `renamed`,
+    in the module."""
 
-    epoch: int  # number of loader iterators that the script made before that of this step
+    epoch: int  # number of loader iterators that the script made before the iterator of this step
     order_state: Any  # state of all random generators before the iterator of this step was made
     weights: dict[str, Tensor] = field(default_factory=dict)  # before the step
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -33,11 +36,30 @@ class ScriptStep:
     losses: list[float] = field(default_factory=list)  # as passed to backward, but without a loss scale
     random_state_after: Any = None  # torch's random state after the last forward pass
     draws: bool = False  # whether a forward pass drew random numbers
-    gradients: dict[str, Tensor] = field(default_factory=dict)  # as the optimizer receives them: averaged, clipped
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # as the optimizer receives them, averaged and clipped
     options: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)  # OPTIONS of each parameter's group
     state: dict[str, dict[str, Any]] = field(default_factory=dict)  # optimizer state before the step
     weights_after: dict[str, Tensor] = field(default_factory=dict)
     buffers_after: dict[str, Tensor] = field(default_factory=dict)
+
+    def renamed(self, module: nn.Module, renames: Mapping[str, str]) -> "ScriptStep":
+        """Returns the step with the names of a plain module. Raises UsageError as `matched` does."""
+        names = matched(self.weights, dict(module.named_parameters()), renames)
+        names |= matched(self.buffers, dict(module.named_buffers()), renames)
+
+        def rename(values: dict[str, T]) -> dict[str, T]:
+            return {names[name]: value for name, value in values.items()}
+
+        return replace(
+            self,
+            weights=rename(self.weights),
+            buffers=rename(self.buffers),
+            gradients=rename(self.gradients),
+            options=rename(self.options),
+            state=rename(self.state),
+            weights_after=rename(self.weights_after),
+            buffers_after=rename(self.buffers_after),
+        )
 
 
 def step_file(folder: Path, number: int) -> Path:
@@ -45,7 +67,7 @@ def step_file(folder: Path, number: int) -> Path:
     return folder / f"step-{number:04d}.pt"
 
 
-def matched(script: Mapping[str, Tensor], module: Mapping[str, Size], renames: Mapping[str, str]) -> dict[str, str]:
+def matched(script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]) -> dict[str, str]:
     """Returns the module's name of each of the script's tensors.
 
     Names match if they are equal after `renames` replaces prefixes, and after a common prefix is added if necessary. If
@@ -60,28 +82,19 @@ def matched(script: Mapping[str, Tensor], module: Mapping[str, Size], renames: M
     for prefix in (name.removesuffix(first) for name in module if name.endswith(first)):
         names = {name: prefix + new for name, new in renamed.items()}
         if {*names.values()} == {*module}:
-            return _same_shapes(names, script, module)
-    if [tensor.shape for tensor in script.values()] == [*module.values()]:
+            for name, ours in names.items():
+                if script[name].shape != module[ours].shape:
+                    shapes = f"{tuple(script[name].shape)} in the script and {tuple(module[ours].shape)} in the module"
+                    raise UsageError(f"--script: {name} is {shapes}: use the same model in both")
+            return names
+    if [tensor.shape for tensor in script.values()] == [tensor.shape for tensor in module.values()]:
         return dict(zip(script, module, strict=True))
     theirs = [f"{name} {tuple(script[name].shape)}" for name, new in renamed.items() if new not in module]
-    ours = [f"{name} {tuple(module[name])}" for name in module if name not in renamed.values()]
+    ours = [f"{name} {tuple(module[name].shape)}" for name in module if name not in renamed.values()]
     raise UsageError(
         f"--script: the model has {', '.join(theirs[:3]) or 'no other weight'}, but the module "
         f"{', '.join(ours[:3]) or 'no other weight'}: pass --rename OLD=NEW, prefixes of names"
     )
-
-
-def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Size]:
-    """Returns the shapes of named tensors."""
-    return {name: tensor.shape for name, tensor in tensors}
-
-
-def _same_shapes(names: dict[str, str], script: Mapping[str, Tensor], module: Mapping[str, Size]) -> dict[str, str]:
-    for name, ours in names.items():
-        if script[name].shape != module[ours]:
-            shapes = f"{tuple(script[name].shape)} in the script and {tuple(module[ours])} in the module"
-            raise UsageError(f"--script: {name} is {shapes}: use the same model in both")
-    return names
 
 
 @dataclass(frozen=True)
@@ -98,23 +111,19 @@ class Recorded:
         has run on this machine."""
         return torch.load(step_file(self.folder, number), weights_only=False)
 
-    def weights(self, module: Any) -> dict[str, Tensor]:
-        """Returns the script's first weights by the module's names. Raises UsageError as `matched` does."""
-        first = self.step(1).weights
-        names = matched(first, shapes_of(module.named_parameters()), self.renames)
-        return {names[name]: value for name, value in first.items()}
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the script's first weights by the names of a plain module. Raises UsageError as `matched` does."""
+        return self.step(1).renamed(module, self.renames).weights
 
-    def give_weights(self, module: Any) -> None:
+    def give_weights(self, module: nn.Module) -> None:
         """Overwrites the weights and buffers of a plain module with the script's first ones. Raises UsageError as
         `matched` does."""
-        buffers = self.step(1).buffers
-        names = matched(buffers, shapes_of(module.named_buffers()), self.renames)
-        renamed = {names[name]: value for name, value in buffers.items()}
-        module.load_state_dict({**self.weights(module), **renamed}, strict=False)
+        first = self.step(1).renamed(module, self.renames)
+        module.load_state_dict({**first.weights, **first.buffers}, strict=False)
 
-    def loader(self, strategy: Strategy) -> DataLoader[Any]:
+    def loader(self, strategy: Strategy) -> Iterable[Any]:
         """Returns a loader that yields this rank's part of each of the script's micro-batches."""
-        return DataLoader(_Batches(self, strategy), batch_size=None)
+        return _Batches(self, strategy)
 
     def order_like_script(self, source: Any) -> None:
         """Wraps the `train_dataloader` of a module or data module, so that its loader draws the sample order that the
@@ -123,14 +132,15 @@ class Recorded:
 
         def train_dataloader() -> Any:
             loader = load()
-            set_random_state(state)
+            _set_rng_states(state)
             return loader
 
         source.train_dataloader = train_dataloader
 
 
-class _Batches(IterableDataset[Any]):
-    """Yields this rank's part of the script's micro-batches. Each iteration yields those of the script's next epoch."""
+class _Batches:
+    """Yields this rank's part of the script's micro-batches. Each iteration yields the micro-batches of the script's
+    next epoch."""
 
     def __init__(self, recorded: Recorded, strategy: Strategy):
         self._recorded, self._strategy = recorded, strategy
@@ -150,8 +160,8 @@ class _Batches(IterableDataset[Any]):
 
 
 def part_of(batch: Any, rank: int, ranks: int) -> Any:
-    """Returns a rank's part of a batch, cut along the first dimension of its tensors. Raises UsageError if the number
-    of ranks does not divide that dimension."""
+    """Returns a rank's part of a batch, whose tensors are cut along the first dimension. Raises UsageError if the
+    number of ranks does not divide that dimension."""
     if ranks == 1:
         return batch
 

@@ -2,32 +2,31 @@
 
 import copy
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from cifar_zero.launch.collectives import average_over_ranks
+from cifar_zero.launch.collectives import average_over_ranks, gather
 from cifar_zero.models.cast import keep_batch_norm_float32
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that the exact replay replaces by float64."""
 
 WIDER: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.half, Tensor.bfloat16, Tensor.float), lambda tensor, *args, **kwargs: tensor.double()
 )
-"""Casts to a low precision, each with the cast that the exact replay makes instead."""
+"""Functions that cast to a low precision, each with the function that the exact replay calls instead."""
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 
@@ -44,21 +43,21 @@ attributes, such as counters, modes and hidden states."""
 
 @dataclass
 class MicroBatch:
-    """Holds what a replay needs of a micro-batch."""
+    """A micro-batch with all that a replay needs."""
 
     batch: Any
     index: int  # batch_idx
-    random_state: tuple[Any, ...]
+    random_state: dict[str, Any]  # before the forward pass, see `random_state`
 
 
 @dataclass
 class Replay:
-    """Holds what the copy computed in a step."""
+    """The values that the copy computed in a step on this rank."""
 
-    losses: list[float]  # of each micro-batch on this rank
-    gradients: dict[str, Tensor]  # float64, this rank's until `average`; zeros for a weight that was not used
-    buffers: dict[str, Tensor]  # after the step, on this rank
-    unused: set[str]  # weights that no micro-batch of this rank used
+    losses: Tensor  # float64 (micro-batches,), on the CPU
+    gradients: dict[str, Tensor]  # float64; zeros for an unused weight
+    buffers: dict[str, Tensor]  # after the step, on the CPU
+    unused: set[str]  # names of the weights that no micro-batch used
     random_state: Tensor  # torch's random state after the last forward pass
 
     def average(self) -> None:
@@ -68,23 +67,19 @@ class Replay:
 
 
 class Replica:
-    """Replays steps on a copy of a module, which is made before a strategy shards the module. The copy's weights are
-    set for each replay and freed after it."""
+    """Replays steps on a copy of a module. The copy is made before a strategy shards the module. Its weights are set
+    before each replay and freed afterwards."""
 
     def __init__(self, module: LightningModule):
         """Copies the module. Raises what `copy.deepcopy` raises if an attribute cannot be copied."""
-        with _detached(module), random_state_kept():
-            self.module: Any = copy.deepcopy(module)
-        self.shapes: dict[str, torch.Size] = {}  # of the weights, by name
+        self.module: Any = copy.deepcopy(module)  # Lightning leaves the trainer out
         self._attributes: dict[str, dict[str, Any]] = {}  # by the name of the submodule
-        self._buffers: dict[str, Tensor] = {}
         self._trained: dict[str, bool] = {}
-        self._takes_index = len(inspect.signature(self.module.training_step).parameters) > 1
 
     def build(self, trainer: Trainer) -> None:
-        """Runs `setup` and `configure_model` of the copy. From then on, the copy logs nothing."""
+        """Runs `setup` and `configure_model` of the copy, and turns the copy's logging off."""
         plain = self.module
-        plain._trainer = trainer
+        plain.trainer = trainer
         plain.log = plain.log_dict = _nothing
         with random_state_kept():
             plain.setup("fit")
@@ -92,52 +87,41 @@ class Replica:
         for part in plain.modules():
             part._compiled_call_impl = None
         plain.to(trainer.strategy.root_device)
-        self.shapes = {name: parameter.shape for name, parameter in plain.named_parameters()}
         self._free()
 
     def remember(self, module: LightningModule) -> None:
-        """Keeps the module's buffers, and the state in its attributes, as they are before a step."""
-        self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        """Copies the state in the module's attributes before a step, and records which weights are trained."""
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         for name, part in module.named_modules():
             own = {key: value for key, value in vars(part).items() if key not in INTERNAL and _is_state(value)}
             self._attributes[name] = _copied(own)
 
-    def buffers_from_rank_0(self) -> None:
-        """Replaces the remembered buffers by rank 0's, as DDP does before a step by default. Collective."""
-        for buffer in self._buffers.values():
-            dist.broadcast(buffer, 0)
-
     def replay(
         self,
-        trainer: Trainer,
         micro_batches: Sequence[MicroBatch],
-        weights: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         dtypes: Mapping[str, torch.dtype],
-        *,
         scale: float = 1.0,
         exact: bool = False,
-        buffers: Mapping[str, Tensor] | None = None,
     ) -> Replay:
-        """Computes the losses of the micro-batches and their gradient. Each micro-batch has its own random state.
+        """Computes the losses of the micro-batches and their gradient, each micro-batch with its recorded random state.
 
         Args:
-            trainer: Trainer of the training.
             micro_batches: The micro-batches of a step on this rank.
-            weights: Unsharded float32 weights before the step, by name.
+            tensors: Unsharded float32 weights and buffers before the step, by name.
             dtypes: The dtype in which the strategy computes with each weight, by name.
             scale: Scale of the loss in float16, by which the gradients are divided again.
             exact: Whether to compute in float64, with the same weights and random numbers.
-            buffers: Buffers before the step, by name. The default is those that `remember` kept.
         """
-        plain, device = self.module, trainer.strategy.root_device
-        self._restore(weights, self._buffers if buffers is None else buffers, dtypes, device, exact)
+        plain, trainer = self.module, self.module.trainer
+        self._restore(tensors, dtypes, exact)
+        arguments = len(inspect.signature(plain.training_step).parameters)
         losses, random_state_after = [], torch.get_rng_state()
         for each in micro_batches:
             batch = tree_map_only(Tensor, lambda value: _wide(value.clone()) if exact else value.clone(), each.batch)
-            set_random_state(each.random_state)
+            _set_rng_states(each.random_state)
             with Exact(lowest(dtypes.values())) if exact else trainer.precision_plugin.train_step_context():
-                outputs = plain.training_step(*((batch, each.index) if self._takes_index else (batch,)))
+                outputs = plain.training_step(*(batch, each.index)[:arguments])
                 loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
                 loss = loss / trainer.accumulate_grad_batches
                 random_state_after = torch.get_rng_state()
@@ -150,40 +134,34 @@ class Replica:
                     unused.add(name)
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients[name] = gradient.double() / scale
-        buffers = {name: buffer.detach().clone() for name, buffer in plain.named_buffers()}
+        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in plain.named_buffers()}
         self._free()
-        return Replay(losses, gradients, buffers, unused, random_state_after)
+        return Replay(torch.tensor(losses, dtype=torch.float64), gradients, buffers, unused, random_state_after)
 
-    def _restore(
-        self,
-        weights: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        dtypes: Mapping[str, torch.dtype],
-        device: torch.device,
-        exact: bool,
-    ) -> None:
+    def _restore(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], exact: bool) -> None:
+        device = self.module.trainer.strategy.root_device
         for name, part in self.module.named_modules():
             vars(part).update(_copied(self._attributes.get(name, {})))
         for name, parameter in self.module.named_parameters():
-            value = weights[name].to(dtypes[name])
+            value = tensors[name].to(dtypes[name])
             parameter.data = (value.double() if exact else value).to(device, copy=True)
             parameter.grad = None
             parameter.requires_grad_(self._trained.get(name, parameter.requires_grad))
         for name, buffer in self.module.named_buffers():
-            if name in buffers:
-                value = buffers[name].to(device, copy=True)
+            if name in tensors:
+                value = tensors[name].to(device, copy=True)
                 buffer.data = _wide(value) if exact else value
         keep_batch_norm_float32(self.module)
 
     def _free(self) -> None:
         for parameter in self.module.parameters():
-            parameter.data = torch.empty(0, device=parameter.device)
+            parameter.data = parameter.new_empty(()).expand(parameter.shape)  # keeps the shape without the memory
             parameter.grad = None
 
 
 class Exact(TorchFunctionMode):
-    """Computes everything that is called within it in float64, whatever precision the code requests, with the same
-    random numbers.
+    """Within this context, torch computes in float64, whatever precision the code requests. Random numbers stay the
+    same.
 
     Random numbers are drawn in the dtype in which the training draws them, because generators draw different numbers in
     float64. Numbers that a compiled function draws internally, as attention with dropout does, are not replaced.
@@ -209,14 +187,19 @@ class Exact(TorchFunctionMode):
         return tree_map(_wide, func(*args, **kwargs))
 
 
+def gathered_losses(low: Replay, exact: Replay) -> Tensor:
+    """Returns the losses of two replays on all ranks, float64 (ranks, 2, micro-batches). Collective."""
+    return torch.stack(gather(torch.stack([low.losses, exact.losses])))
+
+
 def lowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Returns the dtype with the fewest bits."""
     return min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
 
 
 def _wide(value: Any) -> Any:
-    """Converts a tensor of a low precision to float64, replaces such a dtype by float64, and returns anything else as
-    it is."""
+    """Converts a tensor of a low precision to float64, replaces a low-precision dtype by float64, and returns anything
+    else unchanged."""
     if isinstance(value, Tensor):
         return value.double() if value.dtype in LOW else value
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
@@ -237,19 +220,9 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
-def random_state() -> tuple[Any, ...]:
-    """Returns the state of all random generators that a training step may use."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def set_random_state(state: tuple[Any, ...]) -> None:
-    """Restores what `random_state` returned."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
-    random.setstate(state[2])
-    np.random.set_state(state[3])
+def random_state() -> dict[str, Any]:
+    """Returns the states of all random generators that a training step may use."""
+    return _collect_rng_states(include_cuda=torch.cuda.is_initialized())
 
 
 @contextmanager
@@ -259,17 +232,7 @@ def random_state_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        set_random_state(state)
-
-
-@contextmanager
-def _detached(module: Any) -> Iterator[None]:
-    """Removes the trainer from a module within the context, because it would be copied with the module."""
-    trainer, module._trainer = module._trainer, None
-    try:
-        yield
-    finally:
-        module._trainer = trainer
+        _set_rng_states(state)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

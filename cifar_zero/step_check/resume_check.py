@@ -1,11 +1,11 @@
-"""Defines `ResumeCheck`, which compares a resumed training with the uninterrupted training that was saved, and checks
-each of its steps.
+"""Defines `ResumeCheck`, which compares a resumed training with the uninterrupted training from which it was saved, and
+checks each step of the resumed training.
 
-The step after the checkpoint must start from exactly the values from which the same step of the uninterrupted training
-started: weights, state and options of the optimizer, averages of the weights, buffers, and the positions of loops and
-schedules. The batches of this step and of the later ones must be the same. `StepCheck` judges what a step computes from
-them. The resumed training may have another strategy and number of ranks, because whole tensors are compared, bit by
-bit. A value that it keeps in a lower precision must be the saved value, rounded.
+In both trainings, the step after the checkpoint must start from exactly the same values: weights, state and options of
+the optimizer, averages of the weights, buffers, and the positions of loops and schedules. The batches of this step and
+of later steps must be the same. `StepCheck` judges what a step computes from these values. The resumed training may
+have another strategy and number of ranks, because unsharded tensors are compared, bit by bit. If the resumed training
+keeps a value in a lower precision, the value must be the rounded saved value.
 """
 
 import math
@@ -19,40 +19,41 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from cifar_zero.launch.collectives import gather
 from cifar_zero.step_check.callback import StepCheck
-from cifar_zero.step_check.updates import off_by
+from cifar_zero.step_check.findings import Findings, off_by
+from cifar_zero.step_check.updates import parameters_of, updated_by
 from cifar_zero.step_check.verdict import Kind
 from cifar_zero.strategies import hooks_of
-from cifar_zero.strategies.hooks import local_of
+from cifar_zero.strategies.hooks import local_of, tensors_in
 
 CHECKPOINT = "checkpoint.ckpt"
 
 STATE = "state.pt"
 """File with the values from which the step after the checkpoint started in the uninterrupted training, and with the
-batches of all of its steps."""
+checksums of the batches of all steps."""
 
 NOT_RESTORED = (
     "Lightning restores a position in mid-epoch only for a loader with state_dict, but never restores a shuffle's order"
 )
 
-Batch = list[list[int]]  # of a step: for each rank a checksum of each row of each tensor
+Batch = list[list[int]]  # the batch of a step: for each rank, a checksum of each row of each tensor
 
-State = dict[tuple[Kind, str], Tensor]  # by kind and name; a number has no dimensions
+State = dict[tuple[Kind, str], Tensor]  # values by kind and name; a number is a tensor without dimensions
 
 
 class ResumeCheck(StepCheck):
-    """Saves a training, or judges a training that continues it. Every rank must have this callback."""
+    """Saves a training, or judges a training that continues a saved one. Every rank must have this callback."""
 
     def __init__(self, folder: Path, save_at: int = 0):
         """Chooses whether to save or to judge.
 
         Args:
-            folder: Receives or has the checkpoint and STATE.
+            folder: The folder of the checkpoint and of STATE.
             save_at: Save after this optimizer step, which must not be the last. 0 means that the training continues a
-                saved one.
+                saved training.
         """
         super().__init__(every=1, on_fault="warn")
         self._folder, self._save_at = folder, save_at
@@ -104,22 +105,22 @@ class ResumeCheck(StepCheck):
 
     def _compare(self, trainer: Trainer, state: State) -> None:
         """Compares the values from which the first step starts with the saved values."""
-        self._step, self._findings = self.resumed_at, []
+        self._findings = Findings(self.resumed_at, self.verdict)
         for (kind, name), wanted in self._saved["state"].items():
             found = state.get((kind, name))
             if found is not None:
                 known = ~wanted.isnan()
                 off = off_by(found[known], wanted[known].to(found.dtype))
                 how = "it differs from the saved value" if wanted.dim() else f"it is {found:g} instead of {wanted:g}"
-                self._add(kind, name, off, 0.0, wanted.numel(), how)
+                self._findings.add(kind, name, off, 0.0, wanted.numel(), how)
             elif wanted.dim():  # else an option that another implementation of the optimizer lacks
-                self._add(kind, name, 1.0, 0.0, wanted.numel(), "it is missing")
-        self._conclude(trainer)
+                self._findings.add(kind, name, 1.0, 0.0, wanted.numel(), "it is missing")
+        self._finish(trainer, 0)
 
     def _compare_batches(self, trainer: Trainer, batches: Mapping[int, Batch]) -> None:
-        self._findings, saved = [], self._saved["batches"]
+        self._findings, saved = Findings(0, self.verdict), self._saved["batches"]
         for step in range(self.resumed_at + 1, max(saved) + 1):
-            self._step, found, pattern = step, batches.get(step), ""
+            self._findings.step, found, pattern = step, batches.get(step), ""
             if found is None:
                 pattern = "the resumed training ended before this step"
             elif not _are_same(found, saved[step]):
@@ -127,19 +128,13 @@ class ResumeCheck(StepCheck):
                 pattern = f"it is the batch of {next(iter(earlier), 'no step')}: {NOT_RESTORED}"
                 if not self.verdict.faults:
                     pattern += "; the first step starts from exactly the saved values"
-            self._add("batch", "", math.inf if pattern else 0.0, 0.0, 1, pattern)
-        self._conclude(trainer)
-
-    def _conclude(self, trainer: Trainer) -> None:
-        """Counts the findings of rank 0 only, because all ranks have the same."""
-        if not trainer.is_global_zero:
-            self._findings = []
+            self._findings.add("batch", "", math.inf if pattern else 0.0, 0.0, 1, pattern)
         self._finish(trainer, 0)
 
 
 def _are_same(one: Batch, other: Batch) -> bool:
-    """Returns whether each rank had the same rows. With different numbers of ranks, all ranks together must have had
-    them."""
+    """Returns whether each rank had the same rows. If the numbers of ranks differ, returns whether all ranks together
+    had the same rows."""
     return one == other or (len(one) != len(other) and {*chain(*one)} == {*chain(*other)})
 
 
@@ -147,25 +142,28 @@ def _rows(batch: Any) -> list[int]:
     """Returns a checksum of each row of each tensor of a micro-batch. Floating-point values are rounded to bfloat16,
     because an engine may have cast them."""
     found: list[int] = []
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            values = leaf.detach().cpu().to(torch.bfloat16 if leaf.is_floating_point() else leaf.dtype)
-            for row in values if values.dim() else [values]:
-                found.append(zlib.crc32(row.flatten().view(torch.uint8).numpy().data))
+    for tensor in tensors_in(batch):
+        values = tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+        for row in torch.atleast_1d(values):
+            found.append(zlib.crc32(row.flatten().view(torch.uint8).numpy().data))
     return found
 
 
 def _state(trainer: Trainer, module: LightningModule) -> State:
-    """Returns the values from which the next step starts, as whole tensors, flattened, with NaN where nothing is kept.
-    Buffers are rank 0's, as in most checkpoints. Collective."""
+    """Returns the values from which the next step starts, as flattened unsharded tensors, with NaN where no rank keeps
+    a value. Buffers are rank 0's, as in most checkpoints. Collective."""
     hooks = hooks_of(trainer.strategy)
     buffers = {name: buffer.detach().flatten().cpu() for name, buffer in module.named_buffers()}
-    parameters, weights = dict(module.named_parameters()), hooks.weights(module)
+    weights = hooks.weights(module)
     found: State = {("buffer", name): buffer for name, buffer in gather(buffers)[0].items()}
-    for name, plain in hooks.plain_names(parameters).items():  # with frozen weights, which no optimizer has
-        found["weight", plain] = weights[plain].flatten().to(hooks.compute_dtype(parameters[name]))
-    for name, value in _positions(trainer).items():
-        found["position", name] = _scalar(value)
+    for name, parameter in parameters_of(hooks, module).items():  # with frozen weights, which no optimizer has
+        found["weight", name] = weights[name].flatten().to(hooks.compute_dtype(parameter))
+    positions: dict[str, float] = {"step": trainer.global_step, "epoch": trainer.current_epoch}
+    for config in trainer.lr_scheduler_configs:
+        positions |= _numbers(config.scheduler.state_dict())
+    for name, value in positions.items():
+        if name[-1].isalpha():  # a list has an element per parameter group, and a strategy may split the groups
+            found["position", name] = _scalar(value)
 
     shapes = {name: whole.shape for name, whole in sorted({**weights, **dict(module.named_buffers())}.items())}
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -194,17 +192,15 @@ def _state(trainer: Trainer, module: LightningModule) -> State:
 def _kept(
     trainer: Trainer, module: LightningModule, numbers: Mapping[str, Tensor]
 ) -> Iterator[tuple[list[str], Tensor, dict[str, Any]]]:
-    """Yields what this rank keeps of its weights for their updates and their averages: the weights' names, its part of
-    the `numbers` of their elements, and its tensors and scalars by name."""
+    """Yields what this rank keeps for the updates and the averages of weights: the names of the weights, this rank's
+    part of the `numbers` of their elements, and its tensors and scalars by name."""
     hooks = hooks_of(trainer.strategy)
-    held: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    plain = hooks.plain_names(held)
-    names = {id(each): plain[name] for name, each in held.items()}
-    for updated in hooks.updated(trainer.optimizers[0], at_any_step=True):
-        own = [names[id(each)] for each in updated.parameters]
+    for updated, own in updated_by(hooks, module, trainer.optimizers[0], at_any_step=True):
         options = _numbers({**updated.group, "params": None})
         values = {"weight": updated.target, **updated.state, **options}
         yield own, _flat(updated.cut([numbers[name] for name in own])), values
+    held: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    plain = hooks.plain_names(held)
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for callback in callbacks:
         if averages := getattr(callback, "averages", None):  # of --ema and --swa_from
@@ -214,15 +210,6 @@ def _kept(
 
 def _flat(tensor: Any) -> Tensor:
     return local_of(tensor).flatten().cpu().long()
-
-
-def _positions(trainer: Trainer) -> dict[str, float]:
-    """Returns the positions of loops and schedules. Lists in a schedule's state are left out, because they have an
-    element per parameter group, and a strategy may split the groups."""
-    found: dict[str, float] = {"step": trainer.global_step, "epoch": trainer.current_epoch}
-    for config in trainer.lr_scheduler_configs:
-        found |= {name: value for name, value in _numbers(config.scheduler.state_dict()).items() if name[-1].isalpha()}
-    return found
 
 
 def _scalar(value: Any) -> Tensor:
@@ -236,7 +223,7 @@ def _label(key: str, name: str) -> tuple[Kind, str]:
 
 
 def _numbers(container: Any) -> dict[str, float]:
-    """Returns the numbers in nested containers by their path, such as lr or betas.0."""
+    """Returns the numbers in nested containers, by paths such as lr or betas.0."""
     found: dict[str, float] = {}
     for path, value in tree_leaves_with_path(container):
         if type(value) in (int, float) or (isinstance(value, Tensor) and not value.dim()):

@@ -1,14 +1,14 @@
-"""Defines `ScriptCheck`, which compares each step that a module computes with the step that a training script computed.
+"""Defines `ScriptCheck`, which compares each step that a module computes with the recorded step of a training script.
 
-The script ran before, unchanged, and its steps were recorded. A plain copy of the module computes each step again, from
-the script's weights, batches and random states. So the two trainings do not drift apart, and the bound is the rounding
-error of one step, as in a step check.
+The script was run unchanged, and its steps were recorded. A plain copy of the module computes each step again, from the
+script's weights, batches and random states. The two trainings therefore do not drift apart, and the bound is the
+rounding error of one step, as in a step check.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,19 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
-from cifar_zero.launch.collectives import gather
-from cifar_zero.step_check.callback import CONSTANT, LEAST, ROUNDINGS, StepCheck, constant_factor, norm_of
-from cifar_zero.step_check.recorded import Recorded, ScriptStep, matched, options_of, part_of, samples_in, shapes_of
-from cifar_zero.step_check.replay import lowest
-from cifar_zero.step_check.updates import UPDATE, off_by, torch_step
+from cifar_zero.step_check.callback import StepCheck
+from cifar_zero.step_check.findings import CONSTANT, constant_factor, off_by
+from cifar_zero.step_check.recorded import Recorded, ScriptStep, options_of, part_of, samples_in
+from cifar_zero.step_check.replay import gathered_losses, lowest
+from cifar_zero.step_check.updates import clip_factor, torch_step, update_error, updated_by
 from cifar_zero.strategies import hooks_of
 from cifar_zero.strategies.hooks import Updated, tensors_in
 
 
 class ScriptCheck(StepCheck):
-    """Checks each step of a training in place, and that the module computes the script's steps."""
+    """Checks each step of a training in place, and checks that the module computes the script's steps."""
+
+    needed = ("gradient", "update", "script's gradient")
 
     def __init__(self, recorded: Recorded):
         """Prepares the comparison. The training ends after the last recorded step."""
@@ -37,27 +39,22 @@ class ScriptCheck(StepCheck):
         self.recorded = recorded
         self._gradients: dict[str, Tensor] = {}  # the script's gradients in the step before
         self._hint = ""  # what training on several ranks changes
-        self._rates: dict[str, tuple[float, float]] = {}  # learning rates of module and script in the step before
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module, and makes a verdict on the script's gradients necessary. Without one, the outcome of the
-        check is "not judged"."""
-        super().setup(trainer, pl_module, stage)
-        self.verdict.needed = (*self.verdict.needed, "script's gradient")
+        self._rates: dict[str, dict[str, float]] = {}  # of each weight in the step before, in the module and the script
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keeps what a replay needs. If the module trains on its own data, compares its batch with the script's."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         number = len(self._micro_batches)
         if self.recorded.own_data and number:
-            wanted = self.recorded.step(self._step).micro_batches[number - 1].batch
+            wanted = self.recorded.step(self._findings.step).micro_batches[number - 1].batch
             why = difference(batch, wanted)
-            self._add("script's batch", f"micro-batch {number}", math.inf if why else 0.0, 0.0, 1, why)
+            self._findings.add("script's batch", f"micro-batch {number}", math.inf if why else 0.0, 0.0, 1, why)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Replays the script's step with the module and compares the results, then checks the strategy's own step."""
         if self._micro_batches and hooks_of(trainer.strategy).ends_step():
-            self._compare_step(self.recorded.step(self._step), trainer, pl_module, optimizer)
+            step = self.recorded.step(self._findings.step).renamed(self._replica.module, self.recorded.renames)
+            self._compare_step(step, trainer, pl_module, optimizer)
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
     def on_train_batch_end(
@@ -70,8 +67,6 @@ class ScriptCheck(StepCheck):
 
     def _compare_step(self, step: ScriptStep, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         hooks = hooks_of(trainer.strategy)
-        names = matched(step.weights, self._replica.shapes, self.recorded.renames)
-        buffer_names = matched(step.buffers, shapes_of(module.named_buffers()), self.recorded.renames)
         dtypes = self._compute_dtypes(trainer, module)
         ranks, rank = hooks.replica()
         if ranks > 1 and any(isinstance(each, _BatchNorm) for each in self._replica.module.modules()):
@@ -80,51 +75,48 @@ class ScriptCheck(StepCheck):
         for each in step.micro_batches:
             part = trainer.precision_plugin.convert_input(part_of(each.batch, rank, ranks))
             parts.append(replace(each, batch=trainer.strategy.batch_to_device(part)))
-        weights, buffers = _named(step.weights, names), _named(step.buffers, buffer_names)
-        replays = self._on_all_ranks(
-            lambda: self._replay(trainer, parts, weights, dtypes, buffers=buffers), "the script's steps"
-        )
+        before = {**step.weights, **step.buffers}
+        replays = self._on_all_ranks(lambda: self._replay(parts, before, dtypes), "the script's steps")
         if replays is None:
             return
         low, exact = replays
-        low.average()
-        exact.average()
         if step.draws and (ranks > 1 or not torch.equal(low.random_state, step.random_state_after)):
             self.verdict.note("the script's losses and gradients, because the module draws other random numbers")
         else:
-            self._compare_losses_with(step, low.losses, exact.losses, lowest(dtypes.values()))
-            _clip([low.gradients, exact.gradients], hooks.clip_limit(trainer))
-            found = {name: gradient.double() for name, gradient in _named(step.gradients, names).items()}
-            self._compare_gradients(found, low.gradients, exact.gradients, dtypes, "script's gradient", self._explain)
+            low_losses, exact_losses = gathered_losses(low, exact).mean(0)
+            losses, dtype = torch.tensor(step.losses, dtype=torch.float64), lowest(dtypes.values())
+            explain = partial(self._explain_loss, step)
+            self._findings.compare_losses(losses, low_losses, exact_losses, dtype, "script's loss", explain)
+            factor = clip_factor(low.gradients, hooks.clip_limit(trainer))
+            for gradient in (*low.gradients.values(), *exact.gradients.values()):
+                gradient.mul_(factor)
+            found = {name: gradient.double() for name, gradient in step.gradients.items()}
+            self._findings.compare_gradients(
+                found, low.gradients, exact.gradients, dtypes, "script's gradient", self._explain_gradient
+            )
             self._gradients = found
-            after = _named(step.buffers_after, buffer_names)
-            self._compare_buffers(after, low.buffers, exact.buffers, "script's buffer")
-        parameters = dict(module.named_parameters())
-        own = {id(parameters[name]): plain for name, plain in hooks.plain_names(parameters).items()}
-        scripts = {ours: name for name, ours in names.items() if name in step.options}
-        for updated in hooks.updated(optimizer):
-            found = [scripts[own[id(each)]] for each in updated.parameters if own[id(each)] in scripts]
-            for name in found:
-                self._compare_options(names[name], updated.group, step.options[name])
+            self._findings.compare_buffers(step.buffers_after, low.buffers, exact.buffers, "script's buffer")
+        for updated, names in updated_by(hooks, module, optimizer):
+            trained = [name for name in names if name in step.options]
+            for name in trained:
+                self._compare_options(name, updated.group, step.options[name])
             # Only whole tensors are compared. The step check compares updates of shards with torch's optimizer's.
-            if len(found) == 1 and updated.target.shape == step.weights[found[0]].shape:
-                self._compare_update(names[found[0]], updated, step, found[0])
+            if len(trained) == 1 and updated.target.shape == step.weights[trained[0]].shape:
+                self._compare_update(trained[0], updated, step)
 
-    def _compare_losses_with(
-        self, step: ScriptStep, of_low: Sequence[float], of_exact: Sequence[float], dtype: torch.dtype
-    ) -> None:
-        of_ranks = gather((of_low, of_exact))
-        for number, loss in enumerate(step.losses):
-            low = fmean(lows[number] for lows, _ in of_ranks)
-            exact = fmean(exacts[number] for _, exacts in of_ranks)
-            size = max(abs(exact), 1e-30)
-            allowed = ROUNDINGS * abs(low - exact) / size + LEAST * torch.finfo(dtype).eps
-            off, pattern = abs(loss - low) / size, ""
-            if off > allowed and loss:
-                pattern = in_words(low / loss, step) + self._hint
-            self._add("script's loss", f"micro-batch {number + 1}", off, allowed, 1, pattern)
+    def _explain_loss(self, step: ScriptStep, name: str, theirs: Tensor, ours: Tensor) -> str:
+        factor, parts = float(ours / theirs), len(step.micro_batches)
+        samples = samples_in(step.micro_batches[0].batch)
+        for known, text in (
+            (1 / samples, "a sum over the samples in the script, a mean in the module"),
+            (samples, "a mean over the samples in the script, a sum in the module"),
+            (1 / parts, f"the script does not divide its loss by its {parts} micro-batches"),
+        ):
+            if known != 1 and math.isclose(factor, known, rel_tol=CONSTANT):
+                return text + self._hint
+        return f"the module has {factor:.3g} times the script's{self._hint}"
 
-    def _explain(self, name: str, theirs: Tensor, ours: Tensor) -> str:
+    def _explain_gradient(self, name: str, theirs: Tensor, ours: Tensor) -> str:
         before = self._gradients.get(name)
         if before is not None and off_by(theirs - before, ours) < CONSTANT:
             return "the script adds the gradient of the previous step, because a call of zero_grad is missing"
@@ -138,69 +130,32 @@ class ScriptCheck(StepCheck):
             if not np.allclose(ours[key], theirs[key], rtol=1e-6, atol=0.0):
                 off, pattern = math.inf, f"{key} {_shown(ours[key])} in the module, {_shown(theirs[key])} in the script"
             if key == "lr":
-                rates = ours[key][0], theirs[key][0]
-                pattern += how_scheduled(*self._rates.get(name, rates), *rates) if off else ""
+                rates = {"module": ours[key][0], "script": theirs[key][0]}
+                before = self._rates.get(name, rates)
+                stepped = [who for who in rates if rates[who] != before[who]]
+                if off and len(stepped) == 1:
+                    pattern += f", because only the {stepped[0]} steps its scheduler after this step"
                 self._rates[name] = rates
-            self._add("script's option", name, off, 0.0, 1, pattern)
+            self._findings.add("script's option", name, off, 0.0, 1, pattern)
 
-    def _compare_update(self, name: str, updated: Updated, step: ScriptStep, theirs: str) -> None:
-        """Compares the script's update with the one that the module's optimizer makes of the script's gradient."""
+    def _compare_update(self, name: str, updated: Updated, step: ScriptStep) -> None:
+        """Compares the script's update with the update that the module's optimizer makes from the script's gradient."""
         target = updated.target
-        before = step.weights[theirs].to(target.device, target.dtype)
+        before = step.weights[name].to(target.device, target.dtype)
         twin = Parameter(before.clone())
-        twin.grad = step.gradients[theirs].to(target.device, target.dtype)
-        state = {**step.state[theirs]}
+        twin.grad = step.gradients[name].to(target.device, target.dtype)
+        state = {**step.state[name]}
         if state and not isinstance(state.get("step"), Tensor):
-            state["step"] = torch.tensor(float(self._step - 1))  # DeepSpeed's Adam counts steps in its groups
+            state["step"] = torch.tensor(float(self._findings.step - 1))  # DeepSpeed's Adam counts steps in its groups
         state = tree_map_only(Tensor, lambda value: value.to(target.device, copy=True), state)
         torch_step(updated, twin, state)
-        ours = (twin.detach() - before).double()
-        size = float(ours.norm())
-        script = (step.weights_after[theirs].to(before) - before).double()
-        off = float((script - ours).norm()) / max(size, 1e-30)
-        rounding = torch.finfo(target.dtype).eps * float(before.double().norm()) / max(size, 1e-30)
-        self._add("script's update", name, off, UPDATE + rounding, before.numel())
-
-
-def _named(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    return {names[name]: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _clip(of_replays: Sequence[Mapping[str, Tensor]], limit: float) -> None:
-    """Clips the gradients of all replays in place, by the factor that clips the first replay's gradients to the norm
-    `limit`."""
-    norm = norm_of(of_replays[0])
-    if limit and norm > limit:
-        for gradients in of_replays:
-            for gradient in gradients.values():
-                gradient.mul_(limit / (norm + 1e-6))
-
-
-def in_words(factor: float, step: ScriptStep) -> str:
-    """Returns a text that explains why the module's loss is `factor` times the script's."""
-    parts, samples = len(step.micro_batches), samples_in(step.micro_batches[0].batch)
-    for known, text in (
-        (1 / samples, "a sum over the samples in the script, a mean in the module"),
-        (samples, "a mean over the samples in the script, a sum in the module"),
-        (1 / parts, f"the script does not divide its loss by its {parts} micro-batches"),
-    ):
-        if known != 1 and math.isclose(factor, known, rel_tol=CONSTANT):
-            return text
-    return f"the module has {factor:.3g} times the script's"
-
-
-def how_scheduled(ours_before: float, theirs_before: float, ours: float, theirs: float) -> str:
-    """Returns a text if only the module, or only the script, has stepped its scheduler since the step before, else an
-    empty string."""
-    if ours != ours_before and theirs == theirs_before:
-        return ", because only the module steps its scheduler after this step"
-    if ours == ours_before and theirs != theirs_before:
-        return ", because only the script steps its scheduler after this step"
-    return ""
+        error = update_error(step.weights_after[name].to(before), before, twin.detach())
+        self._findings.add("script's update", name, *error, before.numel())
 
 
 def difference(found: Any, wanted: Any) -> str:
-    """Returns a text on how a module's batch differs from a script's. It is empty if they are equal bit by bit."""
+    """Returns a text that explains how a module's batch differs from a script's batch, or an empty string if they are
+    equal bit by bit."""
     ours, theirs = tensors_in(found), tensors_in(wanted)
     shapes = [[tuple(each.shape) for each in batch] for batch in (ours, theirs)]
     if shapes[0] != shapes[1]:

@@ -1,9 +1,9 @@
-"""Defines `SketchCheck`, a step check that also keeps what each step computed, small enough to be stored and compared
-on another machine or with another release (`cifar-zero compare --save_baseline`).
+"""Defines `SketchCheck`, a step check that also keeps sketches of the values of each step. Sketches are small enough to
+be stored, and compared later on another machine or with another release (`cifar-zero compare --save_baseline`).
 
 A sketch is a short vector. Each element of a tensor is added to one element of the sketch, or subtracted from it. The
-sketch of a difference is the difference of the sketches, and its norm is the norm of the difference, to about a fifth
-(feature hashing, Weinberger et al. 2009).
+sketch of a difference is the difference of the sketches. Its norm equals the norm of the difference, up to an error of
+about a fifth (feature hashing, Weinberger et al. 2009).
 """
 
 import math
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cifar_zero.launch.collectives import gather
 from cifar_zero.step_check.callback import StepCheck
+from cifar_zero.step_check.replay import gathered_losses
 from cifar_zero.step_check.updates import laid
 from cifar_zero.strategies import hooks_of
 from cifar_zero.strategies.hooks import local_of
@@ -27,10 +28,10 @@ SIZE = 16
 
 
 class SketchCheck(StepCheck):
-    """Checks every step, with faults as warnings, and keeps values of the steps in `sketches`, in float64 on the CPU.
+    """Checks every step, warns of faults, and keeps values of the steps in `sketches`, in float64 on the CPU.
 
-    Each key has a list of tensors, one per step. A step that overflows in float16 is left out. These keys have values
-    of the training:
+    Each key of `sketches` has a list with one tensor per step. A step that overflows in float16 is left out. These keys
+    have values of the training:
 
     - `weights` (SIZE,): the sketch of all weights before the step
     - `found` (SIZE,): the sketch of the whole gradient
@@ -48,7 +49,7 @@ class SketchCheck(StepCheck):
         self.sketches: dict[str, list[Tensor]] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares the gradients, and keeps the sketches."""
+        """Compares the gradients and keeps the sketches."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._replays is None or self._overflows:
             return
@@ -57,7 +58,7 @@ class SketchCheck(StepCheck):
         for each in self._expect_updates(trainer, pl_module, optimizer, exact.gradients):
             own = laid(each.updated, [places(name, self._weights[name]) for name in each.names])
             update += sketch(local_of(each.twin) - local_of(each.before), local_of(own))
-        losses = torch.tensor(gather([low.losses, exact.losses]), dtype=torch.float64)
+        losses = gathered_losses(low, exact)
         found = hooks_of(trainer.strategy).gradients(pl_module)
         step = {"weights": sketch_of(self._weights), "found": sketch_of(found), "losses": losses[:, 0]}
         step |= {"loss/": losses[:, 1], "update/": torch.stack(gather(update)).sum(0)}
@@ -72,8 +73,8 @@ def sketch_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def sketch(values: Tensor, places: Tensor) -> Tensor:
-    """Returns the sketch of a tensor, float64 (SIZE,). `places` are its elements' places, and elements with place 0 are
-    left out."""
+    """Returns the sketch of a tensor, float64 (SIZE,). `places` has the place of each element. Elements with place 0
+    are left out."""
     places = places.cpu().flatten()
     signed = values.detach().cpu().double().flatten() * places.sign()
     return torch.zeros(SIZE + 1, dtype=torch.float64).index_add(0, places.abs().long(), signed)[1:]

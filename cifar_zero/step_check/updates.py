@@ -1,5 +1,4 @@
-"""Compares the updates that the strategy's optimizer makes in a step with those that torch's optimizer makes on
-copies."""
+"""Compares the updates of the strategy's optimizer with the updates that torch's optimizer makes on copies."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cifar_zero.step_check.verdict import Kind
+from cifar_zero.step_check.findings import Findings, norm_of, off_by
 from cifar_zero.strategies.hooks import Hooks, Updated, local_of
 
 UPDATE = 1e-4
-"""Relative error that another order of the same float32 arithmetic may cause in an update, an optimizer's state or a
-norm. Correct engines are off by up to 4e-6. DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which is off by up
+"""Relative error that a different order of float32 operations may cause in an update, an optimizer's state or a norm.
+Correct engines are off by up to 4e-6. DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which is off by up
 to 6e-5."""
 
 
@@ -31,37 +30,61 @@ class Expected:
 
     @property
     def name(self) -> str:
-        """The names of the first and the last parameter."""
+        """Returns the parameter's name, or the names of the first and the last of several parameters."""
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
 
-    def compared(self) -> Iterator[tuple[Kind, str, float, float, int]]:
-        """Yields kind, name, error, bound and number of elements of each value that the strategy updated. To be called
-        after the step."""
+    def compare(self, findings: Findings) -> None:
+        """Compares each value that the strategy has updated. Must be called after the step."""
         tensors = self.updated.target.detach(), self.before, self.twin
         target, before, twin = (local_of(tensor)[self.used] for tensor in tensors)
-        wanted = (twin - before).double()
-        if not wanted.any():  # a rate of 0, for example
-            yield "update", self.name, off_by(target, before), 0.0, target.numel()
-            return
-        size = float(wanted.norm())
-        off = float(((target - before).double() - wanted).norm()) / size
-        rounding = torch.finfo(target.dtype).eps * float(before.double().norm()) / size
-        yield "update", self.name, off, UPDATE + rounding, target.numel()
+        findings.add("update", self.name, *update_error(target, before, twin), target.numel())
         for key, value in self.state.items():
             found, name = self.updated.state.get(key), f"{key} of {self.name}"
             if isinstance(value, Tensor) and value.dim():
                 same = isinstance(found, Tensor) and found.shape == value.shape
                 off = off_by(local_of(found)[self.used], local_of(value)[self.used]) if same else math.inf
-                yield "state", name, off, UPDATE, value.numel()
+                findings.add("state", name, off, UPDATE, value.numel())
             elif isinstance(value, (Tensor, int, float)):
                 same = found is not None and float(found) == float(value)
-                yield "state", name, 0.0 if same else math.inf, 0.0, 1
+                findings.add("state", name, 0.0 if same else math.inf, 0.0)
+
+
+def update_error(found: Tensor, before: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Returns the error of an update and its bound, both as shares of the update's norm. `found` and `wanted` are the
+    weights after the update. If they should not have changed, because the learning rate is 0 for example, the bound is
+    0."""
+    if torch.equal(wanted, before):
+        return off_by(found, before), 0.0
+    update = (wanted - before).double()
+    rounding = torch.finfo(found.dtype).eps * float(before.double().norm() / update.norm())
+    return off_by((found - before).double(), update), UPDATE + rounding
+
+
+def clip_factor(gradients: Mapping[str, Tensor], limit: float) -> float:
+    """Returns the factor that clips the gradients to the norm `limit`. It is 1 if `limit` is 0, which means that they
+    are not clipped."""
+    return min(1.0, limit / (norm_of(gradients) + 1e-6)) if limit else 1.0
+
+
+def parameters_of(hooks: Hooks, module: nn.Module) -> dict[str, Any]:
+    """Returns this rank's parameters by the plain model's names."""
+    parameters = dict(module.named_parameters())
+    return {plain: parameters[name] for name, plain in hooks.plain_names(parameters).items()}
+
+
+def updated_by(
+    hooks: Hooks, module: nn.Module, optimizer: Any, at_any_step: bool = False
+) -> Iterator[tuple[Updated, list[str]]]:
+    """Yields each tensor of `Hooks.updated` with the plain model's names of its parameters."""
+    names = {id(parameter): name for name, parameter in parameters_of(hooks, module).items()}
+    for updated in hooks.updated(optimizer, at_any_step):
+        yield updated, [names[id(each)] for each in updated.parameters]
 
 
 def expected_updates(
     hooks: Hooks,
+    module: nn.Module,
     optimizer: Any,
-    names: Mapping[int, str],
     gradients: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
 ) -> Iterator[Expected]:
@@ -69,39 +92,38 @@ def expected_updates(
 
     Args:
         hooks: Hooks of the strategy.
+        module: The module that the strategy trains.
         optimizer: Lightning's optimizer.
-        names: The plain model's name of each parameter, by its id.
         gradients: Unsharded, clipped float32 gradients by name. Frozen weights have none.
         weights: Unsharded weights before the step, by name.
     """
-    for updated in hooks.updated(optimizer):
-        own = [names[id(each)] for each in updated.parameters]
+    for updated, own in updated_by(hooks, module, optimizer):
         if not any(name in gradients for name in own):  # frozen
             continue
         before = updated.target.detach().clone()
-        twin = torch.nn.Parameter(before.clone())
+        twin = nn.Parameter(before.clone())
         # An engine may keep a frozen weight next to trained ones.
         twin.grad = laid(updated, [gradients.get(name, torch.zeros_like(weights[name])) for name in own])
         used = local_of(laid(updated, [torch.ones_like(weights[name]) for name in own])).bool()
         yield Expected(own, updated, before, twin.detach(), torch_step(updated, twin), used)
 
 
-def torch_step(updated: Updated, twin: torch.nn.Parameter, state: dict[str, Any] | None = None) -> Mapping[str, Any]:
-    """Updates `twin`, a copy of one of the optimizer's tensors, in place with torch's optimizer, and returns the
-    optimizer's state of it afterwards. `state` replaces the state from which the update starts."""
+def torch_step(updated: Updated, twin: nn.Parameter, state: dict[str, Any] | None = None) -> Mapping[str, Any]:
+    """Updates `twin`, a copy of one of the optimizer's tensors, in place with torch's optimizer. Returns the
+    optimizer's state of `twin` after the update. `state` replaces the state before the update."""
     optimizer = updated.optimizer_of(twin)
     if state is not None:
         optimizer.state[twin] = state
     kind = type(optimizer)
     with torch.no_grad():
-        # Without the hooks that torch wraps around the class's step, and a scheduler around the instance's step.
+        # The unwrapped step does not run the hooks that torch adds to the class, and a scheduler to the instance.
         getattr(kind.step, "__wrapped__", kind.step)(optimizer)
     return optimizer.state.get(twin, {})
 
 
 def laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
-    """Returns this rank's part of unsharded tensors of the parameters, laid out as the optimizer's tensor, with 0 as
-    padding."""
+    """Returns this rank's part of the unsharded tensors of the parameters, in the layout of the optimizer's tensor.
+    Padding is 0."""
     part: Any = updated.cut(wholes)
     part = part.to(updated.target.device, updated.target.dtype)
     if part.numel() == updated.target.numel():
@@ -109,12 +131,3 @@ def laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
     flat = torch.zeros_like(updated.target)
     flat[: part.numel()].copy_(part)
     return flat
-
-
-def off_by(found: Tensor, wanted: Tensor) -> float:
-    """Returns the norm of the difference of two tensors, divided by the norm of `wanted`, or 0 if they are equal bit by
-    bit."""
-    if torch.equal(found, wanted):
-        return 0.0
-    wanted = wanted.double()
-    return float((found.double() - wanted).norm()) / max(float(wanted.norm()), 1e-30)

@@ -1,4 +1,4 @@
-"""Collects what a step check judged and what it found. It is plain Python, without torch."""
+"""Defines the verdict of a step check and the findings on which it is based. Does not import torch."""
 
 import math
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ Kind = Literal[
     "state",
     "buffer",
     "output",
-    "position",  # of a resume, like "batch"
-    "batch",
+    "position",  # only in a ResumeCheck
+    "batch",  # only in a ResumeCheck
     "script's batch",
     "script's loss",
     "script's gradient",
@@ -27,24 +27,24 @@ Kind = Literal[
 """Kinds of values that are compared with plain PyTorch's and, in a `ScriptCheck`, also with a script's."""
 
 SHARED: tuple[Kind, ...] = ("gradient", "gradient norm", "script's loss", "script's gradient", "script's buffer")
-"""Kinds for which all ranks have the same findings, so that they count once."""
+"""Kinds for which all ranks have the same findings, so that each finding counts once."""
 
 Outcome = Literal["bit-identical", "within rounding", "different", "not judged"]
 
 BLUNT = 0.5
-"""Largest bound, as a share of a value's size, with which the value is judged. Agreement within a larger bound is not
+"""Largest bound, as a share of a value's norm, for which a value is judged. Agreement within a larger bound is not
 evidence."""
 
 ENOUGH = 0.95
-"""Least share of the elements of gradients and of updates that must be judged. With less, the verdict is "not
-judged"."""
+"""Smallest share of the elements of gradients and of updates that must be judged. If fewer are judged, the verdict is
+"not judged"."""
 
 FAULTS_KEPT = 50
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One compared value, with its error and the error that rounding allows, both as shares of the value's size."""
+    """One compared value, with its error and the error that rounding allows, both as shares of the value's norm."""
 
     step: int  # optimizer step, from 1
     kind: Kind
@@ -52,20 +52,20 @@ class Finding:
     off: float
     allowed: float
     elements: int = 1
-    pattern: str = ""  # what explains a fault: a constant factor, a rank
+    pattern: str = ""  # a text that explains a fault, such as a constant factor or a rank
 
     @property
     def share(self) -> float:
-        """The share of the bound that was used. A finding whose share is above 1 is a fault, and NaN counts as a fault
-        too."""
+        """Returns the error as a share of the bound. A finding whose share is above 1 is a fault. An error of NaN is a
+        fault too."""
         if self.off == 0:
             return 0.0
         return math.inf if math.isnan(self.off) or not self.allowed else self.off / self.allowed
 
     @property
     def is_judged(self) -> bool:
-        """Whether the bound is tight enough for a verdict. A value that exceeds even a wide bound is judged too, as a
-        fault."""
+        """Returns whether the bound is tight enough for a verdict. A value that exceeds even a wide bound is judged as
+        a fault."""
         return self.allowed <= BLUNT or self.share > 1
 
     def __str__(self) -> str:
@@ -79,15 +79,15 @@ class Finding:
 
 @dataclass
 class Tally:
-    """The totals of all compared values of a kind."""
+    """Counts the compared values of a kind."""
 
     elements: int = 0
     judged: int = 0
-    tightest: float = math.inf  # smallest bound that is not 0, which is the smallest error that would be seen
-    worst: Finding | None = None  # the judged value that used most of its bound
+    tightest: float = math.inf  # smallest bound above 0, which is the smallest error that would be seen
+    worst: Finding | None = None  # the judged finding with the largest share of its bound
 
     def add(self, found: Finding) -> None:
-        """Counts a comparison."""
+        """Counts a finding."""
         self.elements += found.elements
         if not found.is_judged:
             return
@@ -100,18 +100,17 @@ class Tally:
 
 @dataclass
 class Verdict:
-    """Collects what was judged and what was found."""
+    """Collects what was judged, the faults, and what could not be checked."""
 
     steps: list[int] = field(default_factory=list)  # the checked steps, from 1
     tallies: dict[str, Tally] = field(default_factory=dict)  # by kind
     faults: list[Finding] = field(default_factory=list)  # the first FAULTS_KEPT
     not_checked: list[str] = field(default_factory=list)  # what could not be judged and why, one clause each
-    needed: tuple[Kind, ...] = ("gradient", "update")  # kinds of which ENOUGH must be judged
+    needed: tuple[Kind, ...] = ("gradient", "update")  # kinds for which ENOUGH elements must be judged
     first_output: Finding | None = None  # the first fault of a submodule's output, in the order of execution
 
     def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
-        """Counts the comparisons of a step and returns the faults among them. `step` is 0 for the comparisons of a
-        resume."""
+        """Counts the findings of a step and returns the faults among them. `step` is 0 for the findings of a resume."""
         if step:
             self.steps.append(step)
         faults = []
@@ -131,19 +130,19 @@ class Verdict:
 
     @property
     def judged(self) -> float:
-        """The share of the elements that was judged, of gradients or of updates, whichever is smaller. It is 0 without
-        any elements."""
+        """Returns the judged share of a kind's elements, for the kind in `needed` with the smallest share. The share of
+        a kind without elements is 0."""
         counted = [self.tallies.get(kind, Tally()) for kind in self.needed]
         return min(tally.judged / tally.elements if tally.elements else 0.0 for tally in counted)
 
     @property
     def used(self) -> float:
-        """The largest share of a bound that a judged value used."""
+        """Returns the largest error of a judged value, as a share of its bound."""
         return max((tally.worst.share for tally in self.tallies.values() if tally.worst), default=0.0)
 
     @property
     def outcome(self) -> Outcome:
-        """The verdict in one or two words."""
+        """Returns the verdict in one or two words."""
         if self.faults:
             return "different"
         if self.judged < ENOUGH:
@@ -202,6 +201,6 @@ class Verdict:
 
 
 def percent(share: float) -> str:
-    """Returns a share in percent, such as 0.0017 % or 32 %, with two significant digits below 10 %."""
+    """Formats a share in percent, such as 0.0017 % or 32 %, with two significant digits below 10 %."""
     value = 100 * share
     return f"{value:.2g} %" if value < 10 else f"{value:,.0f} %"

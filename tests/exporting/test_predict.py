@@ -1,4 +1,4 @@
-"""cifar-zero predict on image files as users have them: it returns the class that the model itself returns."""
+"""Tests that cifar-zero predict returns the model's own classes for image files as users have them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.helpers import WHOLE, assert_ok, read_weights, run_program, t
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
-    """The checkpoint of a run that has learnt to tell some digits, and its images."""
+    """Returns the checkpoint of a run that has learned to distinguish some digits, and the images of the run."""
     out = tmp_path_factory.mktemp("digits")
     data = DataConfig(source="digits", root=str(out / "data"))
     options = ["--max_steps", "100", "--batch_size", "64", "--optimizer", "adam", "--logger", "none"]
@@ -37,7 +37,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
 
 @pytest.fixture(scope="module")
 def folder(digits: tuple[Path, Dataset], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 test images, more than one batch, some in a folder below, among what is no image."""
+    """Returns a folder with 100 test images. Some are in a subfolder, and there are files that are not images."""
     folder = tmp_path_factory.mktemp("images")
     (folder / "below").mkdir()
     for number, image in enumerate(digits[1].test_images[:100]):
@@ -48,7 +48,7 @@ def folder(digits: tuple[Path, Dataset], tmp_path_factory: pytest.TempPathFactor
 
 
 IMAGES = {"image_size": "32", "mean": "0.5", "std": "0.5"}
-"""Metadata of a model of CIFAR's images."""
+"""The size and normalisation of CIFAR-10's images in an export's metadata."""
 
 
 def own_probabilities(checkpoint: Path, images: np.ndarray) -> torch.Tensor:
@@ -86,7 +86,7 @@ def test_a_folder_by_a_checkpoint_and_every_export(digits: tuple[Path, Dataset],
 
 
 def test_names_forge_no_line(digits: tuple[Path, Dataset], folder: Path, tmp_path: Path):
-    """Class names come with a model, and names of images with an archive."""
+    """Class names may come from another person's model, and names of images from another person's archive."""
     image, broken, network = (tmp_path / name for name in ("a\nb.png", "c\x1b[2K.png", "net.safetensors"))
     image.write_bytes((folder / "00.png").read_bytes())
     broken.write_text("")

@@ -1,5 +1,4 @@
-"""Tests StepCheck in a plain Trainer of Lightning, on one rank, with state that it follows, cases that it cannot judge,
-and faults."""
+"""Tests StepCheck and OutputCheck in a plain Trainer of Lightning, on one rank."""
 
 from __future__ import annotations
 
@@ -15,11 +14,12 @@ from torch.utils.data import DataLoader
 from cifar_zero.comparison import StepCheck
 from cifar_zero.core.errors import RunError
 from cifar_zero.step_check.outputs import OutputCheck
+from cifar_zero.step_check.verdict import Verdict
 from tests.support.own_modules import images
 
 
 class Module(LightningModule):
-    """Trains a linear layer. Subclasses may change its loss."""
+    """Trains a linear layer."""
 
     def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Module(LightningModule):
 
 
 class Counting(Module):
-    """Has a loss that grows with three kinds of state."""
+    """Multiplies the loss by a factor that grows with a number, a list and a tensor in the module's attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,55 +50,21 @@ class Counting(Module):
         return loss
 
 
-class Faulty(Module):
-    """Adds `off` to the bias after each optimizer step, from step `first` on."""
+class WrongUpdate(Module):
+    """Adds 0.0001 to the bias after the optimizer step `step`."""
 
-    def __init__(self, first: int = 1, off: float = 1e-3) -> None:
+    def __init__(self, step: int = 1) -> None:
         super().__init__()
-        self.first, self.off = first, off
+        self.step = step
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
         super().optimizer_step(*arguments, **options)
-        if self.trainer.global_step + 1 >= self.first:
-            self.net.bias.data.add_(self.off)
+        if self.trainer.global_step + 1 == self.step:
+            self.net.bias.data.add_(1e-4)
 
 
-def trained(module: LightningModule, **options: Any) -> StepCheck:
-    check = StepCheck(every=1, **options)
-    fit(module, check)
-    return check
-
-
-def fit(module: LightningModule, check: StepCheck, steps: int = 5) -> None:
-    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    Trainer(accelerator="cpu", max_steps=steps, accumulate_grad_batches=2, callbacks=[check], **quiet).fit(module)
-
-
-def test_state_in_attributes_is_followed():
-    verdict = trained(Counting()).verdict
-    assert verdict.outcome == "bit-identical", str(verdict)
-    assert (verdict.steps, verdict.judged) == ([1, 2, 3, 4, 5], 1.0)
-
-
-def test_an_optimizer_that_calls_the_loss_several_times_is_not_judged():
-    verdict = trained(Module(torch.optim.LBFGS)).verdict
-    assert (verdict.outcome, verdict.faults) == ("not judged", [])
-    assert "steps, because computing them again fails" in str(verdict)
-
-
-def test_a_wrong_update_raises_at_its_step():
-    with pytest.raises(RunError, match=r"step 1: update of net\.bias"):
-        trained(Faulty())
-
-
-def test_a_wrong_update_is_counted():
-    verdict = trained(Faulty(), on_fault="warn").verdict
-    assert verdict.steps == [1, 2, 3, 4, 5]
-    assert {fault.name for fault in verdict.faults} == {"net.bias"}
-
-
-class LateGradient(Module):
-    """Has a gradient of the bias that is 0.1 % too large in step 15."""
+class WrongGradient(Module):
+    """Computes a gradient of the bias that is 0.1 % too large in step 15."""
 
     def on_after_backward(self) -> None:
         if self.trainer.global_step == 14:
@@ -106,17 +72,40 @@ class LateGradient(Module):
             self.net.bias.grad.mul_(1.001)
 
 
-@pytest.mark.parametrize("module", [Faulty(first=15, off=1e-5), LateGradient()], ids=["update", "gradient"])
-def test_a_small_fault_is_found_at_a_late_step_too(module: Module):
+def verdict_on(module: LightningModule, check: StepCheck, steps: int = 5) -> Verdict:
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Trainer(accelerator="cpu", max_steps=steps, accumulate_grad_batches=2, callbacks=[check], **quiet).fit(module)
+    return check.verdict
+
+
+def test_state_in_attributes_and_outputs_are_followed():
+    verdict = verdict_on(Counting(), OutputCheck(every=1))
+    assert verdict.outcome == "bit-identical", str(verdict)
+    assert (verdict.steps, verdict.judged) == ([1, 2, 3, 4, 5], 1.0)
+    assert verdict.tallies["output"].elements == 5 * 2 * 8 * 10
+
+
+def test_an_optimizer_that_calls_the_loss_several_times_is_not_judged():
+    verdict = verdict_on(Module(torch.optim.LBFGS), StepCheck(every=1))
+    assert (verdict.outcome, verdict.faults) == ("not judged", [])
+    assert "steps, because computing them again fails" in str(verdict)
+
+
+def test_a_wrong_update_raises_at_its_step():
+    with pytest.raises(RunError, match=r"step 1: update of net\.bias"):
+        verdict_on(WrongUpdate(), StepCheck(every=1))
+
+
+@pytest.mark.parametrize("module", [WrongUpdate(step=15), WrongGradient()], ids=["update", "gradient"])
+def test_a_small_fault_in_a_late_step_is_found_in_this_step_only(module: Module):
     """The bound is the rounding error of one step, and does not grow from step to step."""
-    check = StepCheck(every=1, on_fault="warn")
-    fit(module, check, steps=15)
-    assert check.verdict.steps == [*range(1, 16)]
-    assert {(fault.step, fault.name) for fault in check.verdict.faults} == {(15, "net.bias")}
+    verdict = verdict_on(module, StepCheck(every=1, on_fault="warn"), steps=16)
+    assert verdict.steps == [*range(1, 17)]
+    assert {(fault.step, fault.name) for fault in verdict.faults} == {(15, "net.bias")}
 
 
-class Deep(Module):
-    """Has a second layer that is changed after the copy was made, as an engine may do at its start."""
+class Changed(Module):
+    """Has a second layer that is changed after the check has copied the module, as an engine may do at its start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,16 +123,11 @@ class Deep(Module):
 
 @pytest.mark.parametrize(
     ("module", "where"),
-    [(Deep, "the first module whose output differs is tanh"), (Faulty, "the outputs of all modules are correct")],
+    [
+        (Changed, "the first module whose output differs is tanh"),
+        (WrongUpdate, "the outputs of all modules are correct"),
+    ],
 )
 def test_the_first_wrong_module_is_named(module: type[Module], where: str):
-    check = OutputCheck(every=1, on_fault="warn")
-    fit(module(), check)
-    assert str(check.verdict).endswith(f"; {where}")
-
-
-def test_right_outputs_are_counted():
-    check = OutputCheck(every=1)
-    fit(Module(), check)
-    assert check.verdict.outcome == "bit-identical"
-    assert check.verdict.tallies["output"].elements == 5 * 2 * 8 * 10
+    verdict = verdict_on(module(), OutputCheck(every=1, on_fault="warn"), steps=1)
+    assert str(verdict).endswith(f"; {where}")

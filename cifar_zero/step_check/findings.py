@@ -1,0 +1,150 @@
+"""Compares the values of a step with the values of two replays, and collects the findings. Also defines the bounds."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from cifar_zero.step_check.verdict import Finding, Kind, Verdict
+
+ROUNDINGS = 3.0
+"""Multiple of a step's rounding error by which a value may be off, because the strategy sums in another order than the
+replay. In the acceptance cases, correct engines use up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch
+2.15)."""
+
+LEAST = 4.0
+"""Error that is always allowed, in machine epsilons of the dtype in which the strategy computes, because two correct
+sums may differ by that much."""
+
+SMALL = 1e-3
+"""Share of the whole gradient's norm that is added to the norm of each tensor's gradient before an error is divided by
+it. A gradient that cancels to nearly 0 has the rounding error of its summands."""
+
+CONSTANT = 0.02
+"""Largest remainder, as a share of a gradient, with which the gradient counts as another gradient times a constant
+factor."""
+
+Explain = Callable[[str, Tensor, Tensor], str]
+"""A function that returns what is wrong with a tensor, given the tensor's name, the tensor, and the correct tensor."""
+
+
+def norm_of(tensors: Mapping[str, Tensor]) -> float:
+    """Returns the L2 norm of all tensors together."""
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
+
+
+def off_by(found: Tensor, wanted: Tensor) -> float:
+    """Returns the norm of the difference of two tensors, divided by the norm of `wanted`, or 0 if they are equal bit by
+    bit."""
+    return _distance(found, wanted) / max(float(wanted.double().norm()), 1e-30)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Returns the norm of the difference. It is 0 for equal tensors even if they contain infinite values."""
+    return 0.0 if torch.equal(one, other) else float((one.double() - other.double()).norm())
+
+
+def constant_factor(found: Tensor, wanted: Tensor) -> float | None:
+    """Returns the constant factor between two gradients, or None if they differ in another way."""
+    factor = float((found * wanted).sum() / wanted.square().sum().clamp(min=1e-300))
+    rest = float((found - factor * wanted).norm()) / max(float(found.norm()), 1e-300)
+    return factor if rest < CONSTANT else None
+
+
+def explain_factor(name: str, found: Tensor, wanted: Tensor) -> str:
+    """Returns the constant factor between two gradients as a text, which is empty if there is none."""
+    factor = constant_factor(found, wanted)
+    return "" if factor is None else f"it is {factor:.3g} times the correct value"
+
+
+class Findings:
+    """Collects the findings of this rank in a step."""
+
+    def __init__(self, step: int, verdict: Verdict):
+        """Begins an empty collection.
+
+        Args:
+            step: The optimizer step, from 1.
+            verdict: Receives notes on what is not checked.
+        """
+        self.step, self.verdict, self.all = step, verdict, list[Finding]()
+
+    def add(self, kind: Kind, name: str, off: float, allowed: float, elements: int = 1, pattern: str = "") -> None:
+        """Adds a finding. The arguments are fields of `Finding`."""
+        self.all.append(Finding(self.step, kind, name, off, allowed, elements, pattern))
+
+    def compare(
+        self,
+        kind: Kind,
+        name: str,
+        found: Tensor,
+        low: Tensor,
+        exact: Tensor,
+        dtype: torch.dtype,
+        added: float = 0.0,
+        explain: Explain | None = None,
+    ) -> None:
+        """Compares a tensor with its value in the replay `low`, whose difference from `exact` is the step's rounding
+        error.
+
+        Args:
+            kind: The kind of the finding.
+            name: The tensor's name in the plain model.
+            found: The tensor.
+            low: The tensor in the replay in the training's precision.
+            exact: The tensor in the replay in float64.
+            dtype: The dtype in which the strategy computes the tensor. The bound of an integer tensor is 0.
+            added: A number that is added to the norm by which errors are divided.
+            explain: Explains a fault.
+        """
+        size = max(float(exact.double().norm()) + added, 1e-300)
+        off, allowed = _distance(found, low) / size, 0.0
+        if dtype.is_floating_point:
+            allowed = ROUNDINGS * _distance(low, exact) / size + LEAST * torch.finfo(dtype).eps
+        pattern = explain(name, found, low) if explain and off > allowed else ""
+        self.add(kind, name, off, allowed, found.numel(), pattern)
+
+    def compare_losses(
+        self,
+        found: Iterable[Tensor],
+        low: Tensor,
+        exact: Tensor,
+        dtype: torch.dtype,
+        kind: Kind = "loss",
+        explain: Explain | None = None,
+    ) -> None:
+        """Compares the loss of each micro-batch. The losses of the replays have the shape (micro-batches,)."""
+        for number, values in enumerate(zip(found, low, exact, strict=True), 1):
+            self.compare(kind, f"micro-batch {number}", *values, dtype, explain=explain)
+
+    def compare_gradients(
+        self,
+        found: Mapping[str, Tensor],
+        low: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        kind: Kind = "gradient",
+        explain: Explain = explain_factor,
+    ) -> None:
+        """Compares gradients by name. `dtypes` are those in which the strategy computes with the weights."""
+        whole = norm_of(exact)
+        for name, wanted in exact.items():
+            if name in found:
+                self.compare(kind, name, found[name], low[name], wanted, dtypes[name], SMALL * whole, explain)
+            else:
+                self.add(kind, name, math.inf, 0.0, wanted.numel(), "it is missing")
+
+    def compare_buffers(
+        self,
+        found: Mapping[str, Tensor],
+        low: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
+        kind: Kind = "buffer",
+    ) -> None:
+        """Compares buffers by name."""
+        for name, buffer in found.items():
+            if name in low and low[name].shape == buffer.shape:
+                self.compare(kind, name, buffer.cpu(), low[name], exact[name], buffer.dtype)
+            else:
+                self.verdict.note(f"the buffer {name}, because the copy has no such buffer")
