@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from cifar_zero.comparison.compare import main
+from tests.comparison.planted_faults import SITE
 from tests.support.helpers import ROOT
-from tests.support.planted_faults import SITE
 
 
 @pytest.fixture
 def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None) -> Callable[..., Any]:
     """Returns a function that runs the command with flags and returns its exit code and comparison.json. `fault`, a
-    function of tests.support.planted_faults, is planted into all ranks."""
+    function of tests.comparison.planted_faults, is planted into all ranks."""
 
     def run(*flags: object, fault: str = "") -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr("sys.argv", ["compare", *map(str, flags), "--out", str(tmp_path / "out")])

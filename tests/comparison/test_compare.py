@@ -17,7 +17,7 @@ from tests.support.helpers import ROOT
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
-SUPPORT = ROOT / "tests" / "support"
+USERS_CODE = ROOT / "tests" / "users_code"
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
 
@@ -58,9 +58,9 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
 
 
 TWO = "--strategies baseline ddp"
-MODULE = f"--module {SUPPORT / 'own_code.py'}:Digits --datamodule {SUPPORT / 'own_code.py'}:DigitsData"
+MODULE = f"--module {USERS_CODE / 'own_code.py'}:Digits --datamodule {USERS_CODE / 'own_code.py'}:DigitsData"
 RESUMED = f"{MODULE} --strategies deepspeed_stage_2 --devices 2 --accumulate 4 --max_steps 6 --resume_at"
-SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
+SCRIPT = f"--script {USERS_CODE / 'scripts' / 'old_train.py'}"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cifar_zero.comparison.cases import plan_cases
+from tests.comparison.planted_faults import STEP
 from tests.support.helpers import of_test_all
-from tests.support.planted_faults import STEP
 
 pytestmark = pytest.mark.distributed
 

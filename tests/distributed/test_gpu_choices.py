@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.changes import optimizers_of_a_gpu
 from tests.support.helpers import WHOLE, last_checkpoint, loss_by_step, train_all
 
 pytestmark = pytest.mark.distributed
@@ -38,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "8", "--max_steps", "3"]
     same += ["--data.val_fraction", "0", "--logger", "none", "--trainer.limit_test_batches", "1"]
-    train_all({folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, "optimizers_of_a_gpu")
+    train_all({folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, optimizers_of_a_gpu)
     return folder
 
 

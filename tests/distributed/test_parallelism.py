@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.changes import small_vit
 from tests.support import helpers
 from tests.support.helpers import last_checkpoint, last_weights, metrics_of, of_test_all, train_all
 
@@ -57,7 +58,7 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
         before = ["--resume", str(outs[number - 1])] if number else []
         accumulate = ["--accumulate", "2"] if "tensor_parallel" in name else []
         runs[out] = [*same, *before, *accumulate, "--strategy", *name.split(), "--max_steps", str(number + 1)]
-    train_all(runs, "small_vit")
+    train_all(runs, small_vit)
 
     (whole, expected), (ended, found) = (
         (last_checkpoint(out), metrics_of(out)) for out in (tmp_path / "whole", outs[-1])

@@ -13,9 +13,8 @@ import torch
 from benchmarks.loops import bare, common
 from cifar_zero import data as sources
 from cifar_zero.config.settings import DataConfig
-from tests.support.changes import COUNTED
+from tests.distributed.step_costs import COUNTED, StepCosts, counted_costs
 from tests.support.helpers import WHOLE, run_folder_of, train_all
-from tests.support.step_costs import StepCosts
 
 pytestmark = pytest.mark.distributed
 
@@ -87,7 +86,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Costs]
         runs[folder / name] += ["--strategy", strategy, "--precision", precision]
         if strategy == "deepspeed_stage_3":
             runs[folder / name] += ["--zero.param_persistence_threshold", "0"]  # shards all parameters
-    train_all(runs, "counted_costs")
+    train_all(runs, counted_costs)
     found = {f"{model} bare": costs_of_bare_loop(model, images) for model in MODELS}
     for path in runs:
         found[path.name] = json.loads((run_folder_of(path) / "costs.json").read_text())
