@@ -57,10 +57,12 @@ if WHOLE:
     OPERATORS_AND_BYTES |= {
         "net deepspeed_stage_0 32-true": (56, 3_814_752),
         "net deepspeed_stage_1 32-true": (105, 4_514_308),
+        "net deepspeed_stage_3 32-true": (131, 4_434_812),
         "resnet18 ddp 32-true": (249, 44_063_488),
         "resnet18 deepspeed_stage_0 32-true": (252, 88_759_336),
         "resnet18 deepspeed_stage_1 32-true": (433, 203_411_340),
         "resnet18 deepspeed_stage_2 32-true": (434, 203_411_340),
+        "resnet18 deepspeed_stage_3 32-true": (535, 200_498_956),
     }
 
 
