@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.changes import optimizers_of_a_gpu
-from tests.support.helpers import WHOLE, last_checkpoint, loss_by_step, train_all
+from tests.support.helpers import WHOLE, last_checkpoint, losses, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -47,5 +47,5 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
 def test_fused_where_supported_and_the_same_losses(name: str, runs: Path):
     (group, *_) = last_checkpoint(runs / name)["optimizer_states"][0]["param_groups"]
     assert bool(group["fused"]) == RUNS[name][1]
-    expected = loss_by_step(runs / name.split()[0])
-    assert loss_by_step(runs / name) == pytest.approx(expected, abs=1e-2 if "bf16" in name else 1e-5)
+    expected = losses(runs / name.split()[0])
+    assert losses(runs / name) == pytest.approx(expected, abs=1e-2 if "bf16" in name else 1e-5)

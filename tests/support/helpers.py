@@ -297,14 +297,14 @@ def weights_of_net(out: Path) -> dict[str, torch.Tensor]:
     return dict(net.state_dict())
 
 
-def losses(out: Path, curve: str = "train/loss") -> dict[int, float]:
-    """Returns train/loss, or another curve, by optimizer step, as a run logged it for TensorBoard."""
+def curve(out: Path, tag: str) -> dict[int, float]:
+    """Returns the values of a curve by optimizer step, as a run logged it for TensorBoard."""
     events = EventAccumulator(str(run_folder_of(out)), size_guidance={"scalars": 0})
     events.Reload()
-    return {event.step: event.value for event in events.Scalars(curve)}
+    return {event.step: event.value for event in events.Scalars(tag)}
 
 
-def loss_by_step(out: Path) -> dict[int, float]:
+def losses(out: Path) -> dict[int, float]:
     """Returns the training loss of each optimizer step, from a run's losses.csv."""
     with (run_folder_of(out) / "losses.csv").open() as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}

@@ -67,7 +67,7 @@ def become(output: int, errors: int, command: list[str], cwd: str, environment: 
     os.environ.clear()
     os.environ.update(environment)
     is_command = command[0] in COMMANDS
-    sys.argv = ["cifar-zero", *command] if is_command else command
+    sys.argv = ["cifar-zero", *command] if is_command else [*command]
     # The launcher starts ranks with these arguments.
     sys.orig_argv = [sys.executable, *(["-m", "cifar_zero"] if is_command else []), *command]
     code = 0
@@ -75,7 +75,7 @@ def become(output: int, errors: int, command: list[str], cwd: str, environment: 
         if is_command:
             runpy.run_module("cifar_zero", run_name="__main__")
         elif command[0] == "-c":
-            exec(command[1], {"__name__": "__main__"})
+            exec(sys.argv.pop(1), {"__name__": "__main__"})
         else:
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
