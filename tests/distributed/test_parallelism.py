@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.changes import small_vit
-from tests.support import helpers
-from tests.support.helpers import last_checkpoint, last_weights, metrics_of, of_test_all, train_all
+from tests.support.helpers import largest_difference, last_checkpoint, last_weights, metrics_of, of_test_all, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +33,7 @@ RECIPE += ["--optimizer.weight_decay", "0.01"]  # which makes two groups of para
 OPTIMIZERS = {"sgd": ["--optimizer.lr", "0.05"], "adamw": ["--optimizer.lr", "0.005", "--optimizer.eps", "1e-4"]}
 
 
-def largest_difference(one: Any, other: Any) -> float:
+def difference_with_state(one: Any, other: Any) -> float:
     """Returns the largest difference of weights and momentum; both have the same names in the same order."""
     assert [*one["state_dict"]] == [*other["state_dict"]]
     pairs = [*zip(one["state_dict"].values(), other["state_dict"].values(), strict=True)]
@@ -64,7 +63,7 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
         (last_checkpoint(out), metrics_of(out)) for out in (tmp_path / "whole", outs[-1])
     )
     assert ended["global_step"] == whole["global_step"] == len(relay)
-    assert largest_difference(ended, whole) < 1e-5
+    assert difference_with_state(ended, whole) < 1e-5
     assert found["test/loss"] == pytest.approx(expected["test/loss"], abs=1e-5)
     for out, name in zip(outs[1:-1], relay[1:-1], strict=True):
         content, metrics = last_checkpoint(out), metrics_of(out)
@@ -95,6 +94,6 @@ def test_fifty_steps_as_on_one_device(model: str, ranks: int, strategies: list[s
     one = last_checkpoint(tmp_path / "one")
     assert one["global_step"] == 50
     for name in strategies:
-        difference = helpers.largest_difference(last_weights(tmp_path / name), last_weights(tmp_path / "one"))
+        difference = largest_difference(last_weights(tmp_path / name), last_weights(tmp_path / "one"))
         print(f"{model} {name}, {ranks} ranks: {difference:.1e}")
         assert difference < 1e-5

@@ -14,12 +14,12 @@ from tests.support.helpers import (
     WHOLE,
     assert_ok,
     largest_difference,
+    last_weights,
     metrics_of,
     of_test_all,
     run_folder_of,
     run_program,
     train_all,
-    weights_of_net,
 )
 
 pytestmark = pytest.mark.distributed
@@ -77,7 +77,7 @@ def weights(runs: dict[Run, Path], *run: Any) -> dict[str, torch.Tensor]:
     assert metrics["num_test"] == IMAGES
     mean = sum(metrics["test/acc_per_class"].values()) / 10
     assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
-    return weights_of_net(runs[run])
+    return last_weights(runs[run])
 
 
 @pytest.mark.parametrize(("strategy", "devices"), sorted(PLAIN))

@@ -26,7 +26,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_zero import models
 from cifar_zero.__main__ import COMMANDS
 from cifar_zero.checkpoints.network import on_meta
 from cifar_zero.checkpoints.read import read
@@ -288,13 +287,6 @@ def read_weights(net: torch.nn.Module, checkpoint: Path) -> dict[str, torch.Tens
     weights = network(read(checkpoint))
     load_weights(net, weights, str(checkpoint))
     return weights
-
-
-def weights_of_net(out: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of a Net that has loaded a run's last checkpoint, as cifar-zero evaluate does."""
-    net = models.build("net", 10)
-    net.load_state_dict(read_weights(net, run_folder_of(out) / "checkpoints" / "last.ckpt"))
-    return dict(net.state_dict())
 
 
 def curve(out: Path, tag: str) -> dict[int, float]:
