@@ -1,5 +1,5 @@
-"""A rank is killed or suspended, or the launcher is killed or terminated: the run ends soon and leaves nothing
-behind."""
+"""Tests that a run ends soon and leaves nothing behind after a rank was killed or suspended, or the launcher was killed
+or terminated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's fused optimizers, which a run chooses on a GPU, on two CPU ranks with mixed precision and clipping."""
+"""Tests torch's fused optimizers, which a run uses on a GPU, on two CPU ranks with mixed precision and clipping."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MORE = {
     "vit tensor_parallel": (["--strategy", "tensor_parallel", *VIT], False),
     "vit pipeline bf16": (["--strategy", "pipeline", *VIT, *BF16], False),
 }
-"""Flags of each run, and whether its optimizer is fused; the name's first word is the model."""
+"""The flags of each run, and whether its optimizer is fused. The first word of a run's name is its model."""
 if WHOLE:
     RUNS |= MORE
 

@@ -1,5 +1,4 @@
-"""--log_gradients and --reduce_on_plateau on two ranks: the same points under every strategy, and
-after a resume."""
+"""Tests that --log_gradients and --reduce_on_plateau give the same curves under every strategy, and after a resume."""
 
 from __future__ import annotations
 

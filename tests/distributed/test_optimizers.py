@@ -1,4 +1,4 @@
-"""Every optimizer through train.py on two real ranks: the strategies agree, and a range test runs under ZeRO."""
+"""Tests that strategies agree on the weights of each optimizer, on two real ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
 
 
 def difference_from_ddp(folder: Path, name: str, strategy: str) -> float:
-    """Returns the largest difference to DDP's weights after training; the optimizer's state must have the same form."""
+    """Returns the largest difference to DDP's weights after training. The optimizer states must have the same names."""
     found, expected = (last_checkpoint(folder / f"{name}-{used}") for used in (strategy, "ddp"))
     for key in ("params", "param_names", "weight_decay", "lr"):
         groups = [[group[key] for group in one["optimizer_states"][0]["param_groups"]] for one in (found, expected)]
@@ -57,7 +57,8 @@ def difference_from_ddp(folder: Path, name: str, strategy: str) -> float:
 
 @pytest.mark.parametrize(("name", "strategy"), RUNS)
 def test_strategies_agree(name: str, strategy: str, runs: Path):
-    """Weights agree bit for bit: each element has its own update, however parameters are sharded. Muon's stay whole."""
+    """Weights agree bit for bit, because each element has its own update, however parameters are sharded. Muon updates
+    whole matrices, which no strategy here shards."""
     assert difference_from_ddp(runs, name, strategy) == 0
 
 

@@ -1,6 +1,5 @@
-"""Strategies that split the model: fsdp2, tensor_parallel, pipeline resume each other's checkpoints and end with DDP's
-weights. `make test-all` has their combinations with data parallelism on four ranks, and compares 50 steps of each with
-one device."""
+"""Tests that fsdp2, tensor_parallel and pipeline, which split the model, resume each other's checkpoints and end with
+DDP's weights. `make test-all` adds data parallelism on four ranks, and compares 50 steps with one device."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ COMBINED = [
     "tensor_parallel --tensor_parallel_size 2",
     "pipeline --pipeline_parallel_size 2",
 ]
-"""Two groups of ranks compute different images, two ranks of each the same."""
+"""Two groups of two ranks each. The groups compute different images, and the ranks of a group the same images."""
 
 RELAYS = {"sgd": ["ddp", "fsdp2", "tensor_parallel", "pipeline", "ddp"], "adamw": ["ddp", *COMBINED, "ddp"]}
-"""By optimizer: each resumes the one before and takes one step."""
+"""The strategies of each optimizer. Each resumes the run of the one before and takes one step."""
 
 SIZE = ["--data.source", "synthetic", "--data.synthetic_size", "64", "--data.val_fraction", "0", "--accelerator", "cpu"]
 RECIPE = [*SIZE, "--batch_size", "8", "--gradient_clip_val", "0.5", "--log_interval", "1"]
@@ -34,7 +33,7 @@ OPTIMIZERS = {"sgd": ["--optimizer.lr", "0.05"], "adamw": ["--optimizer.lr", "0.
 
 
 def difference_with_state(one: Any, other: Any) -> float:
-    """Returns the largest difference of weights and momentum; both have the same names in the same order."""
+    """Returns the largest difference of weights and optimizer states. Checks that both have the same names."""
     assert [*one["state_dict"]] == [*other["state_dict"]]
     pairs = [*zip(one["state_dict"].values(), other["state_dict"].values(), strict=True)]
     states = [checkpoint["optimizer_states"][0] for checkpoint in (one, other)]
@@ -47,7 +46,8 @@ def difference_with_state(one: Any, other: Any) -> float:
 
 @pytest.mark.parametrize(("optimizer", "ranks"), [("sgd", 2), pytest.param("adamw", 4, marks=of_test_all)])
 def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str, ranks: int, tmp_path: Path):
-    """Clipping is active, so every norm must be over all ranks. Micro-batches differ; the global batch does not."""
+    """Clipping is active, so every norm must be over all ranks. The strategies have the same global batch, but other
+    micro-batches."""
     relay = RELAYS[optimizer]
     same = [*RECIPE, "--optimizer", optimizer, *OPTIMIZERS[optimizer], "--model", "vit_tiny"]
     same += ["--devices", str(ranks), "--data.root", str(tmp_path / "data")]

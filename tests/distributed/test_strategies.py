@@ -1,4 +1,4 @@
-"""Every strategy through train.py, on one and two real ranks: they train, test, agree and can be evaluated again."""
+"""Tests that strategies train and test the same model, on one and two real ranks."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_agrees_under_accumulation_and_clipping(strategy: str, runs: dict[Run, P
 
 @pytest.mark.parametrize("strategy", ADAM)
 def test_agrees_with_adam(strategy: str, runs: dict[Run, Path]):
-    """Adam divides each gradient by its own size, and so enlarges the rounding of the small ones.
+    """Adam divides each gradient by its size, which amplifies the rounding errors of small gradients.
 
-    The reference is one rank without accumulation: strategy, ranks and accumulation do not change the maths.
+    The reference has one rank and no accumulation, because these do not change the maths.
     """
     expected = weights(runs, "baseline", 1, "clipped adam")
     assert largest_difference(weights(runs, strategy, 2, "accumulated adam"), expected) < 1e-4
