@@ -20,7 +20,6 @@ import traceback
 
 import matplotlib.pyplot
 
-from cifar_zero.__main__ import COMMANDS
 from cifar_zero.core.console import quieten
 from cifar_zero.training import build, results
 from cifar_zero.training.callbacks import figures
@@ -66,7 +65,7 @@ def become(output: int, errors: int, command: list[str], cwd: str, environment: 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    is_command = command[0] in COMMANDS
+    is_command = command[0] != "-c" and not command[0].endswith(".py")
     sys.argv = ["cifar-zero", *command] if is_command else [*command]
     # The launcher starts ranks with these arguments.
     sys.orig_argv = [sys.executable, *(["-m", "cifar_zero"] if is_command else []), *command]
