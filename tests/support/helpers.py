@@ -63,11 +63,12 @@ def run_program(
 
     Programs of `WARM` run in a fork of tests.support.warm_start, which has their imports, unless `fresh` is true.
     """
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a test that is itself a rank
         environment.pop(name, None)
     if cwd != ROOT:
         environment["PYTHONPATH"] = str(ROOT)
+    environment |= env or {}
     if command[0] in WARM and not fresh:
         return _warm_start().run(command, cwd, environment)
     return subprocess.run(
