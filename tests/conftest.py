@@ -12,23 +12,24 @@ import torch
 import torch.distributed as dist
 
 GIVE_WAY = 5
-"""Niceness of the tests of one process. Next to a busy process of it, steps of two ranks on two cores took 1.2 to 1.5
-times as long as alone, as with 19; with 0 they took twice as long. With 19, tests next to other programs would get a
-hundredth of a core, and exceed any limit: a process of niceness 19 has the weight 15, of 5 has 335, of 0 has 1024
-(Linux 6.18, kernel/sched/core.c, sched_prio_to_weight)."""
+"""Niceness of the tests that run in one process. Steps of two ranks on two cores took 1.2 to 1.5 times as long next to
+a busy process with this niceness, the same next to one with 19, and twice as long next to one with 0. With 19, tests
+would get a hundredth of a core next to other programs, and exceed any limit. A process with niceness 19 has the weight
+15, with 5 it has 335, and with 0 it has 1024 (Linux 6.18, kernel/sched/core.c, sched_prio_to_weight)."""
 
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for 640 training and as many test images, decoded once for all tests; without figures, which take longer
-    than a short run."""
+    """Returns flags for 640 training and 640 test images, which are decoded once for all tests. Figures are switched
+    off, because they take longer than a short run."""
     images = ["--data.source", "synthetic", "--data.synthetic_size", "640"]
     return [*images, "--test_figures", "false", "--data.root", str(tmp_path_factory.mktemp("data"))]
 
 
 @pytest.fixture
 def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Removes the process group and the variables of a test that is itself a rank, which later tests would inherit."""
+    """Removes the process group and the environment variables of a test that is itself a rank. Otherwise later tests
+    would inherit them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
@@ -47,9 +48,9 @@ def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests of several ranks first and into one worker of pytest-xdist (`--dist loadgroup`), one after the other:
-    two at the same time on two cores take four times as long. The others stay together by file, so that they share
-    their fixtures."""
+    """Sorts the tests of several ranks to the front and runs them one after the other in one worker of pytest-xdist
+    (`--dist loadgroup`), because two at the same time on two cores take four times as long. Other tests of one file
+    stay together, so that they share their fixtures."""
     items.sort(key=lambda item: not _of_several_ranks(item))
     for item in items:
         item.add_marker(
@@ -58,10 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Gives tests of one process a lower priority, so that they do not slow down the ranks in another worker: each
-    step of the ranks waits for the slowest, and one more process on two cores makes them three times as slow. Linux
-    applies niceness only within a session (sched(7), autogroup): programs that these tests start stay in this session.
-    These tests compute on one thread: with two, one would spin while the other has no core."""
+    """Gives tests of one process a lower priority, because each step of the ranks in another worker waits for the
+    slowest rank, and one more process on two cores makes the ranks three times as slow. Linux applies niceness only
+    within a session (sched(7), autogroup), so programs that these tests start stay in this session. These tests compute
+    on one thread. With two threads, one would spin while the other has no core."""
     if "PYTEST_XDIST_WORKER" in os.environ and not _of_several_ranks(item):
         os.nice(GIVE_WAY - os.nice(0))
         torch.set_num_threads(1)

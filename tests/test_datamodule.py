@@ -123,6 +123,7 @@ def test_nodes_with_other_images_are_refused(tmp_path: Path):
                 run_program,
                 *("train.py", *flags, "--data.synthetic_size", str(size)),
                 env={**nodes, "RANK": str(rank)},
+                fresh=True,  # a warm start runs one program after the other
             )
             for rank, size in enumerate((205, 215))
         ]

@@ -10,7 +10,7 @@ import torch
 
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
-from tests.support.evil import Evil
+from tests.users_code.evil import Evil
 
 
 def test_a_pickle_runs_code_only_with_trust(tmp_path: Path):

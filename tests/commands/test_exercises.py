@@ -18,7 +18,7 @@ from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all, run_program
 sys.path.append(str(ROOT / "docs"))  # its new processes import it by this name too
 exercises = importlib.import_module("exercises")
 
-RIGHT, WRONG = (str(ROOT / "tests" / "support" / f"exercises_{kind}.py") for kind in ("right", "wrong"))
+RIGHT, WRONG = (str(ROOT / "tests" / "commands" / f"answers_{kind}.py") for kind in ("right", "wrong"))
 
 EXPECTED = {
     1: "the gradient of bias is off by 80 %, 0.2 times the right one",
@@ -104,7 +104,7 @@ def test_mistakes_of_usage_are_one_line(tmp_path: Path):
     assert code == 2
     assert "SyntaxError" in line
     assert "line 1" in line
-    code, line = exercises.judge(7, str(ROOT / "tests" / "support" / "sends_signal.py"))
+    code, line = exercises.judge(7, str(ROOT / "tests" / "users_code" / "sends_signal.py"))
     assert (code, line[-20:]) == (2, "has no training_step")
 
 

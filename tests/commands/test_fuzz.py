@@ -18,8 +18,8 @@ from cifar_zero import data, models
 from cifar_zero.config import command_line
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
-from tests.support.evil import Evil
 from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, train_all
+from tests.users_code.evil import Evil
 
 MUTATIONS = 200 if WHOLE else 15
 """Damaged copies of each kind of file."""

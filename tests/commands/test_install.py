@@ -87,7 +87,7 @@ def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
     assert_ok(subprocess.run(install, capture_output=True, text=True))
 
     work.mkdir()
-    shutil.copy(ROOT / "tests" / "support" / "own_code.py", work / "my_module.py")
+    shutil.copy(ROOT / "tests" / "users_code" / "own_code.py", work / "my_module.py")
     (work / "test_mine.py").write_text(OWN_TEST)
     for name in ("train", "datamodule"):
         (work / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}.py')")

@@ -23,7 +23,8 @@ from torch import nn
 from cifar_zero.__main__ import COMMANDS as PROGRAMS
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, assert_ok, of_test_all, run_program, train_in_ranks
+from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, assert_ok, of_test_all, on_ranks, run_program
+from tests.support.many_runs import train_run
 
 TEXT = (ROOT / "README.md").read_text()
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -135,8 +136,9 @@ def test_commands(small_data: list[str], tmp_path: Path):
     assert sum(map(len, trainings.values())) >= 5
     programs = {"evaluate", "export", "predict", "plan", "compare"}
     assert programs <= {arguments[0] for arguments in others}
-    for ranks, flags in trainings.items():
-        train_in_ranks(flags, ranks)
+    for ranks, runs in trainings.items():
+        for flags in runs:
+            on_ranks(ranks, train_run, [*flags, "--test_figures", "false"], "")
     for arguments in others:
         if arguments[0] != "compare" or WHOLE:  # half a minute each; others are run elsewhere
             assert_ok(run_program(*arguments))

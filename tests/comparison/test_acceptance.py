@@ -74,7 +74,7 @@ def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeyp
     wanted = {(f"{row}, 2 ranks", strategy): (name, calls) for row, (strategy, name, calls) in CODE.items()}
     found = [case for case in plan_cases([], 2, quick=False) if (case.row, case.strategy) in wanted]
     assert len(found) == len(CODE)
-    comparison = train_cases(Comparison("", {}, PLAIN, found), tmp_path, "tests.support.counted_calls:train")
+    comparison = train_cases(Comparison("", {}, PLAIN, found), tmp_path, "tests.comparison.counted_calls:train")
     assert comparison.passed, [case.outcome for case in found if not case.passed]
     assert {log.name for log in tmp_path.glob("*.log")} == {"2-ranks-0.log", "2-ranks-7.log"}
     counts = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
@@ -84,7 +84,7 @@ def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeyp
         assert count >= calls * cases.STEPS, (case.name, counted)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 16])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=of_test_all) for ranks in (1, 16))])
 def test_every_row_and_stage_trains_on_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch):
     """The only exceptions are experts on several ranks, which need an even number of ranks, and strategies that need a
     fast disk or a GPU."""

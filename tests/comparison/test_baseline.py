@@ -15,7 +15,7 @@ from cifar_zero.step_check.sketches import SIZE, places, sketch, sketch_of
 from tests.support.helpers import ROOT, of_test_all
 
 CASES = ["--acceptance", "--quick", "--strategies", "deepspeed_stage_1"]
-OWN = ROOT / "tests" / "support" / "own_code.py"
+OWN = ROOT / "tests" / "users_code" / "own_code.py"
 MODULE = ["--module", f"{OWN}:Digits", "--datamodule", f"{OWN}:DigitsData", "--max_steps", "2"]
 MODULE += ["--strategies", "ddp", "--devices", "1"]
 

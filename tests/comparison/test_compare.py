@@ -15,7 +15,7 @@ from tests.support.helpers import ROOT
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
-SUPPORT = ROOT / "tests" / "support"
+USERS_CODE = ROOT / "tests" / "users_code"
 TWO = "--strategies baseline ddp --devices 1 --data.source synthetic --accelerator cpu --batch_size 16"
 
 
@@ -34,9 +34,9 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         run(monkeypatch, *TWO.split(), "--out", str(tmp_path))
 
 
-MODULE = f"--module {SUPPORT / 'own_code.py'}:Digits --datamodule {SUPPORT / 'own_code.py'}:DigitsData"
+MODULE = f"--module {USERS_CODE / 'own_code.py'}:Digits --datamodule {USERS_CODE / 'own_code.py'}:DigitsData"
 RESUMED = f"{MODULE} --strategies deepspeed_stage_2 --devices 2 --accumulate 4 --max_steps 6 --resume_at"
-SCRIPT = f"--script {SUPPORT / 'scripts' / 'old_train.py'}"
+SCRIPT = f"--script {USERS_CODE / 'scripts' / 'old_train.py'}"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from cifar_zero.comparison.cases import RESUMES, plan_cases, resolved
 from cifar_zero.comparison.resuming import with_continuations
 from tests.support.helpers import ROOT, WHOLE, of_test_all
 
-CODE = ROOT / "tests" / "support"
+CODE = ROOT / "tests" / "users_code"
 DIGITS = ["--module", f"{CODE / 'own_code.py'}:Digits", "--datamodule", f"{CODE / 'own_code.py'}:DigitsData"]
 DIGITS += ["--datamodule.batch_size", "4", "--accumulate", "4", "--max_steps", "6", "--devices", "2"]
 """Trains a module with Adam, a schedule by epochs, batch norm, dropout and a frozen layer. An epoch has four steps."""

@@ -70,7 +70,7 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--strategy zero3", "unknown strategy 'zero3': choose from baseline, ddp, deepspeed_stage_0"),
         ("--strategy deepspeed_stage_4", "did you mean deepspeed_stage_3?"),
         ("--model gpt2", "torchvision:NAME, FILE.py:NAME"),
-        ("--model tests/support/own_code.py", "name the class too, --model tests/support/own_code.py:NAME"),
+        ("--model tests/users_code/own_code.py", "name the class too, --model tests/users_code/own_code.py:NAME"),
         ("--precision fp16", "expected one of ['32-true', 'bf16-mixed', 'bf16-true', '16-mixed', 'auto'], not fp16"),
         ("--epochs 1.5", "--epochs: expected int, not 1.5"),
         ("--epochs 0", "--epochs must be at least 1"),

@@ -14,8 +14,8 @@ from cifar_zero.config import command_line
 from cifar_zero.config.settings import make_settings, tree_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
-from tests.support.evil import Evil
 from tests.support.helpers import run_program
+from tests.users_code.evil import Evil
 
 REFUSED = "sets trust, which works only on the command line: remove it and add --trust"
 

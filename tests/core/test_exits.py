@@ -17,7 +17,7 @@ DURING_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); t
 def test_ctrl_c_during_the_imports_is_one_line(program: list[str], tmp_path: Path, signal_handlers: None):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
     (tmp_path / "yaml.py").write_text(DURING_IMPORT)
-    done = run_program(*program, env={"PYTHONPATH": str(tmp_path)})
+    done = run_program(*program, env={"PYTHONPATH": str(tmp_path)}, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
 
 

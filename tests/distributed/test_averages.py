@@ -1,5 +1,5 @@
-"""Averaged weights and early stopping through train.py on two ranks: the same under every strategy, exact after a
-resume, and used by evaluate and export. `make test-all` has other strategies, and SWA."""
+"""Tests averaged weights and early stopping in train.py on two ranks. They are the same under every strategy and exact
+after a resume, and evaluate and export use the average. `make test-all` adds strategies and SWA."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_stopped_run_resumes_exactly(runs: dict[str, Path]):
 
 
 def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Path):
-    """Both repeat the metrics of the test at the end of the run, which uses the average too."""
+    """Both repeat the metrics of the run's test, which uses the average too."""
     checkpoint = run_folder_of(runs["stage 3"]) / "checkpoints" / "last.ckpt"
     loss = metrics_of(runs["stage 3"])["test/loss"]
 

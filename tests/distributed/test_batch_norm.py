@@ -1,4 +1,4 @@
-"""Models with batch normalisation and drawn initial weights, on two real ranks under each kind of strategy."""
+"""Tests models with batch normalisation on two real ranks under each kind of strategy."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ SWA = ["deepspeed_stage_3", *(["ddp"] if WHOLE else [])]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
-    """Output folders: runs of the chain by number, `whole` with as many steps, runs with averaged weights by
-    strategy."""
+    """Returns the folder of all runs. The runs of the chain are named by number. `whole` has as many steps as the
+    chain. Runs with averaged weights are named by strategy."""
     out = tmp_path_factory.mktemp("runs")
     same = [*small_data, *ALL]
     runs = {out / "whole": [*same, *RESNET, "--strategy", "ddp", "--max_steps", str(len(CHAIN))]}
@@ -63,7 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> P
 
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
-    """Runs under DDP and under strategies that cast the model. The learning rate is 0: only the statistics change."""
+    """Returns the folder of runs under DDP and under strategies that cast the model. Only the statistics change,
+    because the learning rate is 0."""
     out = tmp_path_factory.mktemp("bfloat16")
     still = [*RESNET, "--optimizer.lr", "0", "--max_steps", "20", "--epochs", "2", "--precision", "bf16-mixed"]
     train_all({out / name: [*small_data, *ALL, *still, "--strategy", name] for name in ("ddp", *CAST)})
@@ -76,7 +77,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def test_every_strategy_resumes_the_weights_and_statistics_of_any_other(folder: Path):
-    """Weights agree bit for bit, also the initial ones; each run of the chain averages the statistics, which rounds."""
+    """All weights agree bit for bit. Statistics are rounded, because each run of the chain averages them over ranks."""
     whole, chained = last_weights(folder / "whole"), last_weights(folder / str(len(CHAIN) - 1))
     differ = differing(chained, whole)
     assert all("running" in name for name in differ)

@@ -1,5 +1,5 @@
-"""A rank is killed or suspended, or the launcher is killed or terminated: the run ends soon and leaves nothing
-behind."""
+"""Tests that a run ends soon and leaves nothing behind after a rank was killed or suspended, or the launcher was killed
+or terminated."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.run_folder import newest_checkpoint
 from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,
+    largest_difference,
     last_checkpoint,
+    last_weights,
     of_test_all,
     run_folder_of,
     train_all,
@@ -102,13 +106,21 @@ def begin(tmp_path: Path, small_data: list[str]) -> Iterator[Callable[..., Run]]
 
 
 @pytest.mark.distributed
-def test_a_killed_rank_ends_the_run(begin: Callable[..., Run], tmp_path: Path):
-    run = begin(*WITH_WORKERS)
+def test_a_killed_rank_ends_the_run_which_resumes_exactly(
+    begin: Callable[..., Run], small_data: list[str], tmp_path: Path
+):
+    same = [*RECIPE, *small_data, *WITH_WORKERS, "--strategy", "deepspeed_stage_3", "--optimizer", "adam"]
+    run = begin(*same)
     run.ranks[1].kill()
     assert run.launcher.wait(HANG_SECONDS) == 1
     assert "error: rank 1 ended with signal SIGKILL" in run.said()
-    assert f"resume with: {train_command()} --resume {run_folder_of(tmp_path)}\n" in run.said()
+    folder = run_folder_of(tmp_path)
+    assert f"resume with: {train_command()} --resume {folder}\n" in run.said()
     run.assert_nothing_left()
+    same += ["--max_steps", str(read(newest_checkpoint(folder))["global_step"] + 10)]
+    resumed, whole = tmp_path / "resumed", tmp_path / "whole"
+    train_all({resumed: [*same, "--resume", str(folder)], whole: same})
+    assert largest_difference(last_weights(resumed), last_weights(whole)) == 0
 
 
 @pytest.mark.distributed

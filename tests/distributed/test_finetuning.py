@@ -1,7 +1,5 @@
-"""Training a part of the model, or adapters, on two real ranks: the same under every strategy, the rest unchanged.
-
-`make test-all` has every stage of ZeRO, a part of the model, and more ways to resume.
-"""
+"""Tests the training of adapters, or of a part of the model, on two real ranks. Every strategy trains the same
+weights, and the other weights stay unchanged. `make test-all` adds stages of ZeRO, a part of the model, and resumes."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ STEPS, MORE = 8, 14
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The starting weights of all runs; none of seed 0 would draw them."""
+    """Returns a file with the starting weights of all runs. They are of seed 1, so that no run draws them itself."""
     file = tmp_path_factory.mktemp("base") / "net.pt"
     torch.manual_seed(1)
     torch.save(models.build("net", 10).state_dict(), file)
@@ -48,7 +46,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(base: Path, small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs: RECIPE STRATEGY, RECIPE uninterrupted, RECIPE STRATEGY to STRATEGY."""
+    """Returns the folder of all runs. Their names are `RECIPE STRATEGY`, `RECIPE uninterrupted`, and `RECIPE STRATEGY
+    to STRATEGY`."""
     out = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--logger", "none"]
     same += ["--optimizer", "adam", "--log_interval", "4", "--trainer.limit_test_batches", "1"]

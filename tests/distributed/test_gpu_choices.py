@@ -1,4 +1,4 @@
-"""torch's fused optimizers, which a run chooses on a GPU, on two CPU ranks with mixed precision and clipping."""
+"""Tests torch's fused optimizers, which a run uses on a GPU, on two CPU ranks with mixed precision and clipping."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import WHOLE, last_checkpoint, loss_by_step, train_all
+from tests.distributed.changes import optimizers_of_a_gpu
+from tests.support.helpers import WHOLE, last_checkpoint, losses, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -28,7 +29,7 @@ MORE = {
     "vit tensor_parallel": (["--strategy", "tensor_parallel", *VIT], False),
     "vit pipeline bf16": (["--strategy", "pipeline", *VIT, *BF16], False),
 }
-"""Flags of each run, and whether its optimizer is fused; the name's first word is the model."""
+"""The flags of each run, and whether its optimizer is fused. The first word of a run's name is its model."""
 if WHOLE:
     RUNS |= MORE
 
@@ -38,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "8", "--max_steps", "3"]
     same += ["--data.val_fraction", "0", "--logger", "none", "--trainer.limit_test_batches", "1"]
-    train_all({folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, "optimizers_of_a_gpu")
+    train_all({folder / name: [*same, *flags] for name, (flags, _) in RUNS.items()}, optimizers_of_a_gpu)
     return folder
 
 
@@ -46,5 +47,5 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
 def test_fused_where_supported_and_the_same_losses(name: str, runs: Path):
     (group, *_) = last_checkpoint(runs / name)["optimizer_states"][0]["param_groups"]
     assert bool(group["fused"]) == RUNS[name][1]
-    expected = loss_by_step(runs / name.split()[0])
-    assert loss_by_step(runs / name) == pytest.approx(expected, abs=1e-2 if "bf16" in name else 1e-5)
+    expected = losses(runs / name.split()[0])
+    assert losses(runs / name) == pytest.approx(expected, abs=1e-2 if "bf16" in name else 1e-5)

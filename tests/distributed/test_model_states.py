@@ -11,11 +11,12 @@ from cifar_zero.config import command_line
 from cifar_zero.planning.formulas import States, network_of, predicted
 from cifar_zero.training.callbacks.engine import PARTS
 from cifar_zero.training.resolve import make_run
-from tests.support.helpers import ROOT, WHOLE, metrics_of, of_test_all, run_program, train_all
+from tests.distributed.own_module_states import RANKS, write_states
+from tests.support.helpers import ROOT, WHOLE, metrics_of, of_test_all, on_ranks, run_program, train_all
 
 pytestmark = pytest.mark.distributed
 
-MODULE = ROOT / "tests" / "support" / "own_modules.py:VisionTransformer"
+MODULE = ROOT / "tests" / "users_code" / "own_modules.py:VisionTransformer"
 
 RUNS = [("deepspeed_stage_2", "bf16-mixed"), ("deepspeed_stage_3", "32-true")]
 if WHOLE:
@@ -57,19 +58,17 @@ def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
 
 @of_test_all
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_users_module_takes_what_is_predicted(precision: str) -> None:
+def test_a_users_module_takes_what_is_predicted(precision: str, tmp_path: Path) -> None:
     """Parameters and optimizer state to the byte, but for padding and step counters; whole gradients of the split
     layer are not in the formula. The peak of all that the forward and the backward pass allocate is not predicted
     exactly."""
-    module, names = str(MODULE), [f"deepspeed_stage_{stage}" for stage in (1, 2, 3)]
-    done = run_program("-m", "tests.support.own_module_states", module, precision, *names)
-    assert done.returncode == 0, done.stderr
-    measured = [json.loads(line) for line in done.stdout.splitlines()]
-    flags = ["--module", module, "--precision", precision, "--accelerator", "cpu", "--devices", "2"]
+    flags = ["--module", str(MODULE), "--precision", precision, "--accelerator", "cpu", "--devices", "2"]
     plan = run_program("plan", *flags, "--json")
     assert plan.returncode == 0, plan.stderr
     needs = {need["strategy"]: need for need in json.loads(plan.stdout)["strategies"]}
-    for name, (parameters, gradients, optimizer, peak) in zip(names, measured, strict=True):
+    for name in ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"):
+        on_ranks(RANKS, write_states, str(tmp_path / name), str(MODULE), precision, name)
+        parameters, gradients, optimizer, peak = json.loads((tmp_path / name).read_text())
         need, states = needs[name], needs[name]["states"]["device"]
         assert parameters == pytest.approx(states["parameters"], abs=8), name
         assert optimizer == pytest.approx(states["optimizer"], abs=32), name

@@ -1,4 +1,4 @@
-"""Every optimizer through train.py on two real ranks: the strategies agree, and a range test runs under ZeRO."""
+"""Tests that strategies agree on the weights of each optimizer, on two real ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.checkpoints.weights import net_weights
-from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY, OPTIMIZERS
-from tests.support.helpers import WHOLE, last_checkpoint, train_all
+from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
+from tests.support.helpers import WHOLE, largest_difference, last_checkpoint, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -30,18 +30,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--data.val_fraction", "0"]
     same += ["--logger", "none", "--trainer.limit_test_batches", "1"]
+    same += ["--optimizer.weight_decay", "0.1", "--schedule", "cosine", "--max_steps", str(STEPS)]
     flags = {}
-    for name, strategy in [*RUNS, *OFFLOADED, *((name, "ddp") for name in OPTIMIZERS)]:
-        if any(name == used for used, _ in [*RUNS, *OFFLOADED]):
-            of_optimizer = ["--optimizer", name, "--optimizer.lr", str(RATES.get(name, 0.001))]
-            of_optimizer += ["--optimizer.weight_decay", "0.1", "--schedule", "cosine", "--max_steps", str(STEPS)]
-            flags[folder / f"{name}-{strategy}"] = [*same, *of_optimizer, "--strategy", strategy]
+    for name, strategy in [*RUNS, *OFFLOADED]:
+        for used in ("ddp", strategy):
+            optimizer = ["--optimizer", name, "--optimizer.lr", str(RATES.get(name, 0.001))]
+            flags[folder / f"{name}-{used}"] = [*same, *optimizer, "--strategy", used]
     train_all(flags)
     return folder
 
 
-def largest_difference(folder: Path, name: str, strategy: str) -> float:
-    """Returns the largest difference to DDP's weights after training; the optimizer's state must have the same form."""
+def difference_from_ddp(folder: Path, name: str, strategy: str) -> float:
+    """Returns the largest difference to DDP's weights after training. The optimizer states must have the same names."""
     found, expected = (last_checkpoint(folder / f"{name}-{used}") for used in (strategy, "ddp"))
     for key in ("params", "param_names", "weight_decay", "lr"):
         groups = [[group[key] for group in one["optimizer_states"][0]["param_groups"]] for one in (found, expected)]
@@ -52,19 +52,18 @@ def largest_difference(folder: Path, name: str, strategy: str) -> float:
     assert {number: state.keys() for number, state in states[0].items()} == {
         number: state.keys() for number, state in states[1].items()
     }
-    weights = net_weights(found), net_weights(expected)
-    assert weights[0].keys() == weights[1].keys()
-    return max((weights[0][key] - weights[1][key]).abs().max().item() for key in weights[0])
+    return largest_difference(net_weights(found), net_weights(expected))
 
 
 @pytest.mark.parametrize(("name", "strategy"), RUNS)
 def test_strategies_agree(name: str, strategy: str, runs: Path):
-    """Weights agree bit for bit: each element has its own update, however parameters are sharded. Muon's stay whole."""
-    assert largest_difference(runs, name, strategy) == 0
+    """Weights agree bit for bit, because each element has its own update, however parameters are sharded. Muon updates
+    whole matrices, which no strategy here shards."""
+    assert difference_from_ddp(runs, name, strategy) == 0
 
 
 @pytest.mark.parametrize(("name", "strategy"), OFFLOADED)
 def test_offloaded_ones_agree(name: str, strategy: str, runs: Path):
     """DeepSpeed's C++ optimizers round differently from torch's."""
     limit = 1e-4 if OFFLOADED_BY[name] == BY_DEEPSPEED else 0
-    assert largest_difference(runs, name, strategy) <= limit
+    assert difference_from_ddp(runs, name, strategy) <= limit

@@ -1,6 +1,5 @@
-"""Strategies that split the model: fsdp2, tensor_parallel, pipeline resume each other's checkpoints and end with DDP's
-weights. `make test-all` has their combinations with data parallelism on four ranks, and compares 50 steps of each with
-one device."""
+"""Tests that fsdp2, tensor_parallel and pipeline, which split the model, resume each other's checkpoints and end with
+DDP's weights. `make test-all` adds data parallelism on four ranks, and compares 50 steps with one device."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import helpers
-from tests.support.helpers import last_checkpoint, last_weights, metrics_of, of_test_all, train_all
+from tests.distributed.changes import small_vit
+from tests.support.helpers import largest_difference, last_checkpoint, last_weights, metrics_of, of_test_all, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -20,10 +19,10 @@ COMBINED = [
     "tensor_parallel --tensor_parallel_size 2",
     "pipeline --pipeline_parallel_size 2",
 ]
-"""Two groups of ranks compute different images, two ranks of each the same."""
+"""Two groups of two ranks each. The groups compute different images, and the ranks of a group the same images."""
 
 RELAYS = {"sgd": ["ddp", "fsdp2", "tensor_parallel", "pipeline", "ddp"], "adamw": ["ddp", *COMBINED, "ddp"]}
-"""By optimizer: each resumes the one before and takes one step."""
+"""The strategies of each optimizer. Each resumes the run of the one before and takes one step."""
 
 SIZE = ["--data.source", "synthetic", "--data.synthetic_size", "64", "--data.val_fraction", "0", "--accelerator", "cpu"]
 RECIPE = [*SIZE, "--batch_size", "8", "--gradient_clip_val", "0.5", "--log_interval", "1"]
@@ -33,8 +32,8 @@ RECIPE += ["--optimizer.weight_decay", "0.01"]  # which makes two groups of para
 OPTIMIZERS = {"sgd": ["--optimizer.lr", "0.05"], "adamw": ["--optimizer.lr", "0.005", "--optimizer.eps", "1e-4"]}
 
 
-def largest_difference(one: Any, other: Any) -> float:
-    """Returns the largest difference of weights and momentum; both have the same names in the same order."""
+def difference_with_state(one: Any, other: Any) -> float:
+    """Returns the largest difference of weights and optimizer states. Checks that both have the same names."""
     assert [*one["state_dict"]] == [*other["state_dict"]]
     pairs = [*zip(one["state_dict"].values(), other["state_dict"].values(), strict=True)]
     states = [checkpoint["optimizer_states"][0] for checkpoint in (one, other)]
@@ -47,7 +46,8 @@ def largest_difference(one: Any, other: Any) -> float:
 
 @pytest.mark.parametrize(("optimizer", "ranks"), [("sgd", 2), pytest.param("adamw", 4, marks=of_test_all)])
 def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str, ranks: int, tmp_path: Path):
-    """Clipping is active, so every norm must be over all ranks. Micro-batches differ; the global batch does not."""
+    """Clipping is active, so every norm must be over all ranks. The strategies have the same global batch, but other
+    micro-batches."""
     relay = RELAYS[optimizer]
     same = [*RECIPE, "--optimizer", optimizer, *OPTIMIZERS[optimizer], "--model", "vit_tiny"]
     same += ["--devices", str(ranks), "--data.root", str(tmp_path / "data")]
@@ -57,13 +57,13 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
         before = ["--resume", str(outs[number - 1])] if number else []
         accumulate = ["--accumulate", "2"] if "tensor_parallel" in name else []
         runs[out] = [*same, *before, *accumulate, "--strategy", *name.split(), "--max_steps", str(number + 1)]
-    train_all(runs, "small_vit")
+    train_all(runs, small_vit)
 
     (whole, expected), (ended, found) = (
         (last_checkpoint(out), metrics_of(out)) for out in (tmp_path / "whole", outs[-1])
     )
     assert ended["global_step"] == whole["global_step"] == len(relay)
-    assert largest_difference(ended, whole) < 1e-5
+    assert difference_with_state(ended, whole) < 1e-5
     assert found["test/loss"] == pytest.approx(expected["test/loss"], abs=1e-5)
     for out, name in zip(outs[1:-1], relay[1:-1], strict=True):
         content, metrics = last_checkpoint(out), metrics_of(out)
@@ -94,6 +94,6 @@ def test_fifty_steps_as_on_one_device(model: str, ranks: int, strategies: list[s
     one = last_checkpoint(tmp_path / "one")
     assert one["global_step"] == 50
     for name in strategies:
-        difference = helpers.largest_difference(last_weights(tmp_path / name), last_weights(tmp_path / "one"))
+        difference = largest_difference(last_weights(tmp_path / name), last_weights(tmp_path / "one"))
         print(f"{model} {name}, {ranks} ranks: {difference:.1e}")
         assert difference < 1e-5

@@ -19,7 +19,7 @@ from cifar_zero.optimizers import OFFLOADED_BY
 from cifar_zero.schedules import SCHEDULES
 from cifar_zero.training.instead import run_steps
 from datamodule import CIFARDataModule
-from tests.support.helpers import ROOT, loss_by_step, metrics_of, of_test_all, on_a_small_cpu, train_all
+from tests.support.helpers import ROOT, losses, metrics_of, of_test_all, on_a_small_cpu, train_all
 
 pytestmark = [pytest.mark.distributed, of_test_all]
 
@@ -72,10 +72,10 @@ def strategy_of(recipe: Path, ranks: int) -> str:
 def test_trains(recipe: Path, runs: tuple[int, Path]):
     """The loss starts near that of a guess among ten classes and does not rise; debug_overfit overfits its batch."""
     ranks, folder = runs
-    metrics, losses = metrics_of(folder / recipe.stem), [*loss_by_step(folder / recipe.stem).values()]
+    metrics, found = metrics_of(folder / recipe.stem), [*losses(folder / recipe.stem).values()]
     assert (metrics["strategy"], metrics["world_size"]) == (strategy_of(recipe, ranks), ranks)
-    assert len(losses) == metrics["steps"] >= STEPS
-    assert 0.8 * GUESS < losses[0] < 3 * GUESS  # a deep model's scores are large at first under --init he
-    assert all(map(math.isfinite, losses))
-    assert mean(losses[-4:]) < (0.01 if recipe.stem == "debug_overfit" else 1.1 * mean(losses[:4]))
+    assert len(found) == metrics["steps"] >= STEPS
+    assert 0.8 * GUESS < found[0] < 3 * GUESS  # a deep model's scores are large at first under --init he
+    assert all(map(math.isfinite, found))
+    assert mean(found[-4:]) < (0.01 if recipe.stem == "debug_overfit" else 1.1 * mean(found[:4]))
     assert math.isfinite(metrics["test/loss"])

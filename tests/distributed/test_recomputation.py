@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.changes import small_vit
 from tests.support.helpers import WHOLE, largest_difference, last_weights, losses, train_all
 
 pytestmark = pytest.mark.distributed
@@ -40,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
         flags |= dict(
             zip(out[name], ([*same, *own, *more] for more in ([], ["--activation_checkpointing"])), strict=True)
         )
-    train_all(flags, "small_vit")
+    train_all(flags, small_vit)
     return out
 
 

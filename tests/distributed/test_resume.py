@@ -1,6 +1,6 @@
 """A run resumes from a checkpoint after it was killed at any moment, or with another strategy and number of ranks.
 
-`make test-all` runs these tests in full: 10 kills of each strategy, and every pair of shapes.
+`make test-all` kills runs at random moments, and resumes every pair of shapes. test_faults.py has one kill.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.support.helpers import (
     ROOT,
     WHOLE,
     assert_ok,
+    curve,
     largest_difference,
     last_checkpoint,
     last_weights,
@@ -36,17 +37,15 @@ from tests.support.helpers import (
 
 pytestmark = pytest.mark.distributed
 
-KILLS = 10 if WHOLE else 1
+KILLS, KILLED_STEPS = 10, 45
 EXPERTS = ["--model", "net_moe", "--model.num_experts", "[2,4]", "--model.noisy_gate_policy", "RSample"]
-KILLED = [("deepspeed_stage_3", 2, [])]
-if WHOLE:
-    KILLED += [
-        ("baseline", 1, []),
-        ("deepspeed_stage_2", 2, []),
-        ("deepspeed_stage_1", 2, [*EXPERTS, "--model.ep_size", "2"]),
-    ]
+KILLED = [
+    ("baseline", 1, []),
+    ("deepspeed_stage_2", 2, []),
+    ("deepspeed_stage_3", 2, []),
+    ("deepspeed_stage_1", 2, [*EXPERTS, "--model.ep_size", "2"]),
+]
 """Strategy, ranks, more flags."""
-KILLED_STEPS = 45 if WHOLE else 20
 
 Shape = tuple[str, int]
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
@@ -88,19 +87,18 @@ def flags_of(shape: Shape, steps: int, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def reshaped(folder: Path, small_data: list[str]) -> dict[tuple[Shape, Shape], Path]:
     """The output directories of the runs that were resumed in another shape."""
-    log = [*small_data, "--log_interval", "1"]
     begun = {shape: folder / "begun-{}-{}".format(*shape) for shape, _ in PAIRS}
     ended = {pair: folder / "ended-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
-    train_all({out: [*log, *flags_of(shape, STOPPED_AT)] for shape, out in begun.items()})
+    train_all({out: [*small_data, *flags_of(shape, STOPPED_AT)] for shape, out in begun.items()})
     resumes = {pair: ["--resume", str(begun[pair[0]])] for pair in PAIRS}
-    train_all({out: [*log, *flags_of(pair[1], STEPS, *resumes[pair])] for pair, out in ended.items()})
+    train_all({out: [*small_data, *flags_of(pair[1], STEPS, *resumes[pair])] for pair, out in ended.items()})
     return ended
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path, small_data: list[str]) -> dict[int, float]:
     out = folder / "uninterrupted"
-    train_all({out: [*small_data, *flags_of(("baseline", 1), STEPS, "--log_interval", "1")]})
+    train_all({out: [*small_data, *flags_of(("baseline", 1), STEPS)]})
     return losses(out)
 
 
@@ -120,7 +118,7 @@ def test_resumes_twice_from_the_last_step_of_an_epoch(
     folder: Path, small_data: list[str], uninterrupted: dict[int, float]
 ):
     """The first checkpoint is written after the last batch of an epoch, before its validation."""
-    same = [*small_data, *flags_of(("baseline", 1), STEPS), "--log_interval", "1"]
+    same = [*small_data, *flags_of(("baseline", 1), STEPS)]
     begun, middle, ended = (folder / f"twice-{name}" for name in ("begun", "middle", "ended"))
     train_all({begun: [*same, "--epochs", "1", *OWN_CHECKPOINTS]})
     saved = next(run_folder_of(begun).rglob("epoch=0-step=36.ckpt"))
@@ -130,6 +128,7 @@ def test_resumes_twice_from_the_last_step_of_an_epoch(
     assert found == {step: loss for step, loss in uninterrupted.items() if step > 36}
 
 
+@of_test_all
 @pytest.mark.parametrize(("strategy", "devices", "more"), KILLED)
 def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
     strategy: str, devices: int, more: list[str], folder: Path, small_data: list[str]
@@ -182,7 +181,7 @@ def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: P
     more = ["--max_steps", "6", "--resume"]
     train_all({folder / f"to-{name}": [*same, "--schedule", name, *more, str(run)] for name, run in ways.items()})
     for name in ways:
-        rates = losses(folder / f"to-{name}", "train/learning_rate")
+        rates = curve(folder / f"to-{name}", "train/learning_rate")
         schedule = with_total_steps(SCHEDULES[name](), lambda: 6)
         assert rates == pytest.approx({step: schedule.rate(step - 1, 0.1) for step in (4, 5, 6)})
 
@@ -191,7 +190,7 @@ def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: P
 def test_the_torch_loader_resumes_with_the_next_images(ranks: int, workers: int, folder: Path, small_data: list[str]):
     """One run stops at the end of an epoch of 8 steps, one in the middle of the second."""
     loader = ["--data.loader", "torch", "--data.workers", str(workers), "--augment.flip", "none"]
-    same = [*small_data, "--data.synthetic_size", "160", *RECIPE, *loader, "--log_interval", "1"]
+    same = [*small_data, "--data.synthetic_size", "160", *RECIPE, *loader]
     same += ["--devices", str(ranks), "--strategy", "baseline" if ranks == 1 else "ddp"]
     whole, boundary, middle = (folder / f"torch-{ranks}-{name}" for name in ("whole", "boundary", "middle"))
     train_all({whole: same, boundary: [*same, "--epochs", "1"], middle: [*same, "--max_steps", "13"]})

@@ -13,9 +13,8 @@ import torch
 from benchmarks.loops import bare, common
 from cifar_zero import data as sources
 from cifar_zero.config.settings import DataConfig
-from tests.support.changes import COUNTED
+from tests.distributed.step_costs import COUNTED, StepCosts, counted_costs
 from tests.support.helpers import WHOLE, run_folder_of, train_all
-from tests.support.step_costs import StepCosts
 
 pytestmark = pytest.mark.distributed
 
@@ -58,10 +57,12 @@ if WHOLE:
     OPERATORS_AND_BYTES |= {
         "net deepspeed_stage_0 32-true": (56, 3_814_752),
         "net deepspeed_stage_1 32-true": (105, 4_514_308),
+        "net deepspeed_stage_3 32-true": (131, 4_434_812),
         "resnet18 ddp 32-true": (249, 44_063_488),
         "resnet18 deepspeed_stage_0 32-true": (252, 88_759_336),
         "resnet18 deepspeed_stage_1 32-true": (433, 203_411_340),
         "resnet18 deepspeed_stage_2 32-true": (434, 203_411_340),
+        "resnet18 deepspeed_stage_3 32-true": (535, 200_498_956),
     }
 
 
@@ -87,7 +88,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Costs]
         runs[folder / name] += ["--strategy", strategy, "--precision", precision]
         if strategy == "deepspeed_stage_3":
             runs[folder / name] += ["--zero.param_persistence_threshold", "0"]  # shards all parameters
-    train_all(runs, "counted_costs")
+    train_all(runs, counted_costs)
     found = {f"{model} bare": costs_of_bare_loop(model, images) for model in MODELS}
     for path in runs:
         found[path.name] = json.loads((run_folder_of(path) / "costs.json").read_text())

@@ -1,4 +1,4 @@
-"""Every strategy through train.py, on one and two real ranks: they train, test, agree and can be evaluated again."""
+"""Tests that strategies train and test the same model, on one and two real ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.helpers import (
     WHOLE,
     assert_ok,
     largest_difference,
+    last_weights,
     metrics_of,
     of_test_all,
     run_folder_of,
     run_program,
     train_all,
-    weights_of_net,
 )
 
 pytestmark = pytest.mark.distributed
@@ -77,7 +77,7 @@ def weights(runs: dict[Run, Path], *run: Any) -> dict[str, torch.Tensor]:
     assert metrics["num_test"] == IMAGES
     mean = sum(metrics["test/acc_per_class"].values()) / 10
     assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
-    return weights_of_net(runs[run])
+    return last_weights(runs[run])
 
 
 @pytest.mark.parametrize(("strategy", "devices"), sorted(PLAIN))
@@ -98,9 +98,9 @@ def test_agrees_under_accumulation_and_clipping(strategy: str, runs: dict[Run, P
 
 @pytest.mark.parametrize("strategy", ADAM)
 def test_agrees_with_adam(strategy: str, runs: dict[Run, Path]):
-    """Adam divides each gradient by its own size, and so enlarges the rounding of the small ones.
+    """Adam divides each gradient by its size, which amplifies the rounding errors of small gradients.
 
-    The reference is one rank without accumulation: strategy, ranks and accumulation do not change the maths.
+    The reference has one rank and no accumulation, because these do not change the maths.
     """
     expected = weights(runs, "baseline", 1, "clipped adam")
     assert largest_difference(weights(runs, strategy, 2, "accumulated adam"), expected) < 1e-4

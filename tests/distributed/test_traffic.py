@@ -11,7 +11,8 @@ from cifar_zero.config import command_line
 from cifar_zero.planning import formulas
 from cifar_zero.planning.traffic import traffic
 from cifar_zero.training.resolve import make_run
-from tests.support.changes import COUNTED, small_vit
+from tests.distributed.changes import small_vit
+from tests.distributed.step_costs import COUNTED, counted_collectives
 from tests.support.helpers import WHOLE, of_test_all, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -63,7 +64,7 @@ def test_a_step_sends_what_the_formulas_say(
         strategy, precision = name.split()
         planned[name] = [*common, "--strategy", strategy, "--precision", precision, *more]
         asked[tmp_path / name] = planned[name]
-    train_all(asked, "counted_collectives")
+    train_all(asked, counted_collectives)
     small_vit(monkeypatch)
     for name, flags in planned.items():
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Switches of ZeRO on two ranks change what is sent when, and the memory; the weights stay the same bit for bit."""
+"""Tests that ZeRO's options for buckets, prefetching and memory do not change a bit of the weights, on two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ STAGE_3 += ["--zero.param_persistence_threshold", "0"]
 
 
 def test_buckets_prefetching_and_the_order_of_the_gradients(same: list[str], tmp_path: Path):
-    """Also resumed with and without the switches: round_robin_gradients changes which part of the model a rank has."""
+    """Runs also resume with and without the options, because round_robin_gradients changes which part of the model a
+    rank has."""
     two, three = (["--strategy", f"deepspeed_stage_{stage}"] for stage in (2, 3))
     adam = ["--optimizer", "adam", "--optimizer.lr", "0.001"]
     train_all(

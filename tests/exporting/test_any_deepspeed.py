@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export
-from tests.support.deepspeed_loops import CASES, Tied
-from tests.support.evil import Evil
-from tests.support.helpers import WHOLE, assert_ok, of_test_all, run_program
+from tests.exporting.deepspeed_loops import CASES, Tied, save_all
+from tests.support.helpers import WHOLE, of_test_all, on_ranks
+from tests.users_code.evil import Evil
 
 pytestmark = pytest.mark.distributed
 
@@ -29,8 +29,8 @@ MODEL = "mp_rank_00_model_states.pt"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder that has the checkpoint of each case of CASES at RANKS/CASE."""
     folder = tmp_path_factory.mktemp("saved")
-    for ranks in ("1", "2") if WHOLE else ("2",):
-        assert_ok(run_program("-m", "tests.support.deepspeed_loops", str(folder / ranks), ranks))
+    for ranks in (1, 2) if WHOLE else (2,):
+        on_ranks(ranks, save_all, str(folder / str(ranks)))
     return folder
 
 

@@ -71,7 +71,7 @@ def test_a_user_reads_the_exports_with_only_torch(baseline: Path, images: Tensor
     for snippet in SNIPPETS:
         code += snippet + "\nif 'net' in dir(): found.append(net(images).tolist()); del net\n"
     code += "assert not {'lightning', 'deepspeed'} & set(sys.modules)\nprint(found)"
-    done = run_program("-c", code, str(tmp_path / "images.npy"), cwd=baseline.parent)
+    done = run_program("-c", code, str(tmp_path / "images.npy"), cwd=baseline.parent, fresh=True)
     assert_ok(done)
     assert len(SNIPPETS) == 2
     (scores,) = json.loads(done.stdout)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cifar_zero.config.strategy_specs import STRATEGIES
-from tests.support.helpers import assert_ok, loss_by_step, run_folder_of, run_program
+from tests.support.helpers import assert_ok, losses, run_folder_of, run_program
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,7 +64,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def baselines(tmp_path_factory: pytest.TempPathFactory, digits: list[str]) -> dict[str, dict[int, float]]:
     """The baseline's losses of each recipe, by step."""
     out = tmp_path_factory.mktemp("baselines")
-    return {recipe: loss_by_step(trained(out / recipe, digits, "baseline", "32-true", recipe)) for recipe in RECIPES}
+    return {recipe: losses(trained(out / recipe, digits, "baseline", "32-true", recipe)) for recipe in RECIPES}
 
 
 def trained(out: Path, digits: list[str], strategy: str, precision: str, recipe: str) -> Path:
@@ -79,8 +79,7 @@ def metrics_of(run: Path) -> dict[str, Any]:
 
 def assert_learned(run: Path, loss: float, accuracy: float) -> None:
     """Checks the mean loss of the last 20 steps (chance: ln 10 = 2.30) and the test accuracy (chance: 0.1)."""
-    losses = [*loss_by_step(run).values()]
-    assert sum(losses[-20:]) / 20 < loss
+    assert sum([*losses(run).values()][-20:]) / 20 < loss
     assert metrics_of(run)["test/acc"] > accuracy
 
 
@@ -91,7 +90,7 @@ def test_learns_and_agrees_with_the_baseline(
     run = trained(tmp_path, digits, strategy, precision, recipe)
     metrics = metrics_of(run)
     assert (metrics["accelerator"], metrics["precision"]) == ("gpu", precision)
-    found = loss_by_step(run)
+    found = losses(run)
     for step in range(1, COMPARED_STEPS + 1):
         assert found[step] == pytest.approx(baselines[recipe][step], abs=BOUNDS[precision]), f"step {step}"
     assert_learned(run, *((2.1, 0.2) if recipe == "vit" else (1.8, 0.4)))

@@ -11,7 +11,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
 
-FILE = ROOT / "tests" / "support" / "own_code.py"
+FILE = ROOT / "tests" / "users_code" / "own_code.py"
 MODEL = ["--model", f"{FILE}:Small"]
 SMALL = ["--accelerator", "cpu", "--batch_size", "16", "--epochs", "1", "--max_steps", "6", "--model.width", "5"]
 

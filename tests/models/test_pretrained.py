@@ -13,8 +13,8 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import formats
 from cifar_zero.training import starting
 from cifar_zero.training.resolve import resolve
-from tests.support.evil import Evil
 from tests.support.helpers import last_weights, run_folder_of, run_program
+from tests.users_code.evil import Evil
 
 NAME = "shufflenet_v2_x0_5"
 FLAGS = ["--model", f"torchvision:{NAME}", "--model.weights", "DEFAULT", "--data.normalize", "imagenet"]
@@ -40,7 +40,7 @@ def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
     flags = [*FLAGS, *small_data, "--accelerator", "cpu", "--max_steps", "2", "--batch_size", "8"]
     flags += ["--trainable", "fc.*"]
     flags += ["--out", str(tmp_path / "runs"), "--test_figures", "false", "--logger", "none"]
-    done = run_program("train.py", *flags, env={})
+    done = run_program("train.py", *flags)
     assert done.returncode == 0, done.stderr
     assert "loaded 336 of 338 tensors; initialised: fc.weight (10x1024), fc.bias (10); not used: fc.w" in done.stderr
     folder = run_folder_of(tmp_path / "runs")

@@ -15,8 +15,8 @@ from cifar_zero.core.console import command
 from cifar_zero.planning import plan
 from tests.support.helpers import ROOT, run_program
 
-SUPPORT = ROOT / "tests" / "support"
-CODE, MODULES = SUPPORT / "own_code.py", SUPPORT / "own_modules.py"
+USERS_CODE = ROOT / "tests" / "users_code"
+CODE, MODULES = USERS_CODE / "own_code.py", USERS_CODE / "own_modules.py"
 CPU = ("--accelerator", "cpu", "--devices", "2")
 
 
@@ -71,10 +71,9 @@ def test_the_table_of_strategies(planned):
     assert len([line for line in out.splitlines() if " yes " in line]) == 11
 
 
-@pytest.mark.distributed
 def test_the_command_for_a_users_module(tmp_path: Path) -> None:
     """Adam, batch norm and a frozen layer; the LSTM's activations are counted without the workspace of its kernel."""
-    (tmp_path / "mine.py").write_bytes((SUPPORT / "own_code.py").read_bytes())
+    (tmp_path / "mine.py").write_bytes((USERS_CODE / "own_code.py").read_bytes())
     flags = ["--module", "mine.py:Digits", "--datamodule", "mine.py:DigitsData", "--module.lr", "0.02"]
     flags += ["--datamodule.batch_size", "4", "--devices", "2", "--accelerator", "cpu"]
     done = run_program("plan", *flags, "--json", cwd=tmp_path)
@@ -95,7 +94,7 @@ def test_the_command_for_a_users_module(tmp_path: Path) -> None:
 
 OWN = """
 import torch
-from tests.support.own_modules import Own
+from tests.users_code.own_modules import Own
 class Wide(Own):
     def __init__(self, width: int = 10):
         super().__init__()

@@ -15,7 +15,7 @@ from cifar_zero.comparison import StepCheck
 from cifar_zero.core.errors import RunError
 from cifar_zero.step_check.outputs import OutputCheck
 from cifar_zero.step_check.verdict import Verdict
-from tests.support.own_modules import images
+from tests.users_code.own_modules import images
 
 
 class Module(LightningModule):

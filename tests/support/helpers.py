@@ -26,7 +26,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cifar_zero import models
 from cifar_zero.__main__ import COMMANDS
 from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints.read import read
@@ -35,6 +34,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.core.console import next_to_python
+from tests.support.many_runs import train_run
 
 WHOLE = "TEST_ALL" in os.environ
 """Whether `make test-all` runs the tests. It runs all of them in full, which takes hours."""
@@ -47,7 +47,7 @@ HANG_SECONDS = 1800
 """How long tests wait for the end of a program, or for another event, that takes a few seconds on an idle machine. Next
 to 20 busy processes such an event takes less than this. The limit only ends a test that would never end."""
 
-WARM = ("train.py", "train", "evaluate", "export", "predict")
+WARM = ("train.py", "-c", "train", "evaluate", "export", "predict", "compare", "plan")
 """Programs whose imports take five seconds. Programs that import little are started as usual."""
 
 
@@ -57,22 +57,27 @@ def train_command(*arguments: object) -> str:
 
 
 def run_program(
-    *command: str, cwd: Path = ROOT, timeout: float = HANG_SECONDS, env: dict[str, str] | None = None
+    *command: str, cwd: Path = ROOT, env: dict[str, str] | None = None, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python <command>`, or a command of cifar-zero, from the repository. Returns its output and exit code.
+    """Runs `python <command>`, or a command of cifar-zero. Returns its output and exit code.
 
-    Programs of `WARM` run in tests.support.warm_start if neither `cwd` nor `env` is given.
+    Programs of `WARM` run in a fork of tests.support.warm_start, which has their imports, unless `fresh` is true.
     """
-    if command[0] in WARM and cwd == ROOT and env is None:
-        return _warm_start().run(command, timeout)
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a test that is itself a rank
+        environment.pop(name, None)
+    if cwd != ROOT:
+        environment["PYTHONPATH"] = str(ROOT)
+    environment |= env or {}
+    if command[0] in WARM and not fresh:
+        return _warm_start().run(command, cwd, environment)
     return subprocess.run(
         [sys.executable, *(["-m", "cifar_zero"] if command[0] in COMMANDS else []), *command],
         cwd=cwd,
-        env={"OMP_NUM_THREADS": "1", **clean, **({} if cwd == ROOT else {"PYTHONPATH": str(ROOT)}), **(env or {})},
+        env=environment,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=HANG_SECONDS,
         # Ctrl-C has its effect as under a terminal. pytest-xdist's workers, and a shell's background jobs, ignore it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
@@ -83,11 +88,10 @@ class WarmStart:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
-        clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.warm_start", str(self.folder / "socket")],
             cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1", **clean},
+            env={"OMP_NUM_THREADS": "1", **os.environ},
             stdin=subprocess.DEVNULL,
         )
         atexit.register(self.end)
@@ -95,7 +99,7 @@ class WarmStart:
             assert self.process.poll() is None, "tests.support.warm_start ended"
             time.sleep(0.02)
 
-    def run(self, command: tuple[str, ...], timeout: float) -> subprocess.CompletedProcess[str]:
+    def run(self, command: tuple[str, ...], cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
         """Runs a program and returns its output and exit code."""
         with (
             socket.socket(socket.AF_UNIX) as connection,
@@ -103,15 +107,16 @@ class WarmStart:
             tempfile.TemporaryFile("w+") as errors,
         ):
             connection.connect(str(self.folder / "socket"))
-            socket.send_fds(connection, [json.dumps(command).encode()], [output.fileno(), errors.fileno()])
+            request = json.dumps([command, str(cwd), environment]).encode()
+            socket.send_fds(connection, [request], [output.fileno(), errors.fileno()])
             with connection.makefile() as answers:
                 process = int(answers.readline())
-                connection.settimeout(timeout)
+                connection.settimeout(HANG_SECONDS)
                 try:
                     code = int(answers.readline())
                 except TimeoutError as error:
                     os.killpg(process, signal.SIGKILL)
-                    raise subprocess.TimeoutExpired(command, timeout) from error
+                    raise subprocess.TimeoutExpired(command, HANG_SECONDS) from error
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(command, code, output.read(), errors.read())
@@ -127,7 +132,7 @@ _warm_start = functools.cache(WarmStart)
 
 
 class Ranks:
-    """Ranks that train one run after the other. All tests of this pytest process share them."""
+    """Ranks that call one function after the other. All tests of this pytest process share them."""
 
     def __init__(self, ranks: int):
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -142,14 +147,14 @@ class Ranks:
             )
         atexit.register(self.end)
 
-    def train(self, runs: list[list[str]], change: str) -> str:
-        """Trains the runs and returns what they printed. If one fails, raises AssertionError with the end of the
-        output."""
+    def call(self, function: str, *arguments: object) -> str:
+        """Calls `module:function` on each rank and returns what they printed. If it fails, raises AssertionError with
+        the end of the output."""
         printed = len((self.folder / "output").read_text())
         request = self.folder / f"{next(self.numbers)}.json"
-        request.with_suffix(".part").write_text(json.dumps([change, runs]))
+        request.with_suffix(".part").write_text(json.dumps([function, *arguments]))
         request.with_suffix(".part").rename(request)
-        over = time.monotonic() + HANG_SECONDS * len(runs)
+        over = time.monotonic() + HANG_SECONDS
         while not request.with_suffix(".done").exists():
             if self.process.poll() is not None or time.monotonic() > over:
                 output = (self.folder / "output").read_text()
@@ -168,33 +173,40 @@ class Ranks:
 _RANKS: dict[int, Ranks] = {}
 
 
-def train_all(runs: Mapping[Path, list[str]], change: str = "") -> str:
-    """Trains several runs that have the same number of ranks, and returns what they printed. If one of several runs
-    fails, the others are trained too, and `run_folder_of` fails for this run only.
+def on_ranks(ranks: int, function: Callable[..., None], *arguments: object) -> str:
+    """Calls a function on each of `ranks` ranks and returns what they printed. The ranks are started at the first call
+    and used again. The function has a name in its module, and JSON has the types of its arguments."""
+    if ranks not in _RANKS or _RANKS[ranks].process.poll() is not None:
+        _RANKS[ranks] = Ranks(ranks)
+    return _RANKS[ranks].call(_name(function), *arguments)
+
+
+def _name(function: Callable[..., None]) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def train_all(runs: Mapping[Path, list[str]], change: Callable[[pytest.MonkeyPatch], None] | None = None) -> str:
+    """Trains several runs and returns what they printed. If one of several runs fails, the others are trained too, and
+    `run_folder_of` fails for this run only. The figures of the test set are left out, because they take longer than a
+    short run.
 
     Args:
         runs: The flags of each run, by its output directory.
-        change: Name of a function of tests.support.changes.
+        change: A function that changes the program in the ranks during these runs.
     """
     said = ""
     for out, flags in runs.items():
         devices = command_line.parse(flags).placement.devices
+        ranks = 1 if devices == "auto" else devices
+        command = [*flags, "--out", str(out), "--test_figures", "false"]
         try:
-            said += train_in_ranks([[*flags, "--out", str(out)]], 1 if devices == "auto" else devices, change)
+            said += on_ranks(ranks, train_run, command, _name(change) if change else "")
         except AssertionError as error:
             if len(runs) == 1:
                 raise
             out.mkdir(parents=True, exist_ok=True)
             (out / "failed").write_text(str(error))
     return said
-
-
-def train_in_ranks(runs: list[list[str]], ranks: int, change: str = "") -> str:
-    """Trains command lines, each on `ranks` ranks. The processes are started at the first call and used again. The
-    figures of the test set are left out, because they take longer than a short run."""
-    if ranks not in _RANKS or _RANKS[ranks].process.poll() is not None:
-        _RANKS[ranks] = Ranks(ranks)
-    return _RANKS[ranks].train([[*flags, "--test_figures", "false"] for flags in runs], change)
 
 
 def wait_until(happens: Callable[[], object]) -> None:
@@ -278,21 +290,14 @@ def read_weights(net: torch.nn.Module, checkpoint: Path) -> dict[str, torch.Tens
     return weights
 
 
-def weights_of_net(out: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of a Net that has loaded a run's last checkpoint, as cifar-zero evaluate does."""
-    net = models.build("net", 10)
-    net.load_state_dict(read_weights(net, run_folder_of(out) / "checkpoints" / "last.ckpt"))
-    return dict(net.state_dict())
-
-
-def losses(out: Path, curve: str = "train/loss") -> dict[int, float]:
-    """Returns train/loss, or another curve, by optimizer step, as a run logged it for TensorBoard."""
+def curve(out: Path, tag: str) -> dict[int, float]:
+    """Returns the values of a curve by optimizer step, as a run logged it for TensorBoard."""
     events = EventAccumulator(str(run_folder_of(out)), size_guidance={"scalars": 0})
     events.Reload()
-    return {event.step: event.value for event in events.Scalars(curve)}
+    return {event.step: event.value for event in events.Scalars(tag)}
 
 
-def loss_by_step(out: Path) -> dict[int, float]:
+def losses(out: Path) -> dict[int, float]:
     """Returns the training loss of each optimizer step, from a run's losses.csv."""
     with (run_folder_of(out) / "losses.csv").open() as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}

@@ -1,9 +1,8 @@
-"""Trains runs of train.py one after the other in the same ranks, because starting ranks takes seconds. A run does not
-end the process group, which distributed/test_exit.py tests.
+"""Calls functions on ranks that are started once, because starting ranks takes seconds.
 
 `python -m tests.support.many_runs FOLDER RANKS` reads requests from N.json in the folder, with N counted from 0. A
-request is a list with the name of a function of changes.py, or an empty name, and a list of command lines for RANKS
-ranks. N.done is created when their runs have ended.
+request is a list of a function's name, as `module:function`, and its arguments. Every rank calls the function. N.done
+is created when rank 0 has returned from it. The process group is kept from one request to the next.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -23,15 +23,22 @@ from cifar_zero.core import exits
 from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.train import train
 from cifar_zero.training.resolve import resolve
-from tests.support import changes
 
 POLL_SECONDS = 0.02
 IDLE_SECONDS = 900.0
 """Time without a request after which the ranks end, because the process that started them was killed."""
 
 
+def train_run(flags: list[str], change: str) -> None:
+    """Trains as train.py does. `change` names a function that changes this program during the run, or is empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        if change:
+            resolve_name(change)(patch)
+        train(resolve(command_line.parse(flags)), last=False)
+
+
 def main() -> int:
-    """Runs all requests and returns the exit code."""
+    """Answers all requests and returns the exit code."""
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     if ranks > 1 and not rank_environment.is_rank():
         return local_launcher.run_ranks(ranks, on_cpu=True)
@@ -44,13 +51,9 @@ def main() -> int:
             if time.monotonic() - waited > IDLE_SECONDS:
                 return 0
             time.sleep(POLL_SECONDS)
-        change, runs = json.loads(file.read_text())
-        with pytest.MonkeyPatch.context() as patch:
-            if change:
-                getattr(changes, change)(patch)
-            for flags in runs:
-                os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
-                train(resolve(command_line.parse(flags)), last=False)
+        name, *arguments = json.loads(file.read_text())
+        os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
+        resolve_name(name)(*arguments)
         if rank_environment.global_rank() == 0:
             file.with_suffix(".done").touch()
     return 0

@@ -1,8 +1,8 @@
 """Runs the programs in forks of a process that has their imports, because imports take most of a short run's time.
 
-`python -m tests.support.warm_start SOCKET` waits for requests at a Unix socket. A request is a list of a program and
-its arguments, with two file descriptors for its standard output and error output. A fork of this process becomes that
-program. The answers are its process id and its exit code, one line each.
+`python -m tests.support.warm_start SOCKET` waits for requests at a Unix socket. A request is a list of a command line,
+a working directory and the environment variables, with two file descriptors for standard output and error output. A
+fork of this process becomes that program. The answers are its process id and its exit code, one line each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import traceback
-from pathlib import Path
 
 import matplotlib.pyplot
 
@@ -29,10 +28,8 @@ IMPORTED = (matplotlib.pyplot, build, figures, results, quieten)
 """Modules that are imported before a fork. Nothing in them has been called, so that a fork begins like a program that
 has just started."""
 
-REQUEST_BYTES = 2**16
-"""Size of the largest command line."""
-
-ROOT = Path(__file__).resolve().parents[2]
+REQUEST_BYTES = 2**18
+"""Size of the largest request."""
 
 
 def main() -> None:
@@ -46,12 +43,12 @@ def main() -> None:
             connection, _ = listener.accept()
             with connection:
                 request, descriptors, *_ = socket.recv_fds(connection, REQUEST_BYTES, 2)
-                command, (output, errors) = json.loads(request), descriptors
+                output, errors = descriptors
                 process = os.fork()
                 if not process:
                     listener.close()
                     connection.close()
-                    become(command, output, errors)
+                    become(output, errors, *json.loads(request))
                 os.close(output)
                 os.close(errors)
                 connection.sendall(f"{process}\n".encode())
@@ -59,22 +56,27 @@ def main() -> None:
                 connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
-def become(command: list[str], output: int, errors: int) -> None:
-    """Runs a script as `python <command>` does, or a command of cifar-zero, and ends with it."""
+def become(output: int, errors: int, command: list[str], cwd: str, environment: dict[str, str]) -> None:
+    """Runs a script or `-c CODE` as `python <command>` does, or a command of cifar-zero, and ends with it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as under a terminal, also if the tests ignore Ctrl-C
     os.setpgrp()  # not a new session, which would not yield the CPU to others, see tests/conftest.py
     os.dup2(output, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())
-    is_script = command[0].endswith(".py")
-    sys.argv = command if is_script else ["cifar-zero", *command]
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    is_command = command[0] != "-c" and not command[0].endswith(".py")
+    sys.argv = ["cifar-zero", *command] if is_command else [*command]
     # The launcher starts ranks with these arguments.
-    sys.orig_argv = [sys.executable, *([] if is_script else ["-m", "cifar_zero"]), *command]
+    sys.orig_argv = [sys.executable, *(["-m", "cifar_zero"] if is_command else []), *command]
     code = 0
     try:
-        if is_script:
-            runpy.run_path(str(ROOT / command[0]), run_name="__main__")
-        else:
+        if is_command:
             runpy.run_module("cifar_zero", run_name="__main__")
+        elif command[0] == "-c":
+            exec(sys.argv.pop(1), {"__name__": "__main__"})
+        else:
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

@@ -15,7 +15,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import get_ds_config
 from cifar_zero.launch.local_launcher import free_port, variables
 from datamodule import CIFARDataModule
-from tests.support.helpers import largest_difference, run_folder_of, train_all, weights_of_net
+from tests.support.helpers import largest_difference, last_weights, run_folder_of, train_all
 
 STEPS = 12
 
@@ -49,6 +49,6 @@ def test_a_run_ends_with_the_weights_of_deepspeeds_own_loop(
     for images, labels in islice(data.train_dataloader(), STEPS):
         engine.backward(F.cross_entropy(engine(images), labels))
         engine.step()
-    ours, theirs = weights_of_net(run_folder_of(tmp_path / "ours")), net.state_dict()
+    ours, theirs = last_weights(run_folder_of(tmp_path / "ours")), net.state_dict()
     assert largest_difference(ours, {name: value.detach() for name, value in theirs.items()}) < 1e-6
     assert largest_difference(ours, start) > 0.001

@@ -1,19 +1,13 @@
-"""Trains a small model in DeepSpeed's own loop and lets `engine.save_checkpoint` save it, once for each name in CASES.
-
-`python -m tests.support.deepspeed_loops FOLDER RANKS` writes FOLDER/NAME.
-"""
+"""Trains a small model in DeepSpeed's own loop. `engine.save_checkpoint` saves it once for each name in CASES."""
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from cifar_zero.core import exits
 from cifar_zero.launch import local_launcher, rank_environment
 
 CASES: dict[str, dict[str, Any]] = {
@@ -57,31 +51,28 @@ class Tied(nn.Module):
         return self.head(hidden).float().square().mean() + self.scale.float().square().sum()
 
 
-def main() -> int:
-    """Writes all checkpoints and returns the exit code."""
-    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    if not rank_environment.is_rank():
-        if ranks > 1:
-            return local_launcher.run_ranks(ranks, on_cpu=True)
-        os.environ.update(local_launcher.variables(0, 1, local_launcher.free_port()))
+def save_all(folder: str) -> None:
+    """Writes all checkpoints, as one of the ranks of `helpers.on_ranks`."""
     import deepspeed
 
     initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts and returns
-    for name, config in CASES.items():
-        net = Tied()
-        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in trained if parameter.shape[-1] > 1]
-        columns = [parameter for parameter in trained if parameter.shape[-1] == 1]
-        optimizer = torch.optim.AdamW([{"params": matrices}, {"params": columns, "weight_decay": 0.0}], lr=0.1)
-        own = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
-        engine, *_ = initialize(model=net, optimizer=optimizer, config={**own, **config})
-        for step in range(2):
-            engine.backward(engine(torch.arange(step, step + 4)))
-            engine.step()
-        engine.save_checkpoint(str(folder / name), client_state={"epoch": 1})
-    deepspeed.comm.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exits.guarded(main))
+    with pytest.MonkeyPatch.context() as patch:
+        if not rank_environment.is_rank():  # the only one
+            place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": local_launcher.ADDRESS}
+            for name, value in {**place, "MASTER_PORT": str(local_launcher.free_port())}.items():
+                patch.setenv(name, value)
+        for name, config in CASES.items():
+            net = Tied()
+            trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+            matrices = [parameter for parameter in trained if parameter.shape[-1] > 1]
+            columns = [parameter for parameter in trained if parameter.shape[-1] == 1]
+            optimizer = torch.optim.AdamW([{"params": matrices}, {"params": columns, "weight_decay": 0.0}], lr=0.1)
+            own = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+            engine, *_ = initialize(model=net, optimizer=optimizer, config={**own, **config})
+            for step in range(2):
+                engine.backward(engine(torch.arange(step, step + 4)))
+                engine.step()
+            engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 1})
+            engine.destroy()
+    if not rank_environment.is_rank():  # a run on one rank has no process group
+        deepspeed.comm.destroy_process_group()
