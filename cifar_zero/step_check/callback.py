@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from rich.filesize import decimal
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
@@ -91,7 +92,8 @@ class StepCheck(Callback):
                 self.verdict.note(f"the module cannot be copied ({type(error).__name__}: {error})")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Chooses the steps of `count`, and builds the copy if the module can be checked."""
+        """Chooses the steps of `count`, and builds the copy if the module can be checked. For a large model, prints the
+        memory that the check needs."""
         if not pl_module.automatic_optimization:
             self.verdict.note("the module steps its optimizers itself")
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
@@ -103,8 +105,16 @@ class StepCheck(Callback):
         for reason in chain(*gather(self.verdict.not_checked)):
             self.verdict.note(reason)
         self._can_check = not self.verdict.not_checked
-        if self._can_check:
-            self._replica.build(trainer)
+        if not self._can_check:
+            return
+        if any(getattr(each, "_backward_hooks", None) for each in pl_module.parameters()):
+            self.verdict.note("parameter hooks, because the copy lacks them")
+        self._replica.build(trainer)
+        shape = hooks_of(trainer.strategy).shape
+        elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
+        if trainer.is_global_zero and elements > 10**7:
+            size = decimal(elements * 8 * 2)  # weights and gradients in float64
+            say(f"step check: a checked step takes about four times as long and {size} of memory on each rank")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keeps what a replay needs, which is the weights and buffers before the step, and each micro-batch with its
@@ -193,6 +203,8 @@ class StepCheck(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the verdict, and writes it to the file if one was given."""
+        if self._micro_batches:
+            self.verdict.note(f"step {self._findings.step} did not finish")
         if self._can_check and not self.verdict.steps:
             self.verdict.note("this training has none of the steps to check")
         if trainer.is_global_zero:

@@ -7,13 +7,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.seed import _set_rng_states
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from cifar_zero.core.errors import UsageError
-from cifar_zero.step_check.replay import MicroBatch
+from cifar_zero.step_check.replay import MicroBatch, set_random_state
 from cifar_zero.strategies import hooks_of
 from cifar_zero.strategies.hooks import tensors_in
 
@@ -132,7 +131,7 @@ class Recorded:
 
         def train_dataloader() -> Any:
             loader = load()
-            _set_rng_states(state)
+            set_random_state(state)
             return loader
 
         source.train_dataloader = train_dataloader

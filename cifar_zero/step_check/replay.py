@@ -119,7 +119,7 @@ class Replica:
         losses, random_state_after = [], torch.get_rng_state()
         for each in micro_batches:
             batch = tree_map_only(Tensor, lambda value: _wide(value.clone()) if exact else value.clone(), each.batch)
-            _set_rng_states(each.random_state)
+            set_random_state(each.random_state)
             with Exact(lowest(dtypes.values())) if exact else trainer.precision_plugin.train_step_context():
                 outputs = plain.training_step(*(batch, each.index)[:arguments])
                 loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
@@ -221,8 +221,19 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the states of all random generators that a training step may use."""
-    return _collect_rng_states(include_cuda=torch.cuda.is_initialized())
+    """Returns the states of all random generators that a training step may use. Of several GPUs only the rank's own is
+    read, because `include_cuda` of Lightning would initialize all of them in each rank."""
+    state = _collect_rng_states(include_cuda=False)
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restores the states that `random_state` returned."""
+    _set_rng_states(state)
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 @contextmanager
@@ -232,7 +243,7 @@ def random_state_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_rng_states(state)
+        set_random_state(state)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
