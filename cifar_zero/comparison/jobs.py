@@ -33,8 +33,6 @@ from cifar_zero.step_check.sketches import SketchCheck
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training import DATAMODULE, MODULE, build, starting
-from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
-from cifar_zero.training.callbacks.checkpoint import Resume
 from cifar_zero.training.resolve import resolve
 
 Train = Callable[[list[str], Path, StepCheck], None]
@@ -47,12 +45,9 @@ def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
     if check.checkpoint is not None:
         flags = [*flags, "--resume", str(check.checkpoint)]
     run = resolve(command_line.parse(flags))
-    images = starting.check_checkpoint(run)
-    callbacks: list[Callback] = [BatchNormStatistics(), Resume()]
-    if run.recipe.ema:
-        callbacks.append(Averaging(run.recipe.ema, run.recipe.swa_from))
-    trainer = quiet_trainer(run, folder, [*callbacks, check])
-    weights, data, steps = None, resolve_name(DATAMODULE)(run, images), run.recipe.max_steps - check.resumed_at
+    identity = starting.check_checkpoint(run)
+    trainer = quiet_trainer(run, folder, [*build.maths_callbacks(run.recipe), check])
+    weights, data, steps = None, resolve_name(DATAMODULE)(run, identity), run.recipe.max_steps - check.resumed_at
     if isinstance(check, ScriptCheck):
         weights = check.recorded.weights(on_meta(run.recipe, run.num_classes))
         data, steps = check.recorded.loader(trainer.strategy), check.recorded.count

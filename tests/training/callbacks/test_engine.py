@@ -14,6 +14,7 @@ from cifar_zero.config.settings import make_settings
 from cifar_zero.core.atomic import write_json
 from cifar_zero.training import results
 from cifar_zero.training.callbacks.engine import EngineInfo
+from cifar_zero.training.resolve import make_run
 from cifar_zero.training.results import MEASURED
 
 NOT_HERE = {"perf/mfu", "perf/tokens_per_second", "reduce_bucket_size", "allgather_bucket_size"}
@@ -21,7 +22,8 @@ NOT_HERE = {"perf/mfu", "perf/tokens_per_second", "reduce_bucket_size", "allgath
 
 
 def test_metrics_of_a_run(fit: Callable[..., Any], tmp_path: Path) -> None:
-    run = fit(command_line.parse(["--batch_size", "8", "--accumulate", "2", "--log_interval", "4"]), 40)
+    flags = ["--batch_size", "8", "--accumulate", "2", "--log_interval", "4", "--devices", "1", "--accelerator", "cpu"]
+    run = fit(make_run(command_line.parse(flags)), 40)
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
     logged = {name: value.item() for name, value in run.trainer.callback_metrics.items()}
     metrics = results.collect(run.trainer, run.module, run.datamodule, run.module.settings)
