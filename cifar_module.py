@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
@@ -219,8 +219,7 @@ def lay_channels_last(net: nn.Module, strategy: Any) -> None:
     """Converts convolution weights to channels_last, the memory format of the images, so that no step has to convert
     them. This is done only on a GPU, and only under strategies that neither shard nor flatten the weights. FSDP2
     accepts only torch's default format."""
-    whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, DeepSpeedStrategy)
-    if whole and strategy.root_device.type == "cuda":
+    if type(strategy) in (SingleDeviceStrategy, DDPStrategy) and strategy.root_device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cifar_zero import train
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.launch import local_launcher
 from cifar_zero.training import resolve as resolving
 
 DIGITS = ["--data.source", "digits"]
@@ -95,12 +93,3 @@ def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys
     config = resolved()
     assert (config.placement.devices, config.placement.num_nodes) == (2, 2)
     assert not capsys.readouterr().err
-
-
-def test_train_starts_as_many_ranks(machine, monkeypatch: pytest.MonkeyPatch):
-    machine(8)
-    started: list[tuple[int, bool]] = []
-    monkeypatch.setattr(local_launcher, "run", lambda ranks, on_cpu, *_: started.append((ranks, on_cpu)) or 0)
-    monkeypatch.setattr("sys.argv", ["train.py", *DIGITS, "--strategy", "deepspeed_stage_3", "--batch_size", "128"])
-    assert train.main() == 0
-    assert started == [(4, False)]

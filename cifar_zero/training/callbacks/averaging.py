@@ -78,7 +78,7 @@ class Averaging(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Adds the newest weights to the average, after an optimizer step (exponential average) or at the end of an
         epoch (stochastic weight averaging)."""
-        accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch
+        accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches
         ends = self._kind == "ema" or trainer.is_last_batch or trainer.global_step == trainer.max_steps
         if accumulating or not ends or trainer.global_step < self._first_step:
             return

@@ -30,7 +30,7 @@ class Resume(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         state = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": cuda}
         checkpoint[RECORD] = {
             "schema": SCHEMA,

@@ -19,12 +19,10 @@ from cifar_zero.training.loggers import write_to
 
 
 class IntervalCallback(Callback):
-    """Calls `_log` every --log_interval optimizer steps, and after the last step, even if a signal ends the run there.
+    """Calls `_log` every --log_interval optimizer steps, and after the last step, even if a signal ends the run
+    there."""
 
-    For some runs Lightning cannot tell the last step in advance. `_last_step` is then -1 or infinite.
-    """
-
-    _last_step: float = -1
+    _last_step: float = -1  # the step that is planned to be the last
     _logged_step = 0  # step of the newest point, or at which the training began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

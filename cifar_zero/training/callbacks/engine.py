@@ -111,8 +111,7 @@ def peak_bytes(device: torch.device) -> int:
         # Not from getrusage, where a process starts with the peak of its parent.
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, kilobytes elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # getrusage(2) of macOS returns bytes
 
 
 def _is_scaled(trainer: Trainer) -> bool:

@@ -8,7 +8,6 @@ For the H100 NVL and the H200 it has figures with sparsity, twice what a dense m
 21677), and it lacks the name "NVIDIA H200" and the tensor cores of GeForce cards.
 """
 
-import math
 import os
 import re
 import time
@@ -64,10 +63,9 @@ class Throughput(IntervalCallback):
         self._device = pl_module.device
         if peak := peak_flops(self._device, self._config.placement.precision):
             self.peak_flops = peak * trainer.world_size
-        steps = trainer.estimated_stepping_batches - trainer.global_step
         warmup_steps = self._config.output.warmup_steps
-        if steps > 0 and not self._config.recipe.bench_steps:
-            warmup_steps = int(min(warmup_steps, steps / 2))
+        if not self._config.recipe.bench_steps:
+            warmup_steps = min(warmup_steps, int(trainer.estimated_stepping_batches - trainer.global_step) // 2)
         self._first_timed_step = self._point_step = trainer.global_step + warmup_steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -183,8 +181,8 @@ class ProgressLines(IntervalCallback):
     def _log(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        values, total = self._curves.newest | self._throughput.newest_rates, trainer.estimated_stepping_batches
-        parts = [f"Step {trainer.global_step}/{total}" if 0 < total < math.inf else f"Step {trainer.global_step}"]
+        values = self._curves.newest | self._throughput.newest_rates
+        parts = [f"Step {trainer.global_step}/{trainer.estimated_stepping_batches}"]
         for tag, form in FORMATS.items():
             if tag in values:
                 parts.append(form.format(values[tag]))
@@ -195,12 +193,11 @@ class ProgressLines(IntervalCallback):
 
 def time_left(trainer: Trainer, throughput: Throughput) -> str:
     """Returns the remaining time, such as "0:12:34 left", from the newest time of a step. Returns an empty string
-    during the warm-up or if the length of the run is unknown."""
-    total = trainer.estimated_stepping_batches
-    if not throughput.newest_rates or not 0 < total < math.inf:
+    during the warm-up."""
+    if not throughput.newest_rates:
         return ""
-    seconds = (total - trainer.global_step) * throughput.newest_rates["perf/step_time_ms"] / 1e3
-    return f"{timedelta(seconds=int(seconds))} left"
+    steps = trainer.estimated_stepping_batches - trainer.global_step
+    return f"{timedelta(seconds=int(steps * throughput.newest_rates['perf/step_time_ms'] / 1e3))} left"
 
 
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:

@@ -84,7 +84,6 @@ class Run:
     trainer: Trainer
     module: CIFARModule
     datamodule: RandomImages
-    config: Settings
     folder: Path
     events: EventAccumulator  # of TensorBoard
 
@@ -140,6 +139,6 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         datamodule = RandomImages(num_train, settings.recipe.batch_size, settings.placement.accumulate, change)
         fast_loop.install(trainer)
         trainer.fit(module, datamodule=datamodule)
-        return Run(trainer, module, datamodule, settings, folder, EventAccumulator(str(folder)).Reload())
+        return Run(trainer, module, datamodule, folder, EventAccumulator(str(folder)).Reload())
 
     return run
