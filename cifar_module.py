@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,7 +34,9 @@ class CIFARModule(LightningModule):
     share of each class, float (N, classes).
 
     Args:
-        weights: state dict, under the plain model's parameter names, that training starts from. Weights that it lacks
+        settings: The options of the run.
+        num_classes: Width of the model's output.
+        weights: State dict from which training starts, under the plain model's parameter names. Weights that it lacks
             are initialised at random.
     """
 
@@ -140,8 +142,8 @@ class CIFARModule(LightningModule):
         self.val_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def configure_optimizers(self) -> Any:
-        """Returns the optimizer in the implementation that the strategy needs. Unless the schedule is constant, a
-        learning-rate scheduler comes with it, which is stepped once per optimizer step."""
+        """Returns the optimizer, in the implementation that the strategy needs. Also returns a learning-rate scheduler,
+        which is stepped once per optimizer step, unless the schedule is constant."""
         strategy = self.trainer.strategy
         hooks = hooks_of(strategy)
         parameters = parameter_groups(self.optimizer, dict(self.named_parameters()), hooks.shape)
@@ -164,7 +166,7 @@ class CIFARModule(LightningModule):
         --reduce_on_plateau may have lowered them.
 
         Args:
-            scheduled: whether the run that wrote the checkpoint had a schedule that is not constant.
+            scheduled: Whether the run that wrote the checkpoint had a schedule that is not constant.
         """
         groups = self.trainer.optimizers[0].param_groups
         rates = self._rates if scheduled else [group["lr"] for group in groups]
@@ -217,8 +219,7 @@ def lay_channels_last(net: nn.Module, strategy: Any) -> None:
     """Converts convolution weights to channels_last, the memory format of the images, so that no step has to convert
     them. This is done only on a GPU, and only under strategies that neither shard nor flatten the weights. FSDP2
     accepts only torch's default format."""
-    whole = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and not isinstance(strategy, DeepSpeedStrategy)
-    if whole and strategy.root_device.type == "cuda":
+    if type(strategy) in (SingleDeviceStrategy, DDPStrategy) and strategy.root_device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningDataModule
 from cifar_zero import data
 from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.config.rules import of_validation
-from cifar_zero.config.run import micro_batch_size
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
@@ -35,16 +34,16 @@ class CIFARDataModule(LightningDataModule):
     the Trainer must be made with `use_distributed_sampler=False`.
 
     Args:
-        images: `Dataset.identity` of the run that is resumed (see `starting.check_checkpoint`). Other images are
-            refused.
+        expected_identity: `Dataset.identity` of the images of the run that is resumed (see
+            `starting.check_checkpoint`). Other images are refused. None for a new run.
     """
 
     dataset: Dataset  # all images, after `setup`
 
-    def __init__(self, settings: Settings, images: Mapping[str, int] | None = None) -> None:
+    def __init__(self, settings: Settings, expected_identity: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.settings = settings
-        self._images = images
+        self._expected_identity = expected_identity
         self._data = settings.data
         self.source = ""  # name of the source in use, once it is prepared
         self._train = self._val = np.empty(0, np.int64)
@@ -63,9 +62,7 @@ class CIFARDataModule(LightningDataModule):
         """
         if hasattr(self, "dataset"):
             return
-        if self.trainer is None or self._data.source == "auto":
-            self.prepare_data()
-        self.source = self.source or self._data.source  # prepared by another rank
+        self.prepare_data()  # on the ranks of a node that have not called it
         self.dataset = data.load(self._data, self.source)
         self._check_same_images()
         self._train, self._val = stratified_split(
@@ -89,10 +86,10 @@ class CIFARDataModule(LightningDataModule):
                     f"{source}: {host} has {_counts(other)}, which differ from the {_counts(first)} of {first_host}: "
                     "give all nodes the same files"
                 )
-        if self._images is not None and self._images != own:
+        if self._expected_identity not in (None, own):
             resume = self.settings.output.resume
             raise UsageError(
-                f"--resume {resume}: its run had {_counts(self._images)}, but {source} now has others, "
+                f"--resume {resume}: its run had {_counts(self._expected_identity)}, but {source} now has others, "
                 f"{_counts(own)}: give its data, or fine-tune it with --weights {resume} and without --resume"
             )
 
@@ -110,11 +107,6 @@ class CIFARDataModule(LightningDataModule):
     def num_test(self) -> int:
         """Number of test images."""
         return len(self.dataset.test_labels)
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Images per forward pass of this rank."""
-        return micro_batch_size(self.settings.recipe.batch_size, self._replica[0], self.settings.placement.accumulate)
 
     def sample(self, count: int) -> torch.Tensor:
         """Returns n training images, uint8 (n, 3, H, W), with n at most `count`. They are evenly spaced over the

@@ -104,7 +104,7 @@ def train(run: Run) -> Result:
     module, images, clock = CIFARModule(run, run.num_classes), CIFARDataModule(run), Clock()
     callbacks: list[Callback] = [BatchNormStatistics(), clock]
     if run.on_cpu:
-        flops = training_flops(run.recipe.model, run.num_classes, run.micro_batch)
+        flops = training_flops(run.recipe, run.num_classes, run.micro_batch)
         callbacks.append(CPUKernels(flops, run.placement.precision))
     trainer = build.trainer(run, None, callbacks)
     trainer.fit(module, datamodule=images)
@@ -121,7 +121,7 @@ def show(run: Run, results: Sequence[Result]) -> None:
     images = CIFARDataModule(run)
     images.setup()
     steps, batch_size = results[0].steps, run.recipe.batch_size
-    flops = steps * training_flops(run.recipe.model, run.num_classes, batch_size)
+    flops = steps * training_flops(run.recipe, run.num_classes, batch_size)
     device = f"the CPU, {torch.get_num_threads()} threads" if run.on_cpu else torch.cuda.get_device_name()
     print(f"{len(results)} runs on {device}, {run.placement.precision}, torch {torch.__version__}")
     print(f"{images.dataset.name}: {images.num_train:,} images to train, {images.num_test:,} to test")

@@ -36,10 +36,12 @@ def main() -> int:
         return 0
     if run.placement.num_nodes > 1:
         raise UsageError(f"--num_nodes {run.placement.num_nodes}: start it on each node with {torchrun('train')} ...")
-    # These are resolved already. The ranks must not decide again what auto or last means on the command line.
-    decided = ["--strategy", run.placement.strategy, "--resume", run.output.resume]
+    # The ranks must not resolve --strategy auto or --resume last again, because the answer may have changed.
+    resolved = ["--strategy", run.placement.strategy]
+    if run.output.resume:
+        resolved += ["--resume", run.output.resume]
     return local_launcher.run_ranks(
-        run.placement.world_size, run.on_cpu, decided, partial(resume.command_to_resume_newest, run)
+        run.placement.world_size, run.on_cpu, resolved, partial(resume.command_to_resume_newest, run)
     )
 
 
@@ -60,11 +62,13 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     build.check_trainer_options(run)
     places = collectives.init_process_group(run)
     run = starting.agree_on_checkpoint(run, places)
-    images = starting.check_checkpoint(run)
+    identity = starting.check_checkpoint(run)
     weights = starting.pretrained_weights(run)
     run = starting.agree_on_images(run)
 
-    datamodule = resolve_name(DATAMODULE)(run, images)
+    # Lightning calls the data module's methods again, which then do nothing. They are called here first, so that bad
+    # images end the run before its folder exists.
+    datamodule = resolve_name(DATAMODULE)(run, identity)
     if rank_environment.local_rank() == 0:
         datamodule.prepare_data()
     collectives.gather(None)  # waits until rank 0 of each node has prepared the images

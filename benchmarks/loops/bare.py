@@ -17,7 +17,7 @@ from benchmarks.loops import common
 from benchmarks.loops.common import Clock
 from cifar_zero import data as sources
 from cifar_zero import models
-from cifar_zero.config.recipe import Choice
+from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.data.augment import memory_format
 from cifar_zero.data.dataset import TrainOrder
@@ -37,7 +37,7 @@ def train(
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)
     if tuned:
         if device.type == "cpu":  # the threads and convolution kernels that train.py chooses for the batch
-            kernels: Any = CPUKernels(training_flops(Choice(model), 10, batch_size), "32-true")
+            kernels: Any = CPUKernels(training_flops(Recipe(model=Choice(model)), 10, batch_size), "32-true")
             kernels.on_train_start(None, None)  # the callback uses neither the trainer nor the module
         images = images.contiguous(memory_format=memory_format(device))  # batches of these images keep it
 

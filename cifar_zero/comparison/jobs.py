@@ -46,7 +46,7 @@ def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
         flags = [*flags, "--resume", str(check.checkpoint)]
     run = resolved(flags)
     identity = starting.check_checkpoint(run)
-    trainer = quiet_trainer(run, folder, [*build.state_callbacks(run), check])
+    trainer = quiet_trainer(run, folder, [*build.maths_callbacks(run.recipe), check])
     weights, data, steps = None, resolve_name(DATAMODULE)(run, identity), run.recipe.max_steps - check.resumed_at
     if isinstance(check, ScriptCheck):
         weights = check.recorded.weights(on_meta(run.recipe, run.num_classes))

@@ -1,6 +1,7 @@
 """Builds Lightning's Trainer for a resolved run, with its callbacks and loggers."""
 
 import inspect
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.mistakes import OWNED
+from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import UsageError
@@ -32,7 +34,7 @@ from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
-from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, is_terminal, training_flops
+from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, training_flops
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
@@ -71,7 +73,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": run.output.log_interval,
         "enable_model_summary": False,
-        "enable_progress_bar": callbacks is None and is_terminal(),
+        "enable_progress_bar": callbacks is None and sys.stdout.isatty(),
         "num_sanity_val_steps": 0,
     }
     if run.recipe.only_measures:
@@ -93,11 +95,11 @@ def strategy_of(run: Run) -> Strategy | str:
     return strategies.build(run.placement, sum(sizes), max(sizes), run)
 
 
-def state_callbacks(run: Run) -> list[Callback]:
-    """Returns the callbacks that a run needs to compute and to resume as it should, whatever it writes."""
+def maths_callbacks(recipe: Recipe) -> list[Callback]:
+    """Returns the callbacks that change what a run computes. A run of `compare` has only these."""
     made: list[Callback] = [BatchNormStatistics(), Resume()]
-    if run.recipe.ema or run.recipe.swa_from:
-        made.append(Averaging(run.recipe.ema, run.recipe.swa_from))
+    if recipe.ema or recipe.swa_from:
+        made.append(Averaging(recipe.ema, recipe.swa_from))
     return made
 
 
@@ -105,21 +107,20 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     """Returns the callbacks of a run. Raises UsageError if one of --trainer.callbacks cannot be created."""
     recipe = run.recipe
     curves = TrainingCurves(writes_losses=not recipe.only_measures)
-    made: list[Callback] = [curves, Divergence(curves)]
+    made = [*maths_callbacks(recipe), curves, Divergence(curves), EngineInfo(), Interrupt()]
     if issubclass(models.MODELS[recipe.model.name], MixtureOptions):
         made.append(Experts())
     if run.output.log_gradients:
         made.append(GradientLogger())
     if recipe.reduce_on_plateau:
         made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
-    made += [EngineInfo(), Interrupt(), *state_callbacks(run), *_given(run.consent.callbacks)]
+    made += _given(run.consent.callbacks)
 
-    side, fine_tuning = run.data.image_size, {"trainable": recipe.trainable, "lora": recipe.lora}
-    flops = training_flops(recipe.model, run.num_classes, run.micro_batch, side, **fine_tuning)
+    flops = training_flops(recipe, run.num_classes, run.micro_batch, run.data.image_size)
     # After the other callbacks, because it would count their work as waiting for data.
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
     made.append(throughput)
-    if is_terminal():
+    if sys.stdout.isatty():  # where Lightning draws its progress bar
         made.append(ProgressBar(curves, throughput))
     else:
         made.append(ProgressLines(curves, throughput))

@@ -46,12 +46,11 @@ def main() -> int:
 
         content = apply_delta(checkpoint, Path(arguments.delta), given.consent.trust)
         checkpoint = Path(arguments.delta)
-    run = resolve_run(checkpoint, given, content)
-    evaluate(run, checkpoint, content)
+    evaluate(checkpoint, given, content)
     return 0
 
 
-def resolve_run(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
+def _run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None) -> Run:
     """Returns a run with the data options and the recipe of a checkpoint, for one device and the default placement. The
     recipe comes from the run folder or from the checkpoint itself, and the flags of train in `given` override recipe
     and placement. Raises UsageError if the checkpoint has no recipe."""
@@ -66,16 +65,22 @@ def resolve_run(checkpoint: Path, given: Arguments, content: dict[str, Any] | No
     return make_run(resolve_devices(settings.changed(model=model, trainer={}, devices=1)))
 
 
-def evaluate(run: Run, checkpoint: Path, content: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Tests a checkpoint, prints its test table and returns the test/* metrics of metrics.json. `content` is the
-    checkpoint's content if it has been read already."""
+def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Tests a checkpoint, prints its test table and returns the test/* metrics of metrics.json.
+
+    Args:
+        checkpoint: A checkpoint of any strategy.
+        given: Flags of train, which override the recipe of the checkpoint.
+        content: The content of the checkpoint, if it has been read already.
+    """
     from cifar_zero.checkpoints.read import RECORD, read
     from cifar_zero.checkpoints.weights import load_weights, net_weights
     from cifar_zero.training import build
     from cifar_zero.training.results import print_test_table, test_metrics
 
     quieten()
-    content = content or read(checkpoint, run.consent.trust)
+    run = _run_of(checkpoint, given, content)
+    content = content or read(checkpoint, given.consent.trust)
     if RECORD in content:
         check_classes(run.data, content[RECORD], checkpoint)
     module, datamodule = resolve_name(MODULE)(run, run.num_classes), resolve_name(DATAMODULE)(run)

@@ -12,14 +12,16 @@ them in the same order. tests/training/test_fast_loop.py compares weights, check
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.loaders import MemoryLoader
@@ -35,8 +37,14 @@ HOOKS = (
 """Hooks of the callbacks and of the module. The fast loop calls the implemented hooks in Lightning's order."""
 
 STEP_METHODS = (
-    *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
-    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
     "on_train_batch_start",  # it may end the epoch by returning -1
 )
 """Methods that change a training step. Lightning's own loop trains a module that overrides one of them."""
@@ -133,7 +141,7 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
-        """At the first micro-batch of a step, calls the hook and removes the gradients of these parameter groups."""
+        """At the first micro-batch of a step, calls the hook and removes the gradients of the parameter groups."""
         if batch_idx % self.trainer.accumulate_grad_batches:
             return
         progress = self.automatic_optimization.optim_progress.optimizer.zero_grad
@@ -152,34 +160,24 @@ class EpochLoop(_TrainingEpochLoop):
     def _applies(self) -> bool:
         """Returns whether the fast loop can train this run. Otherwise Lightning's own code runs."""
         trainer: Any = self.trainer
-        strategy, module = trainer.strategy, trainer.lightning_module
-        precision = strategy.precision_plugin
-        combined = trainer.fit_loop._combined_loader
+        module, combined = trainer.lightning_module, trainer.fit_loop._combined_loader
         on_device = combined is not None and all(isinstance(loader, MemoryLoader) for loader in combined.flattened)
-        if not (on_device and module.automatic_optimization and isinstance(trainer.profiler, PassThroughProfiler)):
-            return False
-        if any(getattr(type(module), name) is not getattr(LightningModule, name) for name in STEP_METHODS):
-            return False
-        if isinstance(precision, DeepSpeedPrecision):
-            return True
-        unscaled = type(precision) is MixedPrecision and precision.scaler is None
-        plain = unscaled or type(precision) in (Precision, HalfPrecision)
-        known = type(strategy) in (SingleDeviceStrategy, DDPStrategy) or isinstance(strategy, ModelParallelStrategy)
-        return plain and known
+        is_custom = not module.automatic_optimization or any(is_overridden(name, module) for name in STEP_METHODS)
+        is_profiled = not isinstance(trainer.profiler, PassThroughProfiler)
+        is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        return on_device and not (is_custom or is_profiled or is_scaled)
 
     def _implemented(self, name: str) -> list[Callable[..., Any]]:
-        """Returns the hooks called `name` that are implemented, first those of the callbacks, then the module's
-        hook."""
+        """Returns the implemented hooks with this name: the callbacks' hooks in the order of the callbacks, then the
+        module's hook."""
         trainer: Any = self.trainer
         module = trainer.lightning_module
         found: list[Callable[..., Any]] = []
         for callback in trainer.callbacks:
-            hook = getattr(callback, name)
-            if getattr(hook, "__func__", hook) is not getattr(Callback, name):
-                found.append(lambda *args, hook=hook: hook(trainer, module, *args))
-        own = getattr(module, name)
-        if getattr(own, "__func__", own) is not getattr(LightningModule, name):
-            found.append(own)
+            if is_overridden(name, callback):
+                found.append(partial(getattr(callback, name), trainer, module))
+        if is_overridden(name, module):
+            found.append(getattr(module, name))
         return found
 
 

@@ -59,17 +59,17 @@ def plot_schedule(run: Run) -> int:
 
 
 def run_steps(settings: Settings, datamodule: Any) -> int:
-    """Returns the number of optimizer steps that a run would do in all its epochs, at most --max_steps. Steps are
-    counted as in Lightning's `Trainer.estimated_stepping_batches`. Decodes the images, if that has not been done, to
-    count them."""
+    """Returns the number of optimizer steps that a run would do in all its epochs, at most --max_steps. This is what
+    Lightning's `Trainer.estimated_stepping_batches` returns in the run. Decodes the images if that has not been done,
+    because it counts them."""
     datamodule.setup()
-    batches = len(datamodule.train_dataloader())
-    limit = settings.recipe.trainer.get("overfit_batches") or settings.recipe.trainer.get("limit_train_batches", 1.0)
+    batches, recipe = len(datamodule.train_dataloader()), settings.recipe
+    limit = recipe.trainer.get("overfit_batches") or recipe.trainer.get("limit_train_batches", 1.0)
     batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
-    steps = settings.recipe.epochs * -(-batches // settings.placement.accumulate)
-    if settings.recipe.max_steps == -1:
+    steps = recipe.epochs * (batches // settings.placement.accumulate)  # a run refuses a remainder
+    if recipe.max_steps == -1:
         return steps
-    return min(steps, settings.recipe.max_steps)
+    return min(steps, recipe.max_steps)
 
 
 def check_gradients(run: Run) -> int:

@@ -51,27 +51,18 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
         elif name == "wandb":
             made.append(_wandb(run, run_dir))
     for logger in made:
-        guard(logger)
+        for name in ("log_metrics", "save", "finalize"):  # what Lightning (2.6.6) calls during a run
+            setattr(logger, name, partial(write_to, logger, getattr(logger, name)))
     return made
 
 
-def guard(logger: Logger) -> None:
-    """Wraps the methods of a logger that Lightning calls, so that a write error does not end the training; see
-    `write_to`."""
-
-    def guarded(method: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments, **options: write_to(logger, partial(method, *arguments, **options))
-
-    for name in ("log_metrics", "save", "finalize"):  # what Lightning (2.6.6) calls during a run
-        setattr(logger, name, guarded(getattr(logger, name)))
-
-
-def write_to(logger: Any, write: Callable[[], Any]) -> None:
-    """Calls `write`, which writes to a logger. The first error of the logger is printed, and no error ends the
-    training."""
+def write_to(logger: Any, write: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Calls `write`, which writes to a logger, with further arguments and options. The first error of the logger is
+    printed, and no error ends the training."""
+    write_once = partial(write, *arguments, **options)
     if getattr(logger, "has_failed", False):
-        failure_of(write)
-    elif not attempt(write, f"what {type(logger).__name__} logs"):
+        failure_of(write_once)
+    elif not attempt(write_once, f"what {type(logger).__name__} logs"):
         logger.has_failed = True
 
 
@@ -98,7 +89,7 @@ def _wandb(run: Run, run_dir: Path) -> Logger:
 def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> None:
     """Adds the results of a run, the content of metrics.json, to its loggers. An error does not end the run."""
     for logger in trainer.loggers:
-        write_to(logger, partial(_log_results, logger, run, metrics, trainer.global_step))
+        write_to(logger, _log_results, logger, run, metrics, trainer.global_step)
 
 
 def _log_results(logger: Logger, run: Settings, metrics: dict[str, Any], step: int) -> None:

@@ -25,7 +25,8 @@ number."""
 
 
 def resolve(settings: Settings) -> Run:
-    """Returns the resolved run of the settings on this computer. The strategy must be a name, not auto.
+    """Returns the resolved run of the settings on this computer. The strategy must be a name, not auto. Also sets the
+    environment variable from which DeepSpeed takes the device type of this process and of the ranks that it starts.
 
     With several nodes, or under torchrun, rank 0 decides later for all ranks which checkpoint is resumed and, for
     --data.source auto, which images are used; see `training.starting`. Raises UsageError if the run is not possible;
@@ -39,8 +40,8 @@ def resolve(settings: Settings) -> Run:
         from cifar_zero.data.augment import check_transform  # here, because it imports torch
 
         check_transform(run.recipe.augment, run.data.inputs.side)
-    # DeepSpeed, which is imported later in this process or in the ranks, otherwise uses CUDA wherever there is a GPU
-    # (DeepSpeed 0.19.8, accelerator/real_accelerator.py).
+    # DeepSpeed is imported later, and without the variable it uses CUDA on every computer with a GPU (DeepSpeed 0.19.8,
+    # accelerator/real_accelerator.py).
     os.environ.pop("DS_ACCELERATOR", None)
     if run.on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"

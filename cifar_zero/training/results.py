@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.config.settings import Settings
+from cifar_zero.config.run import Run
 from cifar_zero.core.atomic import failure_of, write_json
 from cifar_zero.core.console import curves
 from cifar_zero.core.hardware import git_commit, versions
@@ -52,7 +52,7 @@ SHOWN = {
 MOST_ROWS = 25  # the most classes for which a test table has rows; metrics.json has all classes
 
 
-def collect(trainer: Any, module: Any, datamodule: Any, settings: Settings) -> dict[str, Any]:
+def collect(trainer: Any, module: Any, datamodule: Any, run: Run) -> dict[str, Any]:
     """Returns the content of metrics.json after fit and test, with the keys in their order. Values that a run without
     test or validation lacks are None. The `totals_of_run` of the callbacks are included."""
     metrics = {"schema": SCHEMA, **dict.fromkeys(MEASURED), "versions": versions(), "git_commit": git_commit()}
@@ -60,15 +60,15 @@ def collect(trainer: Any, module: Any, datamodule: Any, settings: Settings) -> d
         "dataset": datamodule.dataset.name,
         "num_train": datamodule.num_train,
         "num_test": datamodule.num_test,
-        "model": settings.recipe.model.name,
-        "strategy": settings.placement.strategy_name,
+        "model": run.recipe.model.name,
+        "strategy": run.placement.strategy_name,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,
-        "precision": settings.placement.precision,
-        "seed": settings.recipe.seed,
-        "batch_size": settings.recipe.batch_size,
-        "accumulate": settings.placement.accumulate,
-        "micro_batch_size": datamodule.micro_batch_size,
+        "precision": run.placement.precision,
+        "seed": run.recipe.seed,
+        "batch_size": run.recipe.batch_size,
+        "accumulate": run.placement.accumulate,
+        "micro_batch_size": run.micro_batch,
         "steps": trainer.global_step,
         **test_metrics(module, datamodule),
     }
@@ -76,7 +76,7 @@ def collect(trainer: Any, module: Any, datamodule: Any, settings: Settings) -> d
         metrics["val/acc"] = module.val_metrics.overall()["acc"]
     for callback in trainer.callbacks:
         metrics |= getattr(callback, "totals_of_run", {})
-    if settings.fell_back:
+    if run.fell_back:
         metrics[FALLBACK] = "CIFAR-10 is not available: these are the results of the embedded handwritten digits"
     return metrics
 
@@ -123,7 +123,6 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
         step_time, data_time = metrics["perf/step_time_ms"], metrics["perf/data_time_ms"]
         step = f"{step_time:.2f} ms per step, {data_time:.2f} ms of it waiting for data"
         rows.append(("speed", f"{metrics['perf/images_per_second']:,.0f} images/s, {step}"))
-    if metrics["perf/tflops"] is not None:
         rows.append(("computation", f"{metrics['perf/tflops']:.3g} TFLOP/s"))
     if metrics["perf/mfu"] is not None:
         rows.append(("MFU", f"{metrics['perf/mfu']:.2%} of the devices' peak"))

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,6 @@ DEBUG = frozenset(["--debug"])  # flags that a program passes on to its runs, to
 TRAIN = ("cifar_zero", "train")
 """The module that trains a run, and its first argument, as `start` takes them."""
 
-Run = subprocess.Popen[bytes]
-
 
 @contextmanager
 def start(
@@ -31,9 +29,8 @@ def start(
     flags: Sequence[str],
     log: Path,
     extra_env: Mapping[str, str] | None = None,
-    cores: Collection[int] = (),
     launcher: Sequence[str] = (),
-) -> Iterator[Run]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Context manager that starts a run. At the end of the context a run that is still alive receives SIGINT, as from
     Ctrl-C, and then its process group is killed. A second Ctrl-C of the user kills the group at once.
 
@@ -43,7 +40,6 @@ def start(
         flags: Further arguments.
         log: File for the output of the run.
         extra_env: Environment variables to add.
-        cores: CPU cores for the run and its ranks, on Linux. By default they get all cores of this process.
         launcher: Command that starts the ranks (srun ...).
     """
     # torchrun and DeepSpeed's launcher start Python themselves.
@@ -57,7 +53,7 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(local_launcher.prepare, cores),  # so that Ctrl-C works in a background job too
+            preexec_fn=partial(local_launcher.prepare, cores=()),  # so that Ctrl-C works in a background job too
         )
     try:
         yield run

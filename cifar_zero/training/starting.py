@@ -33,33 +33,36 @@ from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 
 def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
-    """Returns the run with the checkpoint that it resumes, the same on all ranks, if that is not resolved yet. After
-    torchrun has restarted the ranks, this is the newest checkpoint of the same run, whatever --resume names. If none
-    was written before the restart, the run begins again. Raises UsageError if there is no checkpoint, or it belongs to
-    another run."""
+    """Returns the run with the path of the checkpoint that it resumes. On several nodes or under torchrun, rank 0
+    decides for all ranks; otherwise `resolve` has decided.
+
+    After torchrun has restarted the ranks, this is the newest checkpoint of the same run, whatever --resume names. If
+    none was written before the restart, the run begins again. Raises UsageError if there is no checkpoint, or if the
+    strategy cannot resume.
+    """
     if not rank_0_decides(run):
         return run
 
     def found() -> str:
-        config = run
-        if own := newest_of({place.agent for place in places}, config.output.out, config.run_name):
-            config = config.changed(resume=str(own))
-            say(f"torchrun has restarted the run: it resumes from {own}")
-        return checkpoint_to_resume(config)
+        own = newest_of({place.agent for place in places}, run.output.out, run.run_name)
+        if own is None:
+            return checkpoint_to_resume(run)
+        say(f"torchrun has restarted the run: it resumes from {own}")
+        return checkpoint_to_resume(run.changed(resume=str(own)))
 
     return with_checkpoint(run, by_rank_0(found))
 
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
-    """Returns the `Dataset.identity` of the images of the checkpoint to resume, which the data module compares with its
-    own. Returns None for a run that begins.
+    """Returns the `Dataset.identity` of the images of the checkpoint to resume. The data module compares it with the
+    identity of its own images. Returns None for a new run.
 
     Every rank must call it. Only rank 0 reads the checkpoint. It compares the checksums, and reads names and shapes
     without the values of tensors. Raises UsageError if the checkpoint is damaged, incomplete or not trusted, or if its
     version, recipe, model or classes differ.
     """
 
-    def images() -> Mapping[str, int] | None:
+    def checked_identity() -> Mapping[str, int] | None:
         resume = run.output.resume
         checkpoint = read(Path(resume), run.consent.trust, device="meta")
         check_resumable(checkpoint, resume)
@@ -71,7 +74,7 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
         return record and record["images"]
 
     if run.output.resume:
-        return by_rank_0(images)
+        return by_rank_0(checked_identity)
     return None
 
 

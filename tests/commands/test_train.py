@@ -28,6 +28,7 @@ from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,
     assert_ok,
+    curve,
     last_checkpoint,
     last_weights,
     metrics_of,
@@ -98,11 +99,15 @@ def test_metrics_json(run: tuple[Path, str]):
     assert list(metrics) == ["schema", *MEASURED, "versions", "git_commit"]
     assert (metrics["num_train"], metrics["num_test"], metrics["steps"], metrics["epochs"]) == (580, 640, 72, 2)
     assert metrics["parameters"] == 62_006
+    assert (metrics["micro_batch_size"], metrics["accelerator"], metrics["dataset"]) == (16, "cpu", "synthetic")
     assert metrics["train/loss"] == pytest.approx(math.log(10), abs=0.2)  # random images
+    for name in ("train/loss", "val/acc", "test/acc"):
+        assert metrics[name] == pytest.approx(curve(run[0], name)[72], rel=1e-6)
     assert list(metrics["test/acc_per_class"]) == CLASSES
     assert metrics["perf/step_time_ms"] * metrics["perf/images_per_second"] / 1e3 == pytest.approx(16)
     assert 0 < metrics["perf/data_time_ms"] < metrics["perf/step_time_ms"]
-    assert metrics["perf/mfu"] is None  # unknown for a CPU
+    unknown = {"perf/mfu", "perf/tokens_per_second", "reduce_bucket_size", "allgather_bucket_size"}
+    assert {key for key in MEASURED if metrics[key] is None} == unknown  # on a CPU, without transformer and DeepSpeed
     assert len(metrics["mem/peak_rank_bytes"]) == 1
 
 

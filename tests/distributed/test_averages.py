@@ -88,8 +88,7 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
     loss = metrics_of(runs["stage 3"])["test/loss"]
 
     def tested(*flags: str) -> Any:
-        run = evaluate.resolve_run(checkpoint, read_arguments(["--accelerator", "cpu", *flags]))
-        return evaluate.evaluate(run, checkpoint)
+        return evaluate.evaluate(checkpoint, read_arguments(["--accelerator", "cpu", *flags]))
 
     assert tested()["test/loss"] == pytest.approx(loss, rel=1e-6)
     assert tested("--ema", "0")["test/loss"] != pytest.approx(loss, rel=1e-6)  # the newest

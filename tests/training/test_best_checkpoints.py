@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_zero.checkpoints.read import read
-from tests.support.helpers import run_folder_of, train_all
+from tests.support.helpers import metrics_of, run_folder_of, train_all
 
 EPOCHS = 5
-RUNS = {"val/loss": ("--save_top_k 2", False, 2), "val/f1": ("", True, 1), "val/acc": ("--save_top_k 0", True, 0)}
+RUNS = {"val/loss": ("--save_top_k 2", False, 2), "val/f1": ("", True, 1)}
 """Further flags, whether high is good, and the number of checkpoints."""
 
 
 @pytest.fixture(scope="module")
 def trained(small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The directory of the runs, and what they printed; the last one does not learn, and stops early."""
+    """The directory of the runs, and what they printed. One more run does not learn, stops early, and keeps none."""
     out = tmp_path_factory.mktemp("out")
     same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", "--epochs", str(EPOCHS)]
     flags = {
         out / name[4:]: [*same, "--optimizer.lr", "0.05", "--monitor", name, *more.split()]
         for name, (more, *_) in RUNS.items()
     }
-    stuck = ["--optimizer.lr", "0", "--early_stopping", "1", "--monitor", "val/loss"]
+    stuck = ["--optimizer.lr", "0", "--early_stopping", "1", "--monitor", "val/loss", "--save_top_k", "0"]
     return out, train_all({**flags, out / "stuck": [*same, *stuck]})
 
 
@@ -43,6 +42,7 @@ def test_the_best_validations_are_kept(name: str, trained: tuple[Path, str]):
 
 
 def test_early_stopping_looks_at_the_same_metric(trained: tuple[Path, str]):
-    metrics = json.loads((run_folder_of(trained[0] / "stuck") / "metrics.json").read_text())
-    assert metrics["epochs"] == 2
+    folder = run_folder_of(trained[0] / "stuck")
+    assert metrics_of(folder)["epochs"] == 2
+    assert [file.name for file in (folder / "checkpoints").iterdir()] == ["last.ckpt"]
     assert "early stopping after epoch 2: val/loss has not improved on 2.3" in trained[1]

@@ -1,13 +1,12 @@
 """The loggers of a run: CSV, and W&B without a connection."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 
 from cifar_zero.checkpoints import run_folder
-from tests.support.helpers import assert_ok, of_test_all, run_folder_of, run_program, small_disk, train_all
+from tests.support.helpers import assert_ok, metrics_of, of_test_all, run_folder_of, run_program, small_disk
 
 FLAGS = ["--batch_size", "16", "--accelerator", "cpu", "--max_steps", "20", "--log_interval", "10"]
 
@@ -18,14 +17,21 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return {**own, "WANDB_DIR": str(folder), "NETRC": str(folder / "netrc"), "WANDB_API_KEY": "", **more}
 
 
-def test_an_offline_run_has_curves_and_configuration(small_data: list[str], tmp_path: Path):
+def test_each_logger_has_curves_and_results(small_data: list[str], tmp_path: Path):
     flags = [*small_data, *FLAGS, "--optimizer.lr", "0.01", "--out", str(tmp_path / "out")]
     env = environment(tmp_path, WANDB_MODE="offline")
     named = ["--wandb_project", "mine", "--wandb_group", "rates", "--wandb_tags", "a", "b", "--wandb_run_name", "first"]
-    done = run_program("train.py", *flags, "--logger", "tensorboard", "wandb", *named, env=env)
+    done = run_program("train.py", *flags, "--logger", "tensorboard", "csv", "wandb", *named, env=env)
     assert_ok(done)
     run = run_folder_of(tmp_path / "out")
     assert list(run.glob("events.out.tfevents.*"))
+    with (run / "csv" / "metrics.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    metrics = metrics_of(run)
+    losses = {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
+    assert [*losses] == [10, 20]
+    assert losses[20] == pytest.approx(metrics["train/loss"])
+    assert [float(row["test/acc"]) for row in rows if row["test/acc"]] == [pytest.approx(metrics["test/acc"])]
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
     written = file.read_bytes()
     for text in ("mine", "rates", "first", "train/loss", "test/acc", "perf/fit_seconds", "optimizer", "batch_size"):
@@ -43,19 +49,6 @@ def test_a_missing_login_is_reported_in_one_line(small_data: list[str], tmp_path
     assert "wandb login" in line
     assert "WANDB_MODE=offline" in line
     assert not list(tmp_path.rglob("version_*"))
-
-
-def test_a_csv_file(small_data: list[str], tmp_path: Path):
-    own = ["--logger", "tensorboard", "csv"]
-    train_all({tmp_path: [*small_data, *FLAGS, *own]})
-    run = run_folder_of(tmp_path)
-    with (run / "csv" / "metrics.csv").open() as file:
-        rows = [*csv.DictReader(file)]
-    metrics = json.loads((run / run_folder.METRICS).read_text())
-    losses = {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
-    assert [*losses] == [10, 20]
-    assert losses[20] == pytest.approx(metrics["train/loss"])
-    assert [float(row["test/acc"]) for row in rows if row["test/acc"]] == [pytest.approx(metrics["test/acc"])]
 
 
 def test_a_full_disk_does_not_end_the_training(small_data: list[str], tmp_path: Path):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from cifar_zero import train
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
-from cifar_zero.launch import local_launcher
 from cifar_zero.training import resolve as resolving
 
 DIGITS = ["--data.source", "digits"]
@@ -35,8 +31,7 @@ def resolved(*flags: str) -> Run:
 @pytest.mark.parametrize(
     ("gpus", "batch_size", "accumulate", "expected"),
     [
-        *((1, 128, 1, 1), (2, 192, 1, 2), (3, 128, 1, 2), (7, 192, 1, 6), (8, 512, 1, 8)),
-        *((5, 192, 2, 3), (8, 1024, 4, 8), (3, 128, 4, 1)),
+        *((1, 128, 1, 1), (7, 192, 1, 6), (8, 1024, 4, 8), (3, 128, 4, 1)),
     ],
 )
 def test_the_largest_number_of_gpus_that_divides_the_batch(
@@ -70,7 +65,7 @@ def test_other_limits(flags: str, expected: int, machine):
     assert resolved(*flags.split()).placement.devices == expected
 
 
-@pytest.mark.parametrize(("batch_size", "accumulate", "expected"), [(4, 1, 1), (64, 1, 2), (128, 1, 4), (64, 2, 1)])
+@pytest.mark.parametrize(("batch_size", "accumulate", "expected"), [(64, 1, 2), (128, 1, 4), (64, 2, 1)])
 def test_a_second_gpu_needs_a_micro_batch_that_is_worth_it(
     batch_size: int, accumulate: int, expected: int, machine, capsys: pytest.CaptureFixture[str]
 ):
@@ -85,10 +80,10 @@ def test_a_second_gpu_needs_a_micro_batch_that_is_worth_it(
 def test_auto_precision(bfloat16: bool, precision: str, machine, monkeypatch: pytest.MonkeyPatch):
     machine(4)
     monkeypatch.setattr(resolving, "has_bfloat16", lambda: bfloat16)
-    config = resolved("--precision", "auto")
-    assert (config.placement.accelerator, config.placement.devices, config.placement.precision) == ("gpu", 1, precision)
-    config = resolved("--precision", "auto", "--accelerator", "cpu")
-    assert (config.placement.accelerator, config.placement.devices, config.placement.precision) == ("cpu", 1, "32-true")
+    placement = resolved("--precision", "auto").placement
+    assert (placement.accelerator, placement.precision) == ("gpu", precision)
+    placement = resolved("--precision", "auto", "--accelerator", "cpu").placement
+    assert (placement.accelerator, placement.precision) == ("cpu", "32-true")
 
 
 def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -98,13 +93,3 @@ def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys
     config = resolved()
     assert (config.placement.devices, config.placement.num_nodes) == (2, 2)
     assert not capsys.readouterr().err
-
-
-def test_train_starts_as_many_ranks(machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    machine(8)
-    started: list[Any] = []
-    monkeypatch.setattr(local_launcher, "run_ranks", lambda *arguments: started.append(arguments[:3]) or 0)
-    monkeypatch.setattr("sys.argv", ["train.py", *DIGITS, "--strategy", "deepspeed_stage_3", "--batch_size", "128"])
-    assert train.main() == 0
-    assert started == [(4, False, ["--strategy", "deepspeed_stage_3", "--resume", ""])]
-    assert capsys.readouterr().err.startswith("--devices auto: 4 of 8 GPUs: a micro-batch of 16 is small for a GPU")

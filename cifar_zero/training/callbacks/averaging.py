@@ -58,7 +58,7 @@ class Averaging(Callback):
     """
 
     def __init__(self, ema: float, swa_from: float):
-        self._kind, self._max_count = "swa", math.inf  # the second caps the weight of the average against new weights
+        self._kind, self._max_count = "swa", math.inf  # new weights count at least 1 / (_max_count + 1)
         if ema:
             self._kind, self._max_count = "ema", 1 / (1 - ema) - 1
         self._average_in = get_swa_multi_avg_fn()  # moves averages towards values by 1 / (count + 1) of the difference
@@ -78,9 +78,9 @@ class Averaging(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Adds the newest weights to the average, after an optimizer step (exponential average) or at the end of an
         epoch (stochastic weight averaging)."""
-        accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch
+        accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches
         ends = self._kind == "ema" or trainer.is_last_batch or trainer.global_step == trainer.max_steps
-        if accumulating or not ends or (self._first_step and trainer.global_step < self._first_step):
+        if accumulating or not ends or trainer.global_step < self._first_step:
             return
         with torch.no_grad():
             values = [part.float() for part in map(hooks_of(trainer.strategy).local, self._held)]
@@ -98,7 +98,7 @@ class Averaging(Callback):
         return {name: {"average": part, "averaged": self._count} for name, part in parts}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the averages under the names of the plain model; at ZeRO 3 each rank adds its own shards. Called on
+        """Adds the averages under the names of the plain model. Under ZeRO 3 each rank adds its own shards. Called on
         every rank."""
         if not self._count:
             return
@@ -196,14 +196,19 @@ class Averaging(Callback):
 
 def average_statistics(module: LightningModule) -> None:
     """Replaces each running mean and variance by its average over the ranks; every rank must call it."""
-    pairs = ((layer.running_mean, layer.running_var) for layer in tracked_batch_norms(module))
-    average_over_ranks([value for pair in pairs for value in pair if value is not None])
+    statistics: list[Tensor] = []
+    for norm in tracked_batch_norms(module):
+        if norm.running_mean is not None and norm.running_var is not None:
+            statistics += [norm.running_mean, norm.running_var]
+    average_over_ranks(statistics)
 
 
 def averaged_tensors(module: LightningModule) -> dict[str, Any]:
     """Returns the tensors that are averaged, by name: trained parameters, and floating-point buffers except the buffers
     of frozen batch norms."""
-    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    found: dict[str, Any] = {name: each for name, each in module.named_parameters() if each.requires_grad}
     fixed = {buffer for norm in frozen_batch_norms(module) for buffer in norm.buffers()}
-    buffers = {name: buffer for name, buffer in module.named_buffers() if buffer not in fixed}
-    return parameters | {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and buffer not in fixed:
+            found[name] = buffer
+    return found

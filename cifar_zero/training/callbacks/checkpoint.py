@@ -1,5 +1,5 @@
-"""Adds to a checkpoint what Lightning's state lacks to resume a run exactly and to read the checkpoint without its run
-folder. Also saves last.ckpt, the newest state of a run."""
+"""Adds to a checkpoint what Lightning's own state lacks. With it a run resumes exactly, and the checkpoint can be read
+without its run folder. Also saves last.ckpt, the newest state of a run."""
 
 import random
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Resume(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         state = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": cuda}
         checkpoint[RECORD] = {
             "schema": SCHEMA,
@@ -68,7 +68,7 @@ class Resume(Callback):
 
 class LastCheckpoint(Checkpoint):
     """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
-    Also saves in mid-epoch every `steps` optimizer steps, unless that is 0. Rank 0 broadcasts its path.
+    Also saves in mid-epoch every `steps` optimizer steps, unless `steps` is 0. All ranks use the path of rank 0.
 
     ModelCheckpoint(save_last=True) is not used, because it saves the last state only together with a best one
     (Lightning 2.6.6).
@@ -86,8 +86,8 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Saves in mid-epoch, after the last step or every so many steps. A checkpoint at the end of the training would
-        count the unfinished epoch as done."""
+        """Saves in mid-epoch if the training ends there, or every `steps` optimizer steps. A hook at the end of the
+        training would be too late, because Lightning has then counted the unfinished epoch as done."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
         is_time = self._steps and trainer.global_step % self._steps == 0

@@ -41,7 +41,8 @@ class CPUKernels(Callback):
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
         # With these thresholds glibc keeps the memory of one step for the next. Otherwise the system clears large
         # blocks page by page when they are allocated again, which took a fifth of a step of Net for 512 images.
-        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl lacks it
+        if sys.platform == "linux":
+            libc = ctypes.CDLL(None)
             libc.mallopt(M_TRIM_THRESHOLD, 2**30)
             libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest value that glibc accepts on 64 bits
         demote_network_threads()

@@ -2,8 +2,7 @@
 experts distribute their tokens. Also defines at which steps the curves have a point."""
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,15 @@ from torch.optim import Optimizer
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.atomic import attempt
-from cifar_zero.models.moe import Gate, gates
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
 
 
 class IntervalCallback(Callback):
-    """Calls `_log` every --log_interval optimizer steps, and after the last step, even if a signal ends the run there.
+    """Calls `_log` every --log_interval optimizer steps, and after the last step, even if a signal ends the run
+    there."""
 
-    For some runs Lightning cannot tell the last step in advance. `_last_step` is then -1 or infinite.
-    """
-
-    _last_step: float = -1
+    _last_step: float = -1  # the step that is planned to be the last
     _logged_step = 0  # step of the newest point, or at which the training began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,12 +61,10 @@ class TrainingCurves(IntervalCallback):
     two points the callback only keeps the losses on the device, so that no step waits for a value to reach the host."""
 
     def __init__(self, writes_losses: bool = True):
-        # Values of the newest point: train/loss, the mean over the micro-batches of the interval and over all ranks;
-        # train/learning_rate; train/epoch, in passes over the training images; the loss of each micro-batch.
-        self.last_loss: float | None = None
-        self.last_learning_rate: float | None = None
-        self.last_epoch = 0.0
-        self.point_losses: list[float] = []
+        # The newest point, by tag. train/loss is the mean over the micro-batches of the interval and over all ranks,
+        # and train/epoch counts passes over the training images.
+        self.newest: dict[str, float] = {}
+        self.point_losses: list[float] = []  # loss of each micro-batch of the newest point
         self.losses: list[Tensor] = []  # loss of each micro-batch since the newest point, on the device
         self._writes_losses = writes_losses
         self._learning_rate: float | None = None
@@ -79,7 +73,7 @@ class TrainingCurves(IntervalCallback):
     @property
     def totals_of_run(self) -> dict[str, float | None]:
         """Values that the callback adds to metrics.json."""
-        return {"epochs": self.last_epoch, "train/loss": self.last_loss}
+        return {"epochs": self.newest.get("train/epoch", 0.0), "train/loss": self.newest.get("train/loss")}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -100,20 +94,20 @@ class TrainingCurves(IntervalCallback):
 
     def _log(self, trainer: Trainer) -> None:
         losses = self.point_losses = self.reduced_losses(trainer)
-        self.last_loss = sum(losses) / len(losses)
         step, parts = trainer.global_step, trainer.accumulate_grad_batches
         steps = [sum(each) / parts for each in zip(*[iter(losses)] * parts, strict=False)]
         rows = enumerate(steps, start=step - len(steps) + 1)
         self._write(trainer, "".join(f"{number},{loss!r}\n" for number, loss in rows))  # repr keeps every bit of a loss
-        self.last_epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
-        scalars = {"train/loss": self.last_loss, "train/epoch": self.last_epoch, "train/global_step": step}
+        epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
+        scalars = {"train/loss": sum(losses) / len(losses), "train/epoch": epoch, "train/global_step": step}
         if self._learning_rate is not None:  # None if a signal stopped the run at an unforeseen step
-            scalars["train/learning_rate"] = self.last_learning_rate = self._learning_rate
+            scalars["train/learning_rate"] = self._learning_rate
             norm = self._gradient_norm
             if norm is None:
                 norm = hooks_of(trainer.strategy).step_gradient_norm()
             if norm is not None:
                 scalars["train/grad_norm"] = float(norm)
+        self.newest = scalars
         log_scalars(trainer, scalars)
         self.losses = []
         self._learning_rate = self._gradient_norm = None
@@ -151,9 +145,9 @@ class GradientLogger(IntervalCallback):
         log_scalars(trainer, {f"grad_norm/{name}": gradient.norm().item() for name, gradient in gradients.items()})
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
+                histogram = logger.experiment.add_histogram
                 for name, gradient in gradients.items():
-                    point = f"gradients/{name}", gradient, trainer.global_step
-                    write_to(logger, partial(logger.experiment.add_histogram, *point))
+                    write_to(logger, histogram, f"gradients/{name}", gradient, trainer.global_step)
 
 
 class Experts(IntervalCallback):
@@ -161,26 +155,20 @@ class Experts(IntervalCallback):
     the device."""
 
     def __init__(self) -> None:
-        self._gates: Sequence[Gate] = ()
         self._newest: list[Any] = []  # by gate, the `Routing` of the last micro-batch; all have the same size
-        self._tokens: list[list[Tensor]] = []  # by gate, since the newest point: tokens of each expert, int64 (E,)
-        self._losses: list[list[Tensor]] = []  # likewise the load-balancing losses, float32 scalars
+        # By micro-batch since the newest point, and by gate: the tokens of each expert, int64 (E,), and the
+        # load-balancing loss, a float32 scalar.
+        self._counted: list[list[tuple[Tensor, Tensor]]] = []
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._gates = gates(pl_module.net)  # the gates that the strategy has prepared
-        self._forget()
-
-    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        self._newest = [gate.routing for gate in self._gates]
-        for routing, tokens, losses in zip(self._newest, self._tokens, self._losses, strict=True):
-            tokens.append(routing.tokens)
-            losses.append(routing.load_balance_loss.detach())
-        super().on_train_batch_end(trainer, *arguments)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self._newest = [gate.routing for gate in pl_module.gates]
+        self._counted.append([(routing.tokens, routing.load_balance_loss.detach()) for routing in self._newest])
+        super().on_train_batch_end(trainer, pl_module)
 
     def _log(self, trainer: Trainer) -> None:
         own: list[Tensor] = []
-        for routing, tokens, losses in zip(self._newest, self._tokens, self._losses, strict=True):
+        for routing, counted in zip(self._newest, zip(*self._counted, strict=True), strict=True):
+            tokens, losses = zip(*counted, strict=True)
             p = routing.probabilities
             entropy = torch.special.entr(p).sum(dim=1).mean() / math.log(max(2, p.shape[1]))  # relative to its maximum
             means = torch.stack([torch.stack(losses).mean(), entropy])
@@ -188,9 +176,9 @@ class Experts(IntervalCallback):
         # One reduction and one copy to the host for all curves of all mixtures.
         summed = trainer.strategy.reduce(torch.cat(own), reduce_op="sum").cpu().split([len(each) for each in own])
         scalars: dict[str, float] = {}
+        micro_batches = len(self._counted)
         for number, (routing, values) in enumerate(zip(self._newest, summed, strict=True)):
             *tokens, load_balance_loss, entropy = values.tolist()
-            micro_batches = len(self._tokens[number])
             for expert, count in enumerate(tokens):
                 of_step = count / micro_batches * trainer.accumulate_grad_batches
                 scalars[f"moe/tokens/mixture_{number}/expert_{expert}"] = of_step
@@ -199,7 +187,4 @@ class Experts(IntervalCallback):
             scalars[f"moe/load_balance_loss/mixture_{number}"] = load_balance_loss / trainer.world_size
             scalars[f"moe/gate_entropy/mixture_{number}"] = entropy / trainer.world_size
         log_scalars(trainer, scalars)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._tokens, self._losses = [[] for _ in self._gates], [[] for _ in self._gates]
+        self._counted = []

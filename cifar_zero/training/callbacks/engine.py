@@ -1,5 +1,5 @@
-"""Records what the engine of a run holds and does: the memory of each rank, its model states (the ZeRO paper's term for
-parameters, gradients and optimizer state, here in bytes), and the settings in effect."""
+"""Records the memory of each rank, its model states in bytes, and the settings in effect. Model states are the ZeRO
+paper's term for parameters, gradients and optimizer state."""
 
 import json
 import resource
@@ -31,19 +31,20 @@ class EngineInfo(IntervalCallback):
     configuration."""
 
     def __init__(self) -> None:
-        self._state_step = self._first_step = self._applied_steps = 0
-        self._states = (0, 0, 0)
+        self._state_step = self._applied_steps = 0
+        self._states = (0, 0, 0)  # bytes of parameters, gradients and optimizer state on this rank
         # Values of metrics.json. After the fit mem/* has a value per rank. Bucket sizes (ZeRO 1 to 3) are in elements.
         self.totals_of_run: dict[str, Any] = {key: [] for key in MEMORY}
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Counts the parameters of the whole model, and records the device."""
-        device, counted = (
-            trainer.strategy.root_device,
-            [*on_meta(pl_module.settings.recipe, pl_module.num_classes).parameters()],
-        )
-        self.totals_of_run["parameters"] = sum(parameter.numel() for parameter in counted)
-        self.totals_of_run["trained_parameters"] = sum(each.numel() for each in counted if each.requires_grad)
+        parameters = trained = 0
+        for parameter in on_meta(pl_module.settings.recipe, pl_module.num_classes).parameters():
+            parameters += parameter.numel()
+            if parameter.requires_grad:
+                trained += parameter.numel()
+        self.totals_of_run |= {"parameters": parameters, "trained_parameters": trained}
+        device = trainer.strategy.root_device
         self.totals_of_run |= {"accelerator": "cpu", "device_name": cpu_name()}
         if device.type == "cuda":
             self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
@@ -51,13 +52,17 @@ class EngineInfo(IntervalCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads the settings in effect. With a gradient scaler, starts to count the steps that it does not skip."""
         super().on_train_start(trainer, pl_module)
-        self._first_step = trainer.global_step
+        self._applied_steps = trainer.global_step
         # Model states are measured in the second step, when the optimizer has its state, or in a run's only step.
-        self._state_step = self._first_step + (trainer.estimated_stepping_batches != self._first_step + 1)
-        parameter = next(pl_module.parameters())
-        self.totals_of_run["compute_dtype"] = _name(_compute_dtype(trainer, parameter))
-        self.totals_of_run["parameter_dtype"] = _name(parameter.dtype)
-        config = hooks_of(trainer.strategy).engine_config()
+        self._state_step = trainer.global_step + (trainer.estimated_stepping_batches != trainer.global_step + 1)
+        parameter, hooks = next(pl_module.parameters()), hooks_of(trainer.strategy)
+        device, compute_dtype = trainer.strategy.root_device.type, hooks.compute_dtype(parameter)
+        with trainer.precision_plugin.forward_context():
+            if torch.is_autocast_enabled(device):
+                compute_dtype = torch.get_autocast_dtype(device)
+        self.totals_of_run["compute_dtype"] = str(compute_dtype).removeprefix("torch.")
+        self.totals_of_run["parameter_dtype"] = str(parameter.dtype).removeprefix("torch.")
+        config = hooks.engine_config()
         zero = config.get("zero_optimization", {})
         if zero.get("stage"):
             gathered = "allgather_bucket_size"
@@ -85,7 +90,7 @@ class EngineInfo(IntervalCallback):
             self.totals_of_run[key] = gather(value)
         skipped = hooks_of(trainer.strategy).skipped_steps()
         if _is_scaled(trainer):
-            skipped = trainer.global_step - self._first_step - self._applied_steps
+            skipped = trainer.global_step - self._applied_steps
         self.totals_of_run["skipped_steps"] = skipped
 
     def _log(self, trainer: Trainer) -> None:
@@ -106,23 +111,8 @@ def peak_bytes(device: torch.device) -> int:
         # Not from getrusage, where a process starts with the peak of its parent.
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, kilobytes elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # getrusage(2) of macOS returns bytes
 
 
 def _is_scaled(trainer: Trainer) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
-
-
-def _compute_dtype(trainer: Trainer, parameter: torch.nn.Parameter) -> torch.dtype:
-    """Returns the dtype in which the layers compute: the dtype of autocast, or else the dtype in which the strategy
-    uses a parameter."""
-    device = trainer.strategy.root_device.type
-    with trainer.precision_plugin.forward_context():
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-    return hooks_of(trainer.strategy).compute_dtype(parameter)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,6 @@
 """Draws the figures of a test: confusion matrix, most confident mistakes, ROC and precision-recall curves."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +93,9 @@ def _write(trainer: Trainer, figure: Figure, name: str) -> None:
         return
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            write_to(logger, partial(logger.experiment.add_figure, tag, figure, trainer.global_step))
+            write_to(logger, logger.experiment.add_figure, tag, figure, trainer.global_step)
         elif isinstance(logger, WandbLogger):
-            write_to(logger, partial(logger.log_image, tag, [str(file)], trainer.global_step))
+            write_to(logger, logger.log_image, tag, [str(file)], trainer.global_step)
 
 
 def confusion_figure(counts: Tensor, class_names: Sequence[str]) -> Figure:

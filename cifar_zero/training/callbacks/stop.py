@@ -21,37 +21,15 @@ from cifar_zero.launch.collectives import gather
 
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
-AGREEMENT_SECONDS = 1.0
-"""Approximate time between two agreements. Each one reduces two numbers, in less than a thousandth of that time."""
-
-
-class Agreement:
-    """Exchanges requests to stop between all ranks about once a second, at the same optimizer step on every rank."""
-
-    def __init__(self) -> None:
-        self._step = self._next_step = -1
-        self._asked = 0.0
-
-    def reached(self, trainer: Trainer, asks: bool) -> bool:
-        """Returns whether any rank requests a stop, or False between two agreements. `asks` is this rank's request.
-        Every rank must call it after each step."""
-        if trainer.world_size == 1:
-            return asks
-        step, now = trainer.global_step, time.monotonic()
-        if self._step < 0:
-            self._step, self._asked, self._next_step = step, now, step + 1
-        if step < self._next_step:
-            return False
-        answers = torch.tensor([float(asks), now - self._asked], device=trainer.strategy.root_device)
-        torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX)
-        asked, seconds = answers.tolist()
-        pace = (step - self._step) / max(seconds, 1e-6)
-        self._step, self._asked, self._next_step = step, now, step + max(1, int(pace * AGREEMENT_SECONDS))
-        return asked > 0
+EXCHANGE_SECONDS = 1.0
+"""Approximate time between two exchanges of requests to stop between the ranks. An exchange reduces two numbers, in
+less than a thousandth of this time."""
 
 
 class Interrupt(Callback):
     """Stops the training after a signal, without a validation in mid-epoch, so that a checkpoint can be written.
+
+    The ranks exchange their requests to stop about once a second, at the same optimizer step on every rank.
 
     A second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second signal from the cluster
     changes nothing, because the cluster's signal arrives both directly and through the launcher. Before and after the
@@ -61,12 +39,14 @@ class Interrupt(Callback):
     def __init__(self) -> None:
         self.signal: int | None = None  # the signal that ended the training, or None
         self.has_started = self.has_ended = False
-        self._agreement = Agreement()
         self._requested: int | None = None
         self._previous: dict[int, Any] = {}
+        self._exchange_step = self._next_exchange_step = 0
+        self._exchanged = 0.0  # when the last exchange was, in seconds of the monotonic clock
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the signal handlers."""
+        self._exchange_step, self._exchanged = trainer.global_step, time.monotonic()
         wanted = [*exits.SIGNALS]
         if "SLURM_JOB_ID" in os.environ:
             wanted.append(SLURM_REQUEUE)
@@ -79,12 +59,29 @@ class Interrupt(Callback):
         """Stops after a step as soon as any rank has received a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        if self._agreement.reached(trainer, self._requested is not None):
+        if self._is_requested(trainer):
             self.signal = self._requested or signal.SIGTERM
             trainer.should_stop = True
             if not trainer.is_last_batch:
                 # Else Lightning validates, and a run resumed from a best checkpoint would skip the rest of the epoch.
                 trainer.limit_val_batches = 0
+
+    def _is_requested(self, trainer: Trainer) -> bool:
+        """Returns whether any rank requests a stop, or False between two exchanges. Every rank must call it after each
+        step."""
+        step, own = trainer.global_step, self._requested is not None
+        if trainer.world_size == 1:
+            return own
+        if step < self._next_exchange_step:
+            return False
+        now = time.monotonic()
+        answers = torch.tensor([float(own), now - self._exchanged], device=trainer.strategy.root_device)
+        torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX)
+        requested, seconds = answers.tolist()
+        pace = (step - self._exchange_step) / max(seconds, 1e-6)
+        self._exchange_step, self._exchanged = step, now
+        self._next_exchange_step = step + max(1, int(pace * EXCHANGE_SECONDS))
+        return requested > 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the signal handlers, and then checks whether any rank has received a signal since the last step."""
@@ -121,8 +118,8 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_group: bool) -> None:
-    """Raises Stopped if a signal has stopped the training, after an orderly end of the run. For `destroy_group` see
-    `shutdown`."""
+    """If a signal has stopped the training, checks that the run was saved, shuts the ranks down and raises Stopped. For
+    `destroy_group` see `shutdown`."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:
         return
@@ -170,5 +167,5 @@ def shutdown(trainer: Trainer, destroy_group: bool) -> None:
     """Waits for the other ranks. After the last run of a process (`destroy_group`), destroys the process group, as
     torch requires."""
     trainer.strategy.barrier()
-    if destroy_group and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if destroy_group and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

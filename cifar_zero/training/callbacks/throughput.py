@@ -10,7 +10,6 @@ For the H100 NVL and the H200 it has figures with sparsity, twice what a dense m
 
 import os
 import re
-import sys
 import time
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,8 +20,8 @@ from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from cifar_zero.build_model import build
-from cifar_zero.config.recipe import Choice, Recipe
+from cifar_zero.build_model import build, on_meta
+from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits
 from cifar_zero.core.console import say
@@ -49,7 +48,7 @@ class Throughput(IntervalCallback):
         self.peak_flops: float | None = None  # FLOP/s that all devices together can reach, if known
         self._device = torch.device("cpu")
         self._fit_started = 0.0
-        self._first_step = self._first_timed_step = self._point_step = 0
+        self._first_timed_step = self._point_step = 0
         self._clock_started: float | None = None  # None while the clock is paused
         self._batch_ended = 0.0
         self._seconds = self._data_seconds = 0.0  # time of the steps since the newest point
@@ -64,12 +63,10 @@ class Throughput(IntervalCallback):
         self._device = pl_module.device
         if peak := peak_flops(self._device, self._config.placement.precision):
             self.peak_flops = peak * trainer.world_size
-        self._first_step = trainer.global_step
-        steps = trainer.estimated_stepping_batches - self._first_step
         warmup_steps = self._config.output.warmup_steps
-        if steps > 0 and not self._config.recipe.bench_steps:
-            warmup_steps = int(min(warmup_steps, steps / 2))
-        self._first_timed_step = self._point_step = self._first_step + warmup_steps
+        if not self._config.recipe.bench_steps:
+            warmup_steps = min(warmup_steps, int(trainer.estimated_stepping_batches - trainer.global_step) // 2)
+        self._first_timed_step = self._point_step = trainer.global_step + warmup_steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Adds the time spent waiting for this batch. After the warm-up and after each pause it starts the clock
@@ -82,7 +79,7 @@ class Throughput(IntervalCallback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Records the time to the end of the first step, and writes a point if one is due."""
         key = "perf/seconds_to_first_step"
-        if key not in self.totals_of_run and trainer.global_step > self._first_step:
+        if key not in self.totals_of_run and trainer.global_step > self._logged_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
             self.totals_of_run[key] = time.time() - started
         super().on_train_batch_end(trainer, pl_module)
@@ -137,18 +134,16 @@ class Throughput(IntervalCallback):
         return rates
 
 
-RATES = {
+FORMATS = {
+    "train/epoch": "epoch {:.2f}",
+    "train/loss": "Loss: {:.4f}",
+    "train/learning_rate": "Learning rate: {:.4g}",
     "perf/step_time_ms": "Time: {:.4g}ms",
     "perf/tflops": "TFLOPS: {:.3g}",
     "perf/images_per_second": "Images/s: {:.0f}",
     "perf/tokens_per_second": "Tokens/s: {:.0f}",
 }
 """Formats of the parts of a progress line, by the tags of the curves."""
-
-
-def is_terminal() -> bool:
-    """Returns whether standard output, where Lightning draws its progress bar, is a terminal."""
-    return sys.stdout.isatty()
 
 
 class ProgressBar(TQDMProgressBar):
@@ -161,8 +156,8 @@ class ProgressBar(TQDMProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         shown: dict[str, Any] = {}
-        if self._curves.last_loss is not None:
-            shown["loss"] = f"{self._curves.last_loss:.3f}"
+        if self._curves.newest:
+            shown["loss"] = f"{self._curves.newest['train/loss']:.3f}"
         if "val/acc" in trainer.callback_metrics:
             shown["val/acc"] = f"{trainer.callback_metrics['val/acc']:.2%}"
         if left := time_left(trainer, self._throughput):
@@ -186,15 +181,11 @@ class ProgressLines(IntervalCallback):
     def _log(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        rates, total = self._throughput.newest_rates, trainer.estimated_stepping_batches
-        step = f"Step {trainer.global_step}/{total}" if 0 < total < float("inf") else f"Step {trainer.global_step}"
-        parts = [step, f"epoch {self._curves.last_epoch:.2f}"]
-        parts.append(f"Loss: {self._curves.last_loss:.4f}")
-        if self._curves.last_learning_rate is not None:
-            parts.append(f"Learning rate: {self._curves.last_learning_rate:.4g}")
-        for tag, form in RATES.items():
-            if tag in rates:
-                parts.append(form.format(rates[tag]))
+        values = self._curves.newest | self._throughput.newest_rates
+        parts = [f"Step {trainer.global_step}/{trainer.estimated_stepping_batches}"]
+        for tag, form in FORMATS.items():
+            if tag in values:
+                parts.append(form.format(values[tag]))
         if left := time_left(trainer, self._throughput):
             parts.append(left)
         say(" | ".join(parts))
@@ -202,81 +193,77 @@ class ProgressLines(IntervalCallback):
 
 def time_left(trainer: Trainer, throughput: Throughput) -> str:
     """Returns the remaining time, such as "0:12:34 left", from the newest time of a step. Returns an empty string
-    during the warm-up or if the length of the run is unknown."""
-    total = trainer.estimated_stepping_batches
-    if not throughput.newest_rates or not 0 < total < float("inf"):
+    during the warm-up."""
+    if not throughput.newest_rates:
         return ""
-    seconds = (total - trainer.global_step) * throughput.newest_rates["perf/step_time_ms"] / 1e3
-    return f"{timedelta(seconds=int(seconds))} left"
+    steps = trainer.estimated_stepping_batches - trainer.global_step
+    return f"{timedelta(seconds=int(steps * throughput.newest_rates['perf/step_time_ms'] / 1e3))} left"
 
 
-def training_flops(model: Choice, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1], **recipe: Any) -> int:
+def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the FLOPs of a forward and backward pass, two for each multiply-add. Counts matrix products and
     convolutions, as torch's FlopCounterMode does. What activation checkpointing recomputes is not included.
 
     Args:
-        model: Name and options of the model.
+        recipe: The recipe, with the model and what is trained of it.
         num_classes: Number of classes.
         batch_size: Number of images.
         side: Height and width of an image in pixels.
-        recipe: Further fields of the recipe.
     """
 
-    def count() -> int:
-        net = build(Recipe(model=model, **recipe), num_classes)
+    def count(net: torch.nn.Module) -> int:
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
         return measure_flops(net, lambda: net(images), torch.Tensor.sum)
 
     with torch.autograd.set_detect_anomaly(False):  # anomaly detection would check values, which do not exist
         try:
             with torch.device("meta"):
-                return count()
+                return count(on_meta(recipe, num_classes))
         except (RuntimeError, NotImplementedError):
-            if not issubclass(MODELS[model.name], UserModel):
+            if not issubclass(MODELS[recipe.model.name], UserModel):
                 raise
-            return count()  # the computation of a user's model may depend on values
+            return count(build(recipe, num_classes))  # the computation of a user's model may depend on values
 
 
 class Peak(NamedTuple):
-    """FLOP/s of one GPU without sparsity, two for each multiply-add; None for a type that its tensor cores lack."""
+    """FLOP/s of one GPU without sparsity, two for each multiply-add."""
 
     float32: float  # outside the tensor cores
-    tfloat32: float | None
-    bfloat16: float | None
-    float16: float | None  # with accumulation in float32, which torch uses
+    tfloat32: float | None  # None before Ampere, when tensor cores had neither TF32 nor bfloat16
+    half: float  # float16 with accumulation in float32, which torch uses, and bfloat16
 
 
 # If a data sheet gives a figure only with sparsity, half of it is used. Patterns are searched in the name that
 # torch.cuda.get_device_name returns. \b separates the A10 from the A100, the L4 from the L40S, the H200 from the GH200.
 PEAKS = {
     # NVIDIA V100 data sheet (nvidia.com/content/dam/en-zz/Solutions/Data-Center/v100/pdf, January 2020)
-    r"\bV100-SXM": Peak(15.7e12, None, None, 125e12),
-    r"\bV100-PCIE": Peak(14e12, None, None, 112e12),
-    r"\bV100S-PCIE": Peak(16.4e12, None, None, 130e12),
+    r"\bV100-SXM": Peak(15.7e12, None, 125e12),
+    r"\bV100-PCIE": Peak(14e12, None, 112e12),
+    r"\bV100S-PCIE": Peak(16.4e12, None, 130e12),
     # NVIDIA T4 data sheet (t4-tensor-core-datasheet-951643)
-    r"\bT4$": Peak(8.1e12, None, None, 65e12),
+    r"\bT4$": Peak(8.1e12, None, 65e12),
     # NVIDIA A10 data sheet (a10-datasheet)
-    r"\bA10$": Peak(31.2e12, 62.5e12, 125e12, 125e12),
+    r"\bA10$": Peak(31.2e12, 62.5e12, 125e12),
     # NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web); SXM and PCIe alike
-    r"\bA100\b": Peak(19.5e12, 156e12, 312e12, 312e12),
+    r"\bA100\b": Peak(19.5e12, 156e12, 312e12),
     # NVIDIA Ampere GA102 architecture white paper, version 2, RTX 3090 next to the Titan RTX
-    r"\bGeForce RTX 3090$": Peak(35.6e12, 35.6e12, 71e12, 71e12),
+    r"\bGeForce RTX 3090$": Peak(35.6e12, 35.6e12, 71e12),
     # NVIDIA Ada architecture white paper, version 2.1, appendix A
-    r"\bGeForce RTX 4090$": Peak(82.6e12, 82.6e12, 165.2e12, 165.2e12),
+    r"\bGeForce RTX 4090$": Peak(82.6e12, 82.6e12, 165.2e12),
     # NVIDIA L4 data sheet: 120, 242 and 242 with sparsity
-    r"\bL4$": Peak(30.3e12, 60e12, 121e12, 121e12),
+    r"\bL4$": Peak(30.3e12, 60e12, 121e12),
     # NVIDIA L40S data sheet (l40s-datasheet)
-    r"\bL40S$": Peak(91.6e12, 183e12, 362.05e12, 362.05e12),
+    r"\bL40S$": Peak(91.6e12, 183e12, 362.05e12),
     # NVIDIA H100 data sheet (h100-datasheet-24306): SXM 989, 1,979 and 1,979 with sparsity; NVL 835, 1,671 and 1,671.
     # PCIe, in an earlier edition: 756, 1,513 and 1,513
-    r"\bH100\b.* HBM3$": Peak(67e12, 494.5e12, 989.5e12, 989.5e12),
-    r"\bH100 PCIe$": Peak(51e12, 378e12, 756.5e12, 756.5e12),
-    r"\bH100 NVL$": Peak(60e12, 417.5e12, 835.5e12, 835.5e12),
+    r"\bH100\b.* HBM3$": Peak(67e12, 494.5e12, 989.5e12),
+    r"\bH100 PCIe$": Peak(51e12, 378e12, 756.5e12),
+    r"\bH100 NVL$": Peak(60e12, 417.5e12, 835.5e12),
     # NVIDIA H200 data sheet (hpc-datasheet-sc23-h200-datasheet-3002446): SXM and NVL as the H100's
-    r"\bH200$": Peak(67e12, 494.5e12, 989.5e12, 989.5e12),
-    r"\bH200 NVL$": Peak(60e12, 417.5e12, 835.5e12, 835.5e12),
+    r"\bH200$": Peak(67e12, 494.5e12, 989.5e12),
+    r"\bH200 NVL$": Peak(60e12, 417.5e12, 835.5e12),
     # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
-    r"\bB200$": Peak(75e12, 1100e12, 2250e12, 2250e12),
+    r"\bB200$": Peak(75e12, 1100e12, 2250e12),
 }
 """Peaks by a pattern of the device's name. Slices of a GPU (MIG) and GPUs that are not listed have no known peak."""
 
@@ -295,11 +282,10 @@ def peak_by_name(device_name: str, precision: str) -> float | None:
     peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
     if peak is None or " MIG " in device_name:
         return None
-    if precision.startswith("bf16"):
-        return peak.bfloat16
-    if precision.startswith("16"):
-        return peak.float16
-    tensor_cores = torch.get_float32_matmul_precision() != "highest"
-    if tensor_cores and peak.tfloat32:
-        return peak.tfloat32
-    return peak.float32
+    if precision.startswith("bf16") and peak.tfloat32 is None:
+        return None
+    if "16" in precision:
+        return peak.half
+    if torch.get_float32_matmul_precision() == "highest":
+        return peak.float32
+    return peak.tfloat32 or peak.float32

@@ -4,7 +4,7 @@ TensorBoard curves."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,13 +48,12 @@ class RandomImages(LightningDataModule):
     """Random images with the interface of CIFARDataModule that callbacks use; the last test label is padding."""
 
     classes = CLASSES
-    source = "synthetic"
     dataset = SimpleNamespace(name="synthetic")
-    num_val = num_test = NUM_TEST
+    num_test = NUM_TEST
 
     def __init__(self, num_train: int, batch_size: int, accumulate: int, change: Change | None = None):
         super().__init__()
-        self.num_train, self.micro_batch_size = num_train, batch_size // accumulate
+        self.num_train = num_train
         self.order, self.change = TrainOrder(num_train, batch_size, accumulate, 1, 0, 0, shuffle=False), change
         generator = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (num_train, 32, 32, 3), generator=generator, dtype=torch.uint8).permute(
@@ -85,15 +84,8 @@ class Run:
     trainer: Trainer
     module: CIFARModule
     datamodule: RandomImages
-    config: Settings
     folder: Path
-    events: EventAccumulator = field(init=False)
-
-    def read(self) -> Run:
-        """Reads the events of TensorBoard again; returns itself."""
-        self.events = EventAccumulator(str(self.folder))
-        self.events.Reload()
-        return self
+    events: EventAccumulator  # of TensorBoard
 
     def points(self, tag: str) -> dict[int, float]:
         """Returns the points of a curve, value by step."""
@@ -123,7 +115,7 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         folder = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         curves = TrainingCurves()
-        flops = training_flops(settings.recipe.model, len(CLASSES), settings.recipe.batch_size)
+        flops = training_flops(settings.recipe, len(CLASSES), settings.recipe.batch_size)
         settings = settings.changed(warmup_steps=warmup_steps)
         throughput = Throughput(settings, flops)
         observers = [curves, EngineInfo(), throughput, ProgressLines(curves, throughput)]
@@ -147,9 +139,6 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
         datamodule = RandomImages(num_train, settings.recipe.batch_size, settings.placement.accumulate, change)
         fast_loop.install(trainer)
         trainer.fit(module, datamodule=datamodule)
-        took_ours = getattr(trainer.fit_loop.epoch_loop, "_step", None) is not None
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # float16 takes Lightning's loop
-        assert took_ours or scaled or not trainer.global_step
-        return Run(trainer, module, datamodule, settings, folder).read()
+        return Run(trainer, module, datamodule, folder, EventAccumulator(str(folder)).Reload())
 
     return run
