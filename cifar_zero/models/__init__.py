@@ -154,7 +154,7 @@ class Scalable(Model):
     """Width of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
 
     def scaled(self, channels: int) -> int:
-        """Returns the number of channels of a layer that has `channels` in the paper; at least one."""
+        """Returns the number of channels, at least one, of a layer that has `channels` channels in the paper."""
         return max(1, round(channels * self.width))
 
 

@@ -1,4 +1,4 @@
-"""Both loaders give the same images in the same order, which is that of torch's DistributedSampler."""
+"""Both loaders give the same images in the same order as torch's DistributedSampler."""
 
 from __future__ import annotations
 
