@@ -48,11 +48,6 @@ CPU bfloat16's difference is 1.7e-3, and the losses of two neighbouring batches 
 steps may be skipped, until the scaler has found a scale."""
 
 
-def flags_of(strategy: str, precision: str, recipe: str) -> list[str]:
-    """Returns train.py's flags without the flags of the data."""
-    return ["--strategy", strategy, "--precision", precision, *RECIPES[recipe]]
-
-
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags for the digits, rendered once for all tests."""
@@ -69,7 +64,8 @@ def baselines(tmp_path_factory: pytest.TempPathFactory, digits: list[str]) -> di
 
 def trained(out: Path, digits: list[str], strategy: str, precision: str, recipe: str) -> Path:
     """Trains and returns the run folder."""
-    assert_ok(run_program("train.py", *ONE, *digits, *flags_of(strategy, precision, recipe), "--out", str(out)))
+    placement = [*ONE, "--strategy", strategy, "--precision", precision]
+    assert_ok(run_program("train.py", *placement, *digits, *RECIPES[recipe], "--out", str(out)))
     return run_folder_of(out)
 
 
