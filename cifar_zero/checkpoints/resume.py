@@ -20,7 +20,8 @@ from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
-from cifar_zero.models import MODELS, UserModel
+from cifar_zero.models import MODELS
+from cifar_zero.models.user_model import UserModel
 
 IF_ANY = "auto"  # value of --resume: like last, but starts a new run if there is no checkpoint
 

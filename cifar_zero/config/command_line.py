@@ -39,7 +39,8 @@ from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import plain_data, user_code
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError, short
-from cifar_zero.models import MODELS, register_user_model
+from cifar_zero.models import MODELS
+from cifar_zero.models.user_model import register_user_model
 
 EarlierRun = Callable[[Settings], dict[str, Any] | None]
 """A function that returns the options, by flag, of the earlier run that a command line continues, or None for a new

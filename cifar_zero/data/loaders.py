@@ -33,7 +33,7 @@ operations that make a block only once per 8,192 images.
 """
 
 GROUPED_BLOCK_IMAGES = {"cpu": 2048, "cuda": 16384}
-"""The same number with a policy or the user's transform, which is called once for each group of images in the block."""
+"""The same number for blocks with a policy or the user's transform, which are called once for each group of images."""
 
 STRETCH_BLOCKS = 64
 """Number of blocks that are looked up at once in the tables of an epoch. It is large enough that a GPU does not wait

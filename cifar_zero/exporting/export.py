@@ -7,7 +7,7 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, quieten
 from cifar_zero.core.errors import UsageError
-from cifar_zero.models import register_user_model
+from cifar_zero.models.user_model import register_user_model
 
 SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "delta": ".delta.safetensors"}
 """Suffix of the file in each format. A delta is not a complete model."""

@@ -12,6 +12,7 @@ from cifar_zero import models
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.core.user_code import where
+from cifar_zero.models.user_model import UserModel
 
 Shape = tuple[int, int, int, int]
 """Shape (N, 3, H, W) of a micro-batch."""
@@ -74,7 +75,7 @@ def check(entry: models.Model, num_classes: int, images: Shape) -> None:
     try:
         _try_out(entry, num_classes, images, "meta")
     except ValueError:
-        if not isinstance(entry, models.UserModel):
+        if not isinstance(entry, UserModel):
             raise
         _try_out(entry, num_classes, images, "cpu")  # what a user's model computes may depend on values
 

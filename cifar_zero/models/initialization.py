@@ -11,7 +11,7 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     # Uniform with variance 2 / (fan_in + fan_out): keeps the variance of activations and gradients about the same
     # with a tanh between the layers (Glorot and Bengio 2010, equation 16).
     "xavier": nn.init.xavier_uniform_,
-    # Normal with variance 2 / fan_in: a ReLU halves the variance (He et al. 2015, equation 10).
+    # Normal with variance 2 / fan_in, because a ReLU halves the variance (He et al. 2015, equation 10).
     "he": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),
 }
 

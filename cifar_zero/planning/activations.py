@@ -125,8 +125,9 @@ def fake(net: nn.Module) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns what `counted` returns. Of identical blocks it runs only two and then three, because each further block
-    adds the same bytes. This is exact to the byte for vit_13b, whose 41 blocks would take 15 times as long."""
+    """Returns the same bytes as `counted`. It runs the model with only two and then three of its identical blocks,
+    because each further block adds the same bytes. This is exact to the byte for vit_13b, whose 41 blocks would take
+    15 times as long."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
         return counted(net, images, computes, side)

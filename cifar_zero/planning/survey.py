@@ -51,8 +51,8 @@ class MemoryBudget:
     host: int | None  # None if it is unknown and not checked
     shared: bool = False  # whether the device is the CPU, so that offloaded tensors stay in the same memory
     elsewhere: bool = False
-    """Whether the plan is for another machine, which may have what this machine lacks (a compiler, bitsandbytes,
-    --nvme_path)."""
+    """Whether the plan is for another machine. A compiler, bitsandbytes and --nvme_path are then not looked for on this
+    machine, because the other machine may have them."""
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
@@ -206,8 +206,12 @@ def _activations(run: Run, lines: dict[str, LinearFit]) -> LinearFit:
 
 
 def _most_images(need: MemoryEstimate, line: LinearFit, room: MemoryBudget) -> int:
-    sizes = range(10**7)  # the limit of the search
-    first = bisect_left(sizes, True, key=lambda images: bool(replace(need, activations=line.at(images)).lacking(room)))
+    """Returns the largest micro-batch that fits, or 0 if none fits."""
+
+    def is_too_large(images: int) -> bool:
+        return bool(replace(need, activations=line.at(images)).lacking(room))
+
+    first = bisect_left(range(10**7), True, key=is_too_large)  # at most ten million images
     return max(0, first - 1)
 
 
@@ -222,7 +226,8 @@ def recommended(needs: Sequence[MemoryEstimate], room: MemoryBudget) -> tuple[Me
         if need.fits and not STRATEGIES[need.strategy].super_offload:
             sizes = f"{gigabytes(need.compared(room))} of the {gigabytes(room.device)} GB available to a rank"
             return need, f"{need.strategy} needs {sizes}"
-    least = min(accepted, key=lambda need: ("device" in need.lacking(room), need.device))
+    for_device = [need for need in accepted if "device" not in need.lacking(room)]
+    least = min(for_device or accepted, key=lambda need: need.device)
     missing: list[str] = []
     for place, (size, most) in least.lacking(room).items():
         missing.append(f"{gigabytes(size)} GB of {place} memory, of which {gigabytes(most)} GB are available")
@@ -238,10 +243,12 @@ def gigabytes(size: int) -> str:
 
 
 def without_auto(settings: Settings) -> Settings:
-    """Returns the settings with a strategy in place of auto, and prints which strategy and why.
+    """Returns the settings. If their strategy is auto, it is replaced by the recommended strategy, and the strategy and
+    the reason are printed. Ranks that `train` starts receive the chosen strategy instead of auto.
 
-    Raises UsageError if no strategy fits, or if another launcher started the ranks, because each rank would then
-    choose. Ranks of this project's own launcher get the chosen strategy from `train`.
+    Raises:
+        UsageError: if no strategy fits, or if torchrun, srun or DeepSpeed's launcher started this process. Each rank
+            would then choose a strategy separately, and the choices could differ.
     """
     if settings.placement.strategy != AUTO:
         return settings

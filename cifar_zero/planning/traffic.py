@@ -21,7 +21,7 @@ DDP_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of an optimizer step. The sizes are those of the whole tensors, in bytes."""
+    """The collectives of an optimizer step, with the sizes of the whole tensors in bytes."""
 
     ranks: int
     all_reduced: int

@@ -18,7 +18,7 @@ IMAGES_PER_BATCH = 20
 
 
 def cifar_files(num_classes: int) -> dict[str, bytes]:
-    """Path in the archive -> content, as CIFAR-10 (num_classes 10) or CIFAR-100 has them, with few images."""
+    """Returns the files of a small CIFAR-10 (num_classes 10) or CIFAR-100 by their path in the archive."""
     rng = np.random.default_rng(0)
     folder, names, label_key, meta, meta_key = {
         10: ("cifar-10-batches-py", [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], "labels", "batches.meta",

@@ -12,7 +12,7 @@ from tests.data.archives import ArchiveServer, cifar_files, tar_gz
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], ArchiveServer]]:
-    """Starts a server of some content; it ends with the test."""
+    """Returns a function that starts a server for the given content. The server stops after the test."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     servers = []
 
@@ -30,7 +30,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], Archive
 
 @pytest.fixture
 def closed_url(serve: Callable[[bytes], ArchiveServer]) -> str:
-    """An address at which no server listens."""
+    """Returns an address at which no server listens."""
     server = ArchiveServer(b"")
     server.server_close()
     return server.url
@@ -38,5 +38,5 @@ def closed_url(serve: Callable[[bytes], ArchiveServer]) -> str:
 
 @pytest.fixture
 def archive10() -> bytes:
-    """A CIFAR-10 archive of 5 x 20 + 20 images."""
+    """Returns a CIFAR-10 archive of 5 x 20 + 20 images."""
     return tar_gz(cifar_files(10))

@@ -1,4 +1,4 @@
-"""Augmentation does what its name says, the same to each image whatever the ranks, the accumulation and the block."""
+"""Each augmentation gives an image the expected pixels, whatever the ranks, the accumulation and the block size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POLICIES = {
 
 @pytest.fixture
 def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy takes a second for each tens of groups."""
+    """Reduces the number of groups, because a policy takes a second for some tens of groups."""
     monkeypatch.setattr(draws_module, "GROUPS", 3)
 
 
@@ -58,7 +58,7 @@ def make_loader(split: Split, config: AugmentConfig, world_size: int = 1, rank: 
 def by_position(
     split: Split, config: AugmentConfig, epoch: int, world_size: int = 1, accumulate: int = 1
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Image and label at each position that an epoch visits, over all ranks."""
+    """Returns the image and label at each position that an epoch visits, over all ranks."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for rank in range(world_size):
         ranks_loader = make_loader(split, config, world_size, rank, accumulate)

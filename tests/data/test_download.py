@@ -20,7 +20,7 @@ Serve = Callable[[bytes], ArchiveServer]
 def test_four_runs_with_two_caches_download_once(
     tmp_path: Path, serve: Serve, archive10: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    """Threads replace processes: the system's file locks treat them alike."""
+    """The four runs are threads instead of processes, because file locks treat both the same."""
     publish(cifar_files(10), CIFAR10, monkeypatch)
     server = serve(archive10)
 
@@ -35,7 +35,7 @@ def test_four_runs_with_two_caches_download_once(
 
 
 def test_a_wrong_file_is_refused_and_leaves_nothing(tmp_path: Path, serve: Serve):
-    """Also where a killed run has left a part of one."""
+    """This also holds if a killed run has left a part of a file."""
     (tmp_path / "archive.part").write_bytes(b"x")
     with pytest.raises(DownloadError, match=r"File not found or corrupted\.; fix$"):
         download(serve(b"wrong").url, tmp_path / "archive", md5(b"right"), "fix")

@@ -15,7 +15,7 @@ from cifar_zero.data.folder import decode
 
 
 def test_modes_and_orientation_change_no_pixel(tmp_path: Path):
-    """One picture, grey and opaque so that each mode holds all of it, stored in each of them."""
+    """One picture is stored in each mode. It is grey and opaque, so that no mode loses any part of it."""
     grey = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 57), dtype=np.uint8))
     sixteen = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
     turned = grey.convert("RGB").transpose(Image.Transpose.ROTATE_90)
@@ -49,7 +49,7 @@ def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):
 
 @pytest.mark.filterwarnings("error")  # Pillow's own, which would reach the console
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path):
-    """PNG headers without pixels: an image whose pixels were read would be called truncated."""
+    """The files are PNG headers without pixels. An image whose pixels are read is reported as truncated."""
     for width, height in ((8192, 8193), (2**31 - 1, 1)):
         file = tmp_path / f"{width}.png"
         file.write_bytes(png_header(width, height))
@@ -63,7 +63,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path):
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG file of this size in which the pixels are missing."""
+    """Returns a PNG file of the given size without its pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
     chunks = [(data, kind + data) for kind, data in ((b"IHDR", header), (b"IDAT", b""))]
     framed = [struct.pack(">I", len(data)) + chunk + struct.pack(">I", crc32(chunk)) for data, chunk in chunks]

@@ -1,4 +1,4 @@
-"""A transform in the user's own file: tried out, trained with and kept; only the command line makes it run."""
+"""A transform in the user's own file is tried out, used in training and copied into the run folder."""
 
 from __future__ import annotations
 

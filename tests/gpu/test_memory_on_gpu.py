@@ -1,4 +1,4 @@
-"""Activation checkpointing and offload on a GPU: the same losses and a lower peak of memory."""
+"""Activation checkpointing and offload on a GPU give the same losses and a lower peak of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's options that need CUDA: with each, a run trains to the weights it has without, except for rounding."""
+"""Runs with DeepSpeed's options that need CUDA reach the same weights as runs without them, up to rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every strategy on a GPU, with the same command: it learns the digits, and its losses are the baseline's."""
+"""Every strategy learns the digits on one GPU, and its losses agree with the losses of the baseline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 ONE = ["--devices", "1"]
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 NO_FLOAT16 = ("fsdp2", "tensor_parallel", "pipeline")
-"""Families without loss scaling."""
+"""Families of strategies that have no loss scaling."""
 CASES = [
     (strategy, precision)
     for strategy, spec in STRATEGIES.items()
@@ -48,11 +48,6 @@ CPU bfloat16's difference is 1.7e-3, and the losses of two neighbouring batches 
 steps may be skipped, until the scaler has found a scale."""
 
 
-def flags_of(strategy: str, precision: str, recipe: str) -> list[str]:
-    """Returns train.py's flags without those of the data."""
-    return ["--strategy", strategy, "--precision", precision, *RECIPES[recipe]]
-
-
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags for the digits, rendered once for all tests."""
@@ -68,8 +63,9 @@ def baselines(tmp_path_factory: pytest.TempPathFactory, digits: list[str]) -> di
 
 
 def trained(out: Path, digits: list[str], strategy: str, precision: str, recipe: str) -> Path:
-    """Trains; returns the run folder."""
-    assert_ok(run_program("train.py", *ONE, *digits, *flags_of(strategy, precision, recipe), "--out", str(out)))
+    """Trains and returns the run folder."""
+    placement = [*ONE, "--strategy", strategy, "--precision", precision]
+    assert_ok(run_program("train.py", *placement, *digits, *RECIPES[recipe], "--out", str(out)))
     return run_folder_of(out)
 
 

@@ -24,8 +24,8 @@ def convolution(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class Convolutional(nn.Module):
-    """Plain layers, and a list of blocks, as in ResNet: batch norm, dropout, in-place activations. The last batch norm
-    has the mean over all batches so far."""
+    """A model with plain layers and a list of blocks, as in ResNet. They have batch norms, dropout and in-place
+    activations. The running statistics of the last batch norm in the list are means over all batches so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def trained(make: Callable[[], nn.Module], checkpointed: bool) -> list[Tensor]:
-    """Trains a model; returns the loss of each step, its final state and the final state of the random generator."""
+    """Trains a model and returns the losses, the final state of the model, and the final state of the generator."""
     torch.manual_seed(0)
     net = make()
     names = [*net.state_dict()]
@@ -91,8 +91,8 @@ def counted_transformer(checkpointed: bool) -> tuple[int, int]:
 
 
 def test_memory_of_a_transformer():
-    """The counted bytes are those that hooks see in a real step; shared memory counts once. With checkpointing they are
-    about the inputs of 12 blocks, (N, 64, 192) in float32."""
+    """The counted bytes equal the bytes that hooks see in a real step, where shared memory counts once. With
+    checkpointing they are about the inputs of 12 blocks, each (N, 64, 192) in float32."""
     net = models.build("vit_tiny", 10)
     own = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
     seen: dict[int, int] = {}

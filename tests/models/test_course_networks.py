@@ -22,7 +22,7 @@ def test_resnets_are_torchvisions_but_for_the_stem(name: str):
 
 
 def test_vgg_is_torchvisions():
-    """Names, shapes, and at another width the scores."""
+    """Names and shapes are equal at width 1, and scores are equal at another width."""
     with torch.device("meta"):
         ours, theirs = models.build("vgg16", 10), torchvision.models.vgg16_bn(num_classes=10)
     shapes, expected_shapes = ([(name, p.shape) for name, p in net.named_parameters()] for net in (ours, theirs))

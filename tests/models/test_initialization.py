@@ -47,7 +47,7 @@ def test_the_seed_decides_the_initial_weights():
 
 
 class Draws(TorchDispatchMode):
-    """Notes where random numbers are drawn."""
+    """Records the devices on which random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Draws(TorchDispatchMode):
 
 @pytest.mark.parametrize(("model", "scheme"), [("net", "he"), ("speednet", "default"), ("vit_tiny", "default")])
 def test_weights_on_a_gpu_are_those_of_a_cpu(model: str, scheme: str):
-    """Baseline, DDP and ZeRO build the model on the GPU, fsdp2 and a machine without one on the CPU."""
+    """Baseline, DDP and ZeRO build the model on the GPU. fsdp2 and a machine without a GPU build it on the CPU."""
     with FakeTensorMode(), Draws() as draws, torch.device("cuda"):
         net = build_model.build(Recipe(model=Choice(model), init=cast(Any, scheme), lora=LoRAConfig(rank=2)), 10)
     assert {parameter.device.type for parameter in net.parameters()} == {"cuda"}

@@ -36,7 +36,7 @@ def transparent_gate(**changed: Any) -> Gate:
 
 
 def layer(num_experts: int = EXPERTS, **changed: Any) -> MixtureOfExperts:
-    """Returns a mixture of nonlinear experts; its gate has clear preferences."""
+    """Returns a mixture of nonlinear experts whose gate has clear preferences."""
     mixture = MixtureOfExperts(
         WIDTH, num_experts, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), options(**changed)
     )
@@ -55,7 +55,7 @@ def routing_of(mixture: MixtureOfExperts) -> Routing:
 
 @dataclass(frozen=True)
 class Case:
-    """Options of our gate, and the arguments of DeepSpeed's that our names lack; `drops` tokens or none."""
+    """Options of this project's gate, additional arguments of DeepSpeed's gate, and whether tokens are dropped."""
 
     options: dict[str, Any]
     theirs: dict[str, Any] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Every model and optimizer on a GPU that torch only imagines: a tensor on another device and a step that waits for a
-value fail here as on a real one, whose backward pass and fused SGD have no imagined form (torch 2.15)."""
+"""Runs every model and optimizer on a fake GPU (torch's FakeTensorMode). A tensor on another device, or a step that
+waits for a value, fails as on a real GPU. The backward pass and fused SGD have no fake form in torch 2.15."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 
 LARGE = ("resnet34", "resnet50", "vit_small", "vit_base", "vit_large", "vit_1b", "vit_13b")
-"""Models of the same code as a smaller one."""
+"""Models that run the same code as a smaller model."""
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=of_test_all) if name in LARGE else name for name in MODELS])

@@ -18,7 +18,7 @@ SMALL = ["--accelerator", "cpu", "--batch_size", "16", "--epochs", "1", "--max_s
 
 @pytest.mark.distributed
 def test_it_is_trained_tested_and_exported_where_the_command_line_names_it(small_data: list[str], tmp_path: Path):
-    """On two ranks, each of which imports it."""
+    """The run has two ranks, each of which imports the model."""
     flags = [*small_data, *SMALL, *MODEL, "--strategy", "deepspeed_stage_3", "--devices", "2"]
     train_all({tmp_path: flags})
     run = run_folder_of(tmp_path)

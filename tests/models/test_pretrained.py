@@ -1,4 +1,4 @@
-"""torchvision's pretrained weights: a run starts from them; whatever reads its checkpoint needs no network."""
+"""A run starts from torchvision's pretrained weights, and reading its checkpoint needs no network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFFLINE = {"https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Weights in torch's cache, in the file that torchvision would download."""
+    """Returns weights that are in torch's cache, in the file that torchvision would download."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     for key, value in OFFLINE.items():
         monkeypatch.setenv(key, value)

@@ -17,7 +17,8 @@ def images(count: int = 64) -> Tensor:
 
 
 def test_parameters_are_the_references():
-    """Counted from airbench94_muon.py: 24 filters of 2 x 2 pixels, six convolutions, six batch norms, one matrix."""
+    """The number is counted from airbench94_muon.py. Its model has 24 filters of 2 x 2 pixels, six convolutions, six
+    batch norms and one matrix."""
     net = models.build("speednet", 10)
     assert sum(parameter.numel() for parameter in net.parameters()) == 1_972_792
     frozen = {name for name, parameter in net.named_parameters() if not parameter.requires_grad}

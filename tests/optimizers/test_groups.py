@@ -32,7 +32,7 @@ def test_norms_and_biases_do_not_decay():
 
 @pytest.mark.parametrize(("before", "now"), [(0.1, 0.0), (0.0, 0.1)])
 def test_the_state_of_other_groups_is_loaded(before: float, now: float):
-    """One group is loaded into two, and two into one: each parameter gets its own state."""
+    """One group is loaded into two groups, and two groups into one. Each parameter gets its own state."""
     net = network()
     first, second = optimizer(net, weight_decay=before, lr=0.5), optimizer(net, weight_decay=now)
     for number, parameter in enumerate(net.parameters()):

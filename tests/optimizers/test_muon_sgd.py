@@ -18,7 +18,7 @@ STEPS = 10
 
 
 def network() -> nn.Sequential:
-    """Filters of two shapes, one of them twice; wide and tall matrices."""
+    """Returns a model with filters of two shapes, one of which it has twice, and with wide and tall matrices."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 6, 3), nn.GELU(), nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)),
@@ -44,7 +44,7 @@ def polynomial_of_singular_values(matrix: Tensor, steps: int) -> Tensor:
 
 
 def test_updates_are_the_formulas():
-    """The schedule falls to 0."""
+    """The schedule's learning rate falls to 0."""
     net, other = network(), network()
     chosen = OPTIMIZERS["muon_sgd"](**OPTIONS)
     optimizer = chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch")

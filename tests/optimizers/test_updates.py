@@ -23,7 +23,7 @@ def network() -> nn.Sequential:
 
 
 def trained(make: Callable[[nn.Sequential], Callable[[], Any]]) -> list[Tensor]:
-    """Returns the weights after 100 steps; `make` returns the step function for a model."""
+    """Returns the weights after 100 steps. `make` returns the step function for a model."""
     net = network()
     step = make(net)
     images, labels = torch.randn(16, 3, 8, 8), torch.randint(5, (16,))
@@ -55,7 +55,8 @@ def torchs(kind: Any, **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adam8bit"}))
 def test_the_fused_form_takes_the_same_steps(name: str):
-    """A run on a GPU takes torch's fused kernels, here those of the CPU; an optimizer without them is unchanged."""
+    """A run on a GPU uses torch's fused kernels. The test uses the CPU's fused kernels. An optimizer without a fused
+    form is unchanged."""
     gentle: Any = (
         {"lr": 0.01, "bias_lr": 0.01, "head_lr": 0.01} if name == "muon_sgd" else {}
     )  # its own blow rounding up
@@ -109,10 +110,8 @@ def test_lion_is_the_papers():
 
 
 def test_muon_equals_torchs_muon_with_adamw():
-    """torch.optim.Muon on the hidden matrices, convolutions as matrices; torch.optim.AdamW on all else.
-
-    torch's Muon computes in bfloat16 on the CPU too, ours there in float32.
-    """
+    """The reference is torch.optim.Muon for the hidden matrices and for convolutions as matrices, and torch.optim.AdamW
+    for all other parameters. On the CPU, torch's Muon computes in bfloat16 and TorchMuon in float32."""
     common: dict[str, Any] = {"lr": 0.002, "weight_decay": 0.1}
 
     def make(net: nn.Sequential) -> Callable[[], Any]:

@@ -22,7 +22,7 @@ CPU = ("--accelerator", "cpu", "--devices", "2")
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs cifar-zero plan in this process; returns the exit code, the output and the errors."""
+    """Returns a function that runs cifar-zero plan in this process and returns exit code, output and errors."""
 
     def run(*flags: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["plan", *flags])
@@ -72,7 +72,8 @@ def test_the_table_of_strategies(planned):
 
 
 def test_the_command_for_a_users_module(tmp_path: Path) -> None:
-    """Adam, batch norm and a frozen layer; the LSTM's activations are counted without the workspace of its kernel."""
+    """The module has Adam, batch norm and a frozen layer. The LSTM's activations are counted without the kernel's
+    workspace."""
     (tmp_path / "mine.py").write_bytes((USERS_CODE / "own_code.py").read_bytes())
     flags = ["--module", "mine.py:Digits", "--datamodule", "mine.py:DigitsData", "--module.lr", "0.02"]
     flags += ["--datamodule.batch_size", "4", "--devices", "2", "--accelerator", "cpu"]

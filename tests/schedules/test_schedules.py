@@ -99,7 +99,7 @@ def test_deepspeeds_to_the_last_bit(schedule: Any, reference: Any, kind: str):
     ids=lambda value: type(value).__name__,
 )
 def test_torchs(schedule: Any, reference: Any):
-    """200 rates agree; torch computes each rate from the one before, and so rounds differently."""
+    """200 rates agree up to rounding, because torch computes each rate from the rate before it."""
     assert ours(schedule, 200) == pytest.approx(rates(reference, 200), rel=1e-9, abs=1e-14)
 
 
@@ -111,7 +111,7 @@ def test_range_test_runs_from_end_to_end():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_end_is_the_runs_own(name: str):
-    """Without total_steps a schedule ends with the run; every schedule also has a rate after its end."""
+    """Without total_steps, a schedule ends with the run. Every schedule also has a rate after its end."""
     schedule: Any = with_total_steps(SCHEDULES[name](), lambda: 4000)
     assert getattr(schedule, "total_steps", 4000) == 4000
     assert all(0 <= schedule.rate(step, BASE_LR) <= 1 for step in (0, 1, 3999, 4000, 4001, 5000))

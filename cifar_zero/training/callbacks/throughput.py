@@ -25,7 +25,8 @@ from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits
 from cifar_zero.core.console import say
-from cifar_zero.models import IMAGE_SHAPE, MODELS, UserModel
+from cifar_zero.models import IMAGE_SHAPE, MODELS
+from cifar_zero.models.user_model import UserModel
 from cifar_zero.training.callbacks.curves import IntervalCallback, TrainingCurves, log_scalars
 
 

@@ -1,0 +1,71 @@
+"""Adds a model in the user's own code to the registry of models."""
+
+# There are no postponed annotations here, because jsonargparse would import torch (see TYPE_CHECKING) to resolve them.
+import inspect
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import field, make_dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cifar_zero.core import user_code
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import Plain, is_plain
+from cifar_zero.models import MODELS, ThirdParty
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class UserModel(ThirdParty):
+    """A model in the user's own code. Its fields are the arguments of the class or function that builds it, and have no
+    limits."""
+
+    make: ClassVar[Callable[..., Any]]
+    takes_classes: ClassVar[bool]
+
+    def __post_init__(self) -> None:
+        pass
+
+    def build(self, num_classes: int) -> "nn.Module":
+        from cifar_zero.models.external import built
+
+        options = {**vars(self)}
+        if self.takes_classes:
+            options["num_classes"] = num_classes
+        return built(partial(type(self).make, **options))
+
+
+def register_user_model(name: str) -> None:
+    """Adds a model of the user to the registry. It is a class, or a function that returns a module.
+
+    The model maps images (N, 3, H, W) to scores (N, classes). Its arguments become options, except those whose default
+    is not a plain value, such as a class. An argument `num_classes` gets the number of classes. Only the command line
+    may name such a model, because it is code.
+
+    Args:
+        name: FILE.py:NAME or PACKAGE.MODULE:NAME.
+
+    Raises:
+        UsageError: if the model cannot be imported, or if one of its arguments has no default or is called `name`.
+    """
+    make = user_code.load(name, "--model")
+    arguments = dict(inspect.signature(make).parameters)
+    takes_classes = arguments.pop("num_classes", None) is not None
+    options = []
+    for argument in arguments.values():
+        if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+            continue
+        if argument.default is argument.empty:
+            raise UsageError(f"--model {name}: give its argument {argument.name} a default")
+        if argument.name == "name":
+            raise UsageError(f"--model {name}: rename its argument `name`, as --model.name is the name of the model")
+        if not isinstance(argument.default, bool | int | float | str | list | tuple | dict | None):
+            continue
+        default: Any = field(default_factory=partial(deepcopy, argument.default))
+        # Other types, such as Callable, are not kept, because jsonargparse would import what a recipe names.
+        kind = argument.annotation if is_plain(argument.annotation) else type(argument.default)
+        options.append((argument.name, Plain if kind is type(None) else kind, default))
+    summary = (make.__doc__ or f"the model {name}").strip()
+    space = {"__doc__": summary, "make": staticmethod(make), "takes_classes": takes_classes}
+    MODELS[name] = make_dataclass("UserModel", options, bases=(UserModel,), namespace=space)
