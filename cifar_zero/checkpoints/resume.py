@@ -85,7 +85,7 @@ def _checkpoint_of(settings: Settings) -> Path | None:
         raise UsageError(f"--resume {given} contains only weights: start a run from them with --weights {given}")
     if not given and not requeued:
         return None
-    for folder in (Path(given), out / name, out / (name + FALLBACK_SUFFIX)):
+    for folder in (Path(given or out / name), out / name, out / (name + FALLBACK_SUFFIX)):
         atomic.recover(folder)
     if requeued or given in ("last", IF_ANY):
         try:

@@ -79,7 +79,12 @@ class ZeROStrategy(DeepSpeedStrategy):
     """The names of the parameters in each of the optimizer's groups, in the groups that the module made."""
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
+        """Takes the options of Lightning's class. Raises UsageError if the configuration has an optimizer."""
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
+        if "optimizer" in self.config:
+            raise UsageError(
+                "the DeepSpeed configuration has an optimizer: return it from configure_optimizers instead"
+            )
         self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
         # The throughput timer waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -110,8 +115,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         if not isinstance(self.precision_plugin, ZeROPrecision):
             self.precision_plugin = ZeROPrecision(self.precision_plugin.precision)  # pyright: ignore
         deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at ZeRO 3
-        if "optimizer" not in self.config:
-            import_muon_uncompiled()
+        import_muon_uncompiled()
         if self.on_cpu:
             # DeepSpeed's own launcher sets this variable. Without it the CPU accelerator starts numactl in every step
             # to count the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import Dtype, get_ds_config
 from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core.errors import UsageError
 from cifar_zero.strategies.deepspeed import ZeROStrategy, engine_config
 from cifar_zero.training.resolve import make_run
 from tests.support.helpers import ROOT
@@ -38,6 +39,11 @@ def test_engine_config_follows_the_command_line(name: str):
     assert zero.get("offload_optimizer", {}).get("device", "") == spec.offload_optimizer
     assert zero.get("offload_param", {}).get("device", "") == spec.offload_parameters
     assert zero.get("offload_optimizer", {}).get("super_offload", False) == spec.super_offload
+
+
+def test_an_optimizer_of_deepspeeds_configuration_is_refused():
+    with pytest.raises(UsageError, match="has an optimizer: return it from configure_optimizers"):
+        ZeROStrategy(config={"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}})
 
 
 def section(*flags: str) -> DeepSpeedZeroConfig:
