@@ -25,4 +25,4 @@ def optimizers_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def _on_cuda(chosen: Any) -> Any:
-    return lambda self, device_type, clips: chosen(self, "cuda", clips)
+    return lambda self, device_type, clips=False: chosen(self, "cuda", clips)
