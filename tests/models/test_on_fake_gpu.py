@@ -17,6 +17,10 @@ from tests.support.helpers import of_test_all
 GPU = torch.device("cuda", 0)
 
 
+def is_channels_last(images: torch.Tensor) -> bool:
+    return images.is_contiguous(memory_format=torch.channels_last)
+
+
 LARGE = ("resnet34", "resnet50", "vit_small", "vit_base", "vit_large", "vit_1b", "vit_13b")
 """Models that run the same code as a smaller model."""
 
@@ -29,8 +33,11 @@ def test_every_model_trains_on_one_device_without_waiting_for_it(model: str):
             module.configure_model()
         module.on_train_start()
         assert module.net is not None
+        formats: list[bool] = []
+        module.net.register_forward_pre_hook(lambda _, inputs: formats.append(is_channels_last(inputs[0])))
         images = torch.empty(8, 3, 32, 32, dtype=torch.uint8, device=GPU)
         assert module.training_step((images, torch.empty(8, dtype=torch.int64, device=GPU)), 0).device == GPU
+        assert formats == [True]
         assert {tensor.device for tensor in (*module.net.parameters(), *module.net.buffers())} == {GPU}
         parameters = dict(module.named_parameters())
         one_of_each_shape = {parameter.shape: parameter for parameter in parameters.values()}
