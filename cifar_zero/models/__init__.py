@@ -1,4 +1,5 @@
-"""The registry of models: plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class scores.
+"""Defines the registry of models, which are plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class
+scores.
 
 Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is the model's help text. An
 entry imports its torch module only when it builds the model, so that the command line has every option without
@@ -97,8 +98,8 @@ class Model(Options):
     """An entry of the registry, with the values of its options."""
 
     network: ClassVar[str]
-    """A module of models/ and a name in it. The name's class or function takes the number of classes and this entry,
-    and returns the model."""
+    """MODULE.NAME of the class or function that builds the model, in a module of models/. It takes the number of
+    classes and this entry."""
 
     tokens_per_image: ClassVar[int] = 0  # number of a transformer's patches; 0 for other models
 
@@ -251,16 +252,16 @@ class ViTMoE(Model, MixtureOptions):
 
 
 def _harmless(value: Any) -> bool:
-    """Returns whether the value of an option can name neither a file nor an address nor code. Other values are refused,
-    because options may come from files of other authors."""
+    """Returns whether an option's value consists of numbers, booleans and None, which cannot name a file, an address or
+    code. Other values are refused, because options may come from files of other authors."""
     if isinstance(value, (list, tuple)):
         return all(map(_harmless, value))
     return value is None or isinstance(value, (bool, int, float))
 
 
 class ThirdParty(Model):
-    """A model that was not written for this program. It is built whole before it is sharded, and is tried out on shapes
-    before a run."""
+    """A model that was not written for this program. It is built completely before it is sharded. Before a run,
+    `external.check` tries it out on images of the run's shape."""
 
 
 @dataclass
@@ -292,8 +293,8 @@ PREFIX = "torchvision:"  # before the name of a torchvision classifier, as in to
 
 
 class Models(dict[str, type[Model]]):
-    """The registry of models by name. It lists the models of this folder; a name with torchvision's prefix is an entry
-    too."""
+    """The registry of models by name. It lists the models of this folder. A name that begins with torchvision's prefix
+    is also an entry."""
 
     def __missing__(self, name: str) -> type[Model]:
         if name not in self:

@@ -22,7 +22,8 @@ DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
 
 
 class ResNet(nn.Module):
-    """Stem -> four stages of residual blocks -> mean over the positions -> class scores."""
+    """A residual network: a stem, four stages of residual blocks, a mean over the positions, and a linear layer that
+    gives the class scores."""
 
     def __init__(self, num_classes: int, options: models.ResNet):
         super().__init__()
