@@ -27,7 +27,7 @@ RECORDER = ("cifar_zero.comparison.trace",)
 
 @dataclass
 class Recording:
-    """Describes the training of a script in plain data."""
+    """Describes the recorded training of a script in plain data."""
 
     model: str = ""  # name of its class
     steps: int = 0  # recorded optimizer steps
@@ -45,7 +45,7 @@ class Recording:
 
     @staticmethod
     def read(folder: Path) -> "Recording":
-        """Reads what `write` has written."""
+        """Reads a description that `write` has written."""
         return Recording(**json.loads((folder / "recording.json").read_text()))
 
 
