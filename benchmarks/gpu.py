@@ -1,8 +1,8 @@
 """Runs the checks for the first minutes on a GPU: whether every strategy computes what plain PyTorch computes, whether
 the memory is as planned, how fast training is, and what the largest model is.
 
-With 2 or 8 GPUs it also measures whether the ranks agree, whether they share the memory, whether all of them end if one
-is killed, and whether a run can resume on one rank. Each result is written as soon as it is measured, and a second call
+With 2 or 8 GPUs it also measures whether the ranks agree and share the memory, whether all ranks end after one is
+killed, and whether a run resumes on one rank. Each result is written as soon as it is measured, and a second call
 measures what is missing.
 """
 
@@ -56,12 +56,12 @@ DEPTHS = tuple(2**power for power in range(2, 11))  # blocks of a vit_1b, 50 mil
 
 @dataclass
 class Place:
-    """The device, the folders and the time limit with which the cells measure."""
+    """The device, the folders and the time limit of the measurements."""
 
     bench: Bench
     out: Path  # folder of results, comparisons and run folders
     images: Path | None  # a folder of real images
-    ranks: int  # largest number of ranks of a run, each on its own GPU, or on the CPU in a rehearsal
+    ranks: int  # largest number of ranks of a run; each has one GPU, or is on the CPU in a rehearsal
     over: float = 0.0  # value of time.monotonic() at which the current cell must end
 
     @property

@@ -114,7 +114,7 @@ def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None]) -> list[float]:
-    """Returns the ratio of images per second in each round in which both contenders ran. Only figures of the same round
+    """Returns the ratio of images per second for each round where both contenders ran. Only figures of the same round
     are compared, because the machine was in the same state for both."""
     key, pairs = "images_per_second", zip(over, under, strict=True)
     return [first[key] / second[key] for first, second in pairs if first is not None and second is not None]

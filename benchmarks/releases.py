@@ -1,7 +1,7 @@
 """Tests which releases of DeepSpeed compute what plain PyTorch computes. Runs `cifar-zero compare --acceptance` with
 each release, and prints one Markdown table.
 
-Each release is installed in a folder of its own, which comes before the environment's packages on the path; the
+Each release is installed in a separate folder, which comes before the environment's packages on the path. The
 environment does not change. Finished results are in results.json next to these folders, and are not measured again:
 
 - The file maps the flags of `--acceptance`, and then the release, to `date` (ISO 8601), `machine` (processor, cores,

@@ -142,8 +142,8 @@ def _findings(step: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor], b
 
 
 def identity(case: Variant) -> str:
-    """Returns a key that is equal for the same case in two comparisons. It consists of the case's flags, in which paths
-    are reduced to file names."""
+    """Returns a key that is equal for the same case in two comparisons. The key consists of the case's flags, with
+    paths reduced to file names."""
     return " ".join(Path(flag).name for flag in case.flags)
 
 

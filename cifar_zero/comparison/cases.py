@@ -1,5 +1,5 @@
-"""Defines the cases of `cifar-zero compare --acceptance`, which are short trainings that execute the parts of DeepSpeed
-in which errors have been found."""
+"""Defines the cases of `cifar-zero compare --acceptance`. They are short trainings that execute the parts of DeepSpeed
+where errors have been found."""
 
 import math
 import random
@@ -176,7 +176,8 @@ RECIPE = {
 """Settings that all cases share, as the report shows them."""
 
 DRAWN_RECIPES = ((EDGE_CASES, "32-true"), (NET, "32-true"), (EXPERTS, "32-true"), (NET, "bf16-mixed"))
-"""Models, each with a precision in which rounding is small enough for most of its gradients to be judged."""
+"""Models, each with a precision. With this precision, rounding is small enough for most gradients of the model to be
+judged."""
 
 DRAWN_OPTIMIZERS = (SGD, ADAMW, "--optimizer adam", "--optimizer lion", "--optimizer adagrad")
 DRAWN_SECTIONS: dict[str, Any] = {"zero.": ZeROConfig, "offload.": OffloadConfig, "": ComputeOptions}

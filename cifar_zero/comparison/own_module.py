@@ -162,11 +162,11 @@ def assert_agrees(
         datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
         strategies: Names of strategies of train. The default is every strategy in DEFAULT that can train on this
             machine.
-        devices: Number of ranks, which are on GPUs if there are any.
+        devices: Number of ranks. They are on GPUs if there are any.
         steps: Number of optimizer steps.
         accumulate: Number of micro-batches per step.
         precision: Precision of the training, by Lightning's names.
-        gradient_clip_val: Norm to which gradients are clipped, or 0 for no clipping.
+        gradient_clip_val: Largest norm of the gradients, or 0 for no clipping.
         module_options: Arguments of the module's class.
         datamodule_options: Arguments of the data module's class.
 

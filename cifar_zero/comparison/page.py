@@ -1,5 +1,5 @@
-"""Writes report.html, which contains all its plots, and the plots as image files too. A plot draws the curves of all
-variants over one another."""
+"""Writes report.html, which contains all its plots, and also writes the plots as image files. The plots draw the curves
+of all variants in the same axes."""
 
 import base64
 import math
@@ -21,7 +21,7 @@ from cifar_zero.comparison import report
 from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Variant
 
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
-"""matplotlib's options for the plots. Math is not parsed, so that a $ in a name stays a $."""
+"""matplotlib's options for the plots. Mathematical notation is not parsed, so that a $ in a name stays a $."""
 
 REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
 """Style of the reference's curve, which is drawn under the others."""
@@ -146,7 +146,7 @@ def _means(values: Sequence[float], size: int) -> Array:
 
 
 def _array(values: Sequence[float]) -> Array:
-    """Returns an array in which infinity is replaced by NaN, which is not drawn."""
+    """Returns an array with NaN in place of infinity, because NaN is not drawn."""
     array = np.asarray(values, dtype=np.float64)
     return np.where(np.isfinite(array), array, np.nan)
 

@@ -15,7 +15,7 @@ VerdictKind = Literal[
 ]
 
 GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
-"""Verdicts with which a comparison passes."""
+"""Verdicts that let a comparison pass."""
 
 SIGNS: dict[VerdictKind, str] = {
     "reference": "●",
@@ -139,7 +139,7 @@ class Comparison:
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
     """Settings that the runs should share but do not. Each setting has its values by the variants' names."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
-    against: str = ""  # the file of the baseline by which the cases are judged, see `baseline`
+    against: str = ""  # the file of the baseline that the cases are compared with, see `baseline`
     save_baseline: str = ""  # the file to which a new baseline is written
     stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601

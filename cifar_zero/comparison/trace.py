@@ -224,7 +224,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _copied(tensors: Any) -> Any:
-    """Returns a copy of nested tensors on the CPU, in which mappings of other libraries are dictionaries."""
+    """Returns a copy of nested tensors on the CPU. Mappings of other libraries become dictionaries in it."""
     if isinstance(tensors, Mapping):
         return {key: _copied(value) for key, value in tensors.items()}
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), tensors)

@@ -60,7 +60,7 @@ def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
 
 
 def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Path:
-    """Trains one run and returns its folder. The run has a separate process group, in which no process is left
+    """Trains one run and returns its folder. The run has a separate process group, and no process of this group is left
     afterwards. Raises RunError with the run's last error line if the run failed. KeyboardInterrupt and Stopped are
     raised only after the run has ended."""
     log = folder / f"{name}.log"

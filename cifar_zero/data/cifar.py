@@ -70,8 +70,7 @@ def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
 
 
 class DownloadError(RunError):
-    """Raised if a file cannot be downloaded, because there is no connection, the connection breaks, or the content is
-    wrong."""
+    """Raised if a file cannot be downloaded. The reason is a missing or broken connection, or wrong content."""
 
 
 def download(url: str, target: Path, md5: str, fix: str) -> None:

@@ -86,9 +86,10 @@ class TrainOrder(Order):
     """Shuffles the images anew in each epoch, like torch's DistributedSampler with drop_last. Rank r takes the shuffled
     images r, r + world_size, r + 2 * world_size and so on.
 
-    An epoch has only whole optimizer steps, floor(count / batch_size) of them. DeepSpeed counts the micro-batches until
-    the next step itself and would carry a remainder into the next epoch, whereas DDP steps at the end of the epoch.
-    Because the ranks take turns, step k sees the same set of images for every number of ranks and every accumulation.
+    An epoch has only whole optimizer steps, and their number is floor(count / batch_size). DeepSpeed counts the
+    micro-batches until the next step itself and would carry a remainder into the next epoch, whereas DDP steps at the
+    end of the epoch. Because the ranks take turns, step k sees the same set of images for every number of ranks and
+    every accumulation.
 
     Args:
         batch_size: images of one optimizer step over all ranks, in `accumulate` micro-batches per rank.

@@ -19,8 +19,8 @@ from cifar_zero.models import IMAGE_SHAPE
 
 GROUPS = 64
 """Number of groups into which the images of an epoch are divided. The images of a group share the draws of a policy,
-because torchvision's transforms draw once per call, and one call for each image took 10 times as long (RandAugment:
-1,800 instead of 18,800 images/s, one core of an AMD EPYC, torchvision 0.30)."""
+because torchvision's transforms draw once per call. One call for each image took 10 times as long as one call for each
+group (RandAugment: 1,800 instead of 18,800 images/s, one core of an AMD EPYC, torchvision 0.30)."""
 
 
 class Draws(NamedTuple):
@@ -69,8 +69,8 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = I
 def _mixing(
     config: AugmentConfig, rng: np.random.Generator, count: int, side: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draws boxes (count, 4) and the partner's weights (count,) inside them, for mixup (Zhang et al. 2018), for cutmix
-    (Yun et al. 2019), or for either of them with probability 1/2."""
+    """Draws boxes (count, 4) and the partner's weights (count,) inside them. They are drawn for mixup (Zhang et al.
+    2018), for cutmix (Yun et al. 2019), or, if both are on, for either of the two with probability 1/2."""
     boxes = np.tile(np.array([0, side, 0, side]), (count, 1))
     weights = np.ones(count, np.float32)
     if config.cutmix:

@@ -37,8 +37,8 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     """Returns the names of the directories under train/, sorted.
 
     Raises:
-        UsageError: if a directory is missing or unreadable, if its name has control characters, if there are fewer than
-            two classes, if a class has no images, or if test/ has other classes than train/.
+        UsageError: if a directory is missing or unreadable, if the name of a class has control characters, if there are
+            fewer than two classes, if a class has no images, or if test/ has other classes than train/.
     """
     train, test = (_folders(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:

@@ -20,7 +20,7 @@ Shape = tuple[int, int, int, int]
 
 def external(num_classes: int, options: models.External) -> nn.Module:
     """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError if
-    torchvision has no such classifier, or if the classifier has no such option."""
+    torchvision has no classifier of this name, or if the classifier does not have one of the given options."""
     known = torchvision.models.list_models(module=torchvision.models)
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)
@@ -74,8 +74,9 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 def check(entry: models.Model, num_classes: int, images: Shape) -> None:
     """Builds a model and runs it on training images, without values (torch's meta device) if that is possible.
 
-    Raises ValueError if the model cannot be built, does not accept such images, or does not return (N, num_classes)
-    scores.
+    Raises:
+        ValueError: if the model cannot be built, does not accept images of this shape, or does not return (N,
+            num_classes) scores.
     """
     try:
         _try_out(entry, num_classes, images, "meta")

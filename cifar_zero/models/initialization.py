@@ -21,8 +21,8 @@ RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)  # op
 
 class DrawnOnCPU(TorchDispatchMode):
     """Draws random numbers for tensors on a GPU from the CPU's generator. Without this mode, a model that a strategy
-    builds on the GPU would start from other weights than a model that is built on the CPU, as under fsdp2 or in a run
-    without a GPU."""
+    builds on the GPU would start from other weights than a model that is built on the CPU. A model is built on the CPU
+    under fsdp2, for example, or in a run without a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -201,8 +201,8 @@ class MuonSGD(OptimizerOptions):
     """Learning rate of Muon: length of a step, where each filter has length 1 on average."""
 
     weight_decay: float = 0.0
-    """Weight decay of SGD. Its L2 penalty is this value divided by the learning rate with which the parameter group
-    begins, so that other learning rates do not change the decay. Muon's weights do not decay."""
+    """Weight decay of SGD. Its L2 penalty is this value divided by the parameter group's initial learning rate, so that
+    other learning rates do not change the decay. Muon's weights do not decay."""
 
     momentum: float = limited(0.6, below=1)
     """Muon's momentum, in Nesterov's form: share of the sum of gradients that is kept."""

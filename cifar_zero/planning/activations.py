@@ -35,7 +35,7 @@ float16 takes as much memory as bfloat16."""
 
 
 FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
-"""The mode in which tensors have no values. It accepts a model on the meta device."""
+"""The mode that makes tensors without values. It accepts a model on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def fake(net: nn.Module) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns the same bytes as `counted`, but runs a model of identical blocks with only two and then three of them,
-    because each further block adds the same bytes. This is exact to the byte for vit_13b, and counting all 41 of its
-    blocks would take 15 times as long."""
+    """Returns the same bytes as `counted`. If all blocks of the model are identical, it runs the model with two blocks
+    and then with three, because each further block adds the same bytes. This is exact to the byte for vit_13b, and
+    counting all 41 of its blocks would take 15 times as long."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
         return counted(net, images, computes, side)

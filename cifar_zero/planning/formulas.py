@@ -244,7 +244,8 @@ def update(run: Run, network: Network) -> int:
         return part * size
     if run.spec.stage > 0:  # a flat copy, then a float32 copy (zero/stage_1_and_2.py, step)
         return part * (size + FLOAT32)
-    # At most the float32 gradients, and a flat copy of them for the norm (DeepSpeed 0.19.8, fp16/unfused_optimizer.py).
+    # The update copies at most the gradients in float32, and once more into a flat tensor for the norm (DeepSpeed
+    # 0.19.8, fp16/unfused_optimizer.py).
     return network.trained * 2 * FLOAT32
 
 

@@ -45,15 +45,16 @@ def traffic(run: Run, network: Network) -> Traffic:
     - ddp reduces float32 gradients once (`no_sync` of torch/nn/parallel/distributed.py, while gradients accumulate).
     - Stage 0 reduces gradients in the model's format once (buffered_allreduce_fallback in runtime/engine.py).
     - Stages 1 and 2 all-reduce the gradients too, instead of a reduce-scatter, because the default of
-      use_multi_rank_bucket_allreduce is true (average_tensor in zero/stage_1_and_2.py). Stage 1 does so once, stage 2
-      in each micro-batch (allreduce_gradients in runtime/engine.py). The updated parameters are gathered once
+      use_multi_rank_bucket_allreduce is true (average_tensor in zero/stage_1_and_2.py). Stage 1 all-reduces once, and
+      stage 2 in each micro-batch (allreduce_gradients in runtime/engine.py). The updated parameters are gathered once
       (all_gather_into_tensor_dp_groups in runtime/utils.py).
-    - Stage 3 gathers parameters in the forward and again in the backward pass of each micro-batch, except for those
-      that it keeps (`REUSE_ELEMENTS`; __params_to_release in zero/partitioned_param_coordinator.py). It reduce-scatters
-      gradients in each micro-batch (__avg_scatter_grads in zero/stage3.py). Parameters that are whole on each rank are
-      gathered one by one after the update (_post_step). The gathers are estimated for a model of more than
-      REUSE_ELEMENTS / 2 elements. Prefetching may keep up to --zero.max_live_parameters elements, so that fewer bytes
-      are gathered, and near that limit it gathers in smaller messages than --zero.prefetch_bucket_size.
+    - Stage 3 gathers parameters in the forward and again in the backward pass of each micro-batch. Parameters that it
+      keeps after the forward pass are not gathered again (`REUSE_ELEMENTS`; __params_to_release in
+      zero/partitioned_param_coordinator.py). It reduce-scatters gradients in each micro-batch (__avg_scatter_grads in
+      zero/stage3.py). Parameters that are whole on each rank are gathered one by one after the update (_post_step). The
+      gathers are estimated for a model of more than REUSE_ELEMENTS / 2 elements. Prefetching may keep up to
+      --zero.max_live_parameters elements, so that fewer bytes are gathered, and near that limit it gathers in smaller
+      messages than --zero.prefetch_bucket_size.
     - fsdp2 gathers each block in the forward and again in the backward pass of each micro-batch, and the rest of the
       model once. It reduce-scatters the gradients in each micro-batch, in float32 under mixed precision
       (foreach_all_gather and foreach_reduce in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
