@@ -38,7 +38,7 @@ STEPS = ["--max_steps", "20", "--optimizer", "adam", "--batch_size", "64", "--pr
 CHECKED = ["--check_steps", "20"]  # all steps of STEPS
 
 RANKS = (2, 8)
-"""Numbers of ranks that are measured in addition to one, as far as there are GPUs. A rehearsal on the CPU uses the
+"""Numbers of ranks that are measured in addition to one, if there are enough GPUs. A rehearsal on the CPU uses the
 first number."""
 
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # TF32 rounding errors are a thousand times larger than float32's
@@ -286,7 +286,7 @@ def tests(place: Place) -> Row:
 
 
 def memory(model: str, strategy: str, ranks: int, place: Place) -> Row:
-    """Returns the planned and the measured bytes of a rank's model states and peak."""
+    """Returns the planned and the measured bytes of a rank's model states and of its peak memory."""
     recipe = ["--model", model, "--optimizer", "adamw", "--precision", "bf16-mixed", "--batch_size", str(16 * ranks)]
     recipe += ["--accelerator", place.bench.accelerator, "--devices", str(ranks)]
     command = ["-m", "cifar_zero", "plan", *recipe, "--device_memory", "130GB", "--json"]
@@ -363,7 +363,7 @@ def good(variant: Row) -> bool:
 
 
 def with_failures(row: Row, bad: Sequence[str]) -> Row:
-    """Returns a row, marked as failed with the messages in `bad` if there are any."""
+    """Returns the row. If `bad` has messages, the row is marked as failed with these messages."""
     return {**row, "failed": "; ".join(bad)} if bad else row
 
 

@@ -104,7 +104,7 @@ def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[st
 
 
 def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns a Markdown table of rows by name. `corner` is the heading of the names."""
+    """Returns a Markdown table of rows by name. `corner` is the heading of the column of names."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     lines: list[Sequence[object]] = [[corner, *columns], ["---"] * (len(columns) + 1)]
     for name, row in table.items():

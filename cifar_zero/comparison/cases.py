@@ -241,7 +241,7 @@ def resolved(flags: Sequence[str]) -> Run:
 
 
 def make_case(row: Row, strategy: str, ranks: int, seed: int = 0) -> Variant:
-    """Returns the case of a row under a strategy. Raises UsageError if it cannot train on this machine."""
+    """Returns the case of a row under a strategy. Raises UsageError if the case cannot be trained on this machine."""
     micro_batches = row.accumulate * ranks
     batch = math.ceil(BATCH / micro_batches) * micro_batches
     flags = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]

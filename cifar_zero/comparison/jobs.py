@@ -79,7 +79,7 @@ class Free(Callback):
 
 
 def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck:
-    """Returns the check of a case. Raises RunError if the training that it continues was not saved.
+    """Returns the check of a case. Raises RunError if the case continues a training that was not saved.
 
     Args:
         case: The fields of the case, see `Variant`.
@@ -100,8 +100,8 @@ def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck
 
 
 def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path, sketches: bool) -> None:
-    """Trains cases one after the other. Rank 0 writes the verdict of each. A case with a fault is trained once more, to
-    find the first module whose output is wrong.
+    """Trains cases one after the other. Rank 0 writes the verdict of each case. A case with a fault is trained once
+    more, to find the first module whose output is wrong.
 
     Args:
         jobs: The fields of each case, see `Variant`, by the path of the file that receives its verdict.

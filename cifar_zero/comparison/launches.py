@@ -119,9 +119,9 @@ def _in_turn(launches: Sequence[Generator[int]]) -> Iterator[int]:
 def _launch(
     cases: Sequence[Variant], folder: Path, train: str, refusing: Variant | None, sketches: bool
 ) -> Generator[int]:
-    """Starts ranks that train cases with this number of ranks, and sets the verdicts and times of the cases. Yields 1
-    for each case that was trained, and 0 while a case is being trained. The first case's time includes the start of the
-    ranks.
+    """Starts the ranks that train the cases, and sets the verdicts and times of the cases. All cases have the same
+    number of ranks. Yields 1 for each case that was trained, and 0 while a case is being trained. The first case's time
+    includes the start of the ranks.
 
     The ranks are started again after TRAININGS trainings, and after each training that failed. Raises UsageError if the
     case `refusing` is refused.

@@ -1,5 +1,5 @@
-"""Reads run folders, groups runs into variants, and finds the settings that differ although they should not. It does
-not import torch."""
+"""Reads run folders, groups runs into variants, and finds the settings that differ although they should not. Importing
+this module does not import torch."""
 
 import csv
 import json

@@ -1,5 +1,5 @@
-"""Prints the result of a comparison, writes it as comparison.json and JUnit XML, and builds the tables of the page. It
-does not import torch."""
+"""Prints the result of a comparison, writes it as comparison.json and JUnit XML, and builds the tables of the page.
+Importing this module does not import torch."""
 
 import math
 import re

@@ -83,8 +83,8 @@ def plan(
 ) -> list[Planned]:
     """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. If one of
     these arguments is empty, the default of the train command is used. The first variant is the reference. Its strategy
-    is baseline if baseline is among `strategies`, and the first strategy otherwise. It has the first of the `devices`
-    and the first of `accumulate`.
+    is baseline if baseline is among `strategies`, and the first strategy otherwise. It has the first entry of `devices`
+    and the first entry of `accumulate`.
 
     Args:
         strategies: Names of strategies, or DeepSpeed configurations.
@@ -96,7 +96,7 @@ def plan(
             variants only.
 
     Raises:
-        UsageError: If a variant cannot run here, or there is nothing to compare.
+        UsageError: If a variant cannot run on this machine, or there is nothing to compare.
     """
     given = {flag.split("=")[0].removeprefix("--") for flag in rest}
     if "strategy" in given:

@@ -163,8 +163,8 @@ def blank_out(images: Tensor, boxes: Tensor) -> None:
 
 
 def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Blends each image with its partner inside a box, by the partner's weight. Outside the box the image stays as it
-    is. The labels are mixed in proportion to the share of each of the two images.
+    """Blends each image with its partner inside a box. Outside the box the image stays as it is. The labels of the two
+    images are mixed in proportion to the share of each image in the result.
 
     Args:
         images: float32 (2n, W, W, 3), with the partners last; they are overwritten.

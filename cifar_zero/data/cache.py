@@ -1,8 +1,8 @@
-"""The cache of decoded images. Images are decoded once, and then memory-mapped by every rank and every later run.
+"""Stores decoded images in a cache. Images are decoded once, and then memory-mapped by every rank and every later run.
 
 One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
-`meta.json`. The directory is written next to its final place, flushed to the disk and renamed in one step, so that a
-reader sees a whole cache or none, even if a writer is killed.
+`meta.json`. The directory is written next to its final place, flushed to the disk and renamed in one step. A reader
+therefore sees a whole cache or none, even if a writer is killed.
 """
 
 import errno

@@ -46,9 +46,9 @@ takes 184 MB."""
 
 
 class Stored:
-    """Stores images uint8 (N, 3, H, W) for batches on a device. They are on the GPU if they take at most RESIDENT_SHARE
-    of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU. `take` returns
-    blocks on `device` and needs row numbers on `rows_device`."""
+    """Stores images uint8 (N, 3, H, W) for batches on a device. The images are stored on the GPU if they take at most
+    RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU.
+    `take` needs row numbers on `rows_device` and returns blocks on `device`."""
 
     def __init__(self, images: NDArray[np.uint8], device: torch.device | str) -> None:
         with warnings.catch_warnings():

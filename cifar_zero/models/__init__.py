@@ -48,8 +48,8 @@ class MixtureOptions(Options):
     """The options that all mixtures of experts of a model share."""
 
     num_experts: list[int] = field(default_factory=lambda: [2])
-    """Number of experts of each mixture, one number for each; different numbers make a pyramid (PR-MoE with mlp_type
-    residual)."""
+    """Number of experts of each mixture, as a list with one number per mixture; different numbers make a pyramid
+    (PR-MoE with mlp_type residual)."""
 
     ep_size: int = limited(1, at_least=1)
     """Ranks over which the experts of a mixture are distributed; more than 1 needs DeepSpeed with ZeRO stages 0 to 2.
@@ -66,8 +66,8 @@ class MixtureOptions(Options):
     other tokens are dropped."""
 
     eval_capacity_factor: float = 0.0
-    """The same factor in evaluation, where the last tokens are dropped. 0: no tokens are dropped, so that images do not
-    affect each other."""
+    """Value of capacity_factor in evaluation, where the last tokens are dropped. 0: no tokens are dropped, so that
+    images do not affect each other."""
 
     min_capacity: int = 0
     """Lower bound of an expert's capacity, in tokens."""
@@ -77,7 +77,7 @@ class MixtureOptions(Options):
     the gate's input is multiplied by random numbers close to 1."""
 
     load_balance: float = 0.01
-    """Weight of the load-balancing loss, which is 1 for a mixture with even load. 0: no such loss, as in
+    """Weight of the load-balancing loss, which is 1 for a mixture with even load. 0: no load-balancing loss, as in
     DeepSpeedExamples."""
 
     def __post_init__(self) -> None:
@@ -233,12 +233,12 @@ class ViTMoE(Model, MixtureOptions):
     dropout: ClassVar[float] = 0.0
 
     num_experts: list[int] = field(default_factory=lambda: [4])
-    """Number of experts of each mixture: one number per mixture, which half of the blocks have, or one number for
-    all."""
+    """Number of experts of each mixture, as one number for all mixtures or one number per mixture. Half of the blocks
+    have a mixture."""
 
     size: Size = "tiny"
-    """Size of the model without its experts, with millions of parameters: tiny (5.4), small (21), base (85), large
-    (302), 1b, 13b."""
+    """Size of the model without its experts, here with its millions of parameters: tiny (5.4), small (21), base (85),
+    large (302), 1b, 13b."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,15 +272,15 @@ class External(ThirdParty):
     architecture: ClassVar[str]
 
     kwargs: dict[str, Plain] = field(default_factory=dict)
-    """Options of the torchvision function that builds the model, for instance --model.kwargs.dropout 0.1: numbers, true
-    or false, and lists of them."""
+    """Options of the torchvision function that builds the model, for instance --model.kwargs.dropout 0.1. The values
+    are numbers, true or false, or lists of them."""
 
     image_size: int = 0
     """Side in pixels to which the images are scaled, for a model that needs larger images. 0: not scaled."""
 
     weights: str = ""
-    """Start from torchvision's pretrained weights, with a new head for another number of classes: DEFAULT, or one of
-    torchvision's names, such as IMAGENET1K_V1. Most expect --data.normalize imagenet. Empty: initialised weights."""
+    """Name of torchvision's pretrained weights to start from: DEFAULT, or a name such as IMAGENET1K_V1. The head is new
+    if the number of classes differs. Most weights expect --data.normalize imagenet. Empty: initialised weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

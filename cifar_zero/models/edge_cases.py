@@ -1,5 +1,5 @@
-"""A small model built from patterns that have broken strategies. Each pattern cites the DeepSpeed issues that report
-it."""
+"""Defines a small model built from patterns that have broken strategies. Each pattern cites the DeepSpeed issues that
+report it."""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,9 @@
-"""Residual networks (He et al. 2016, ImageNet's table 1) for images of 32 x 32 pixels, made of torchvision's blocks.
+"""Builds residual networks (He et al. 2016, ImageNet's table 1) for images of 32 x 32 pixels, from torchvision's
+blocks.
 
 The first layer is a 3 x 3 convolution without stride, and no max-pooling follows, as in the paper's own networks for
 CIFAR (section 4.2). A stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are the
-same as in torchvision, whose bottleneck has its stride in the 3 x 3 convolution.
+same as in torchvision. Its bottleneck has its stride in the 3 x 3 convolution.
 """
 
 from torch import Tensor, nn

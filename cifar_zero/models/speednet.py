@@ -1,5 +1,5 @@
-"""The small model of the CIFAR-10 speed records. It is VGG-like, after a first layer that whitens patches of the
-images.
+"""Defines the small model of the CIFAR-10 speed records. Its first layer whitens patches of the images, and VGG-like
+layers follow.
 
 The model and its constants follow Keller Jordan's airbench94 (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single
 GPU", arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, airbench94_muon.py).
@@ -74,8 +74,8 @@ class Block(nn.Module):
 
 
 class IdentityConv(nn.Conv2d):
-    """A convolution whose first filters each pass one channel of the input through (Dirac). The other filters are
-    initialised by torch."""
+    """A convolution whose first filters each copy one channel of the input (Dirac initialisation). The other filters
+    are initialised by torch."""
 
     def reset_parameters(self) -> None:  # called by the constructor, before ZeRO 3 shards the weights
         super().reset_parameters()

@@ -1,4 +1,5 @@
-"""A plain vision transformer for small images (Dosovitskiy et al. 2021), with mean pooling as in Beyer et al. 2022."""
+"""Defines a plain vision transformer for small images (Dosovitskiy et al. 2021), with mean pooling as in Beyer et al.
+2022."""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,8 @@
-"""The registry of optimizers. Each is a dataclass whose fields are the `--optimizer.<option>` flags and whose method
-`build` makes the optimizer.
+"""Defines the registry of optimizers. Each is a dataclass whose fields are the `--optimizer.<option>` flags and whose
+method `build` makes the optimizer.
 
-The strategy chooses the implementation: torch's own, or DeepSpeed's on the CPU where the optimizer is offloaded.
-Importing the registry imports neither torch nor DeepSpeed.
+The strategy chooses the implementation: torch's optimizer, or DeepSpeed's optimizer for the CPU if the optimizer is
+offloaded. Importing the registry imports neither torch nor DeepSpeed.
 """
 
 from dataclasses import dataclass
@@ -164,10 +164,11 @@ class Lion(OptimizerOptions):
     """Lion: steps of one size, in the direction of the momentum's signs (Chen et al. 2023)"""
 
     lr: float = 1e-4
-    """Learning rate; a third to a tenth of AdamW's."""
+    """Learning rate; typically a third to a tenth of AdamW's learning rate."""
 
     weight_decay: float = 0.0
-    """Weight decay, subtracted from the weights in addition to the update; three to ten times AdamW's."""
+    """Weight decay, subtracted from the weights in addition to the update; typically three to ten times AdamW's weight
+    decay."""
 
     betas: tuple[float, float] = limited((0.9, 0.99), below=1)
     """Share of the momentum in the update's direction, and decay of the momentum itself."""
@@ -217,7 +218,7 @@ class MuonSGD(OptimizerOptions):
     images."""
 
     head_lr: float = 1000.0
-    """Learning rate of SGD for the weights of the last layer, also for the mean loss of a batch."""
+    """Learning rate of SGD for the weights of the last layer, also with respect to the mean loss of a batch."""
 
     sgd_momentum: float = limited(0.85, below=1)
     """SGD's momentum, in Nesterov's form."""

@@ -4,7 +4,7 @@ The step runs on tensors that have shapes but no values (torch's FakeTensorMode)
 memory. The kernels are torch's CPU kernels. GPU kernels may save more or less memory.
 
 torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but visits all modules after each
-operation. It takes 24 seconds for one size of vit_large, and this file takes 2.
+operation. For one size of vit_large, it takes 24 seconds, and this module takes 2 seconds.
 """
 
 import weakref
