@@ -1,2 +1,2 @@
-"""Side-by-side measurements against reference loops. `python -m benchmarks.NAME` starts one; docs/performance.md
-describes them."""
+"""Measures train.py side by side with reference loops. `python -m benchmarks.NAME` starts a measurement;
+docs/performance.md describes them."""

@@ -1,8 +1,9 @@
 """Runs the checks for the first minutes on a GPU: whether every strategy computes what plain PyTorch computes, whether
 the memory is as planned, how fast training is, and what the largest model is.
 
-With 2 or 8 GPUs it also measures whether the ranks agree, share the memory, end together and resume on one rank.
-Results are written as they come, and a second call continues with what is missing.
+With 2 or 8 GPUs it also measures whether the ranks agree and share the memory, whether all ranks end after one is
+killed, and whether a run resumes on one rank. Each result is written as soon as it is measured, and a second call
+measures what is missing.
 """
 
 import json
@@ -37,7 +38,7 @@ STEPS = ["--max_steps", "20", "--optimizer", "adam", "--batch_size", "64", "--pr
 CHECKED = ["--check_steps", "20"]  # all steps of STEPS
 
 RANKS = (2, 8)
-"""Numbers of ranks that are measured in addition to one, as far as there are GPUs. A rehearsal on the CPU uses the
+"""Numbers of ranks that are measured in addition to one, if there are enough GPUs. A rehearsal on the CPU uses the
 first number."""
 
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # TF32 rounding errors are a thousand times larger than float32's
@@ -55,17 +56,17 @@ DEPTHS = tuple(2**power for power in range(2, 11))  # blocks of a vit_1b, 50 mil
 
 @dataclass
 class Place:
-    """The device, the folders and the time limit with which the cells measure."""
+    """The device, the folders and the time limit of the measurements."""
 
     bench: Bench
     out: Path  # folder of results, comparisons and run folders
     images: Path | None  # a folder of real images
-    ranks: int  # largest number of ranks of a run, each on its own GPU, or on the CPU in a rehearsal
-    over: float = 0.0  # when the current cell must end, by time.monotonic()
+    ranks: int  # largest number of ranks of a run; each has one GPU, or is on the CPU in a rehearsal
+    over: float = 0.0  # value of time.monotonic() at which the current cell must end
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the measurement is on a GPU. On the CPU it is a rehearsal with smaller numbers of everything."""
+        """Whether the measurement is on a GPU. On the CPU it is a rehearsal with fewer steps and smaller models."""
         return self.bench.accelerator == "gpu"
 
     @property
@@ -79,7 +80,7 @@ class Place:
         return max(1.0, self.over - time.monotonic())
 
     def run(self, *arguments: str, **options: Any) -> str:
-        """Runs `python <arguments>` in the time that is left for the cell, see `runs.run`."""
+        """Runs `python <arguments>` with `runs.run`, in the time that is left for the cell."""
         return run(*arguments, seconds=self.left, **options)
 
     def flags(self, name: str) -> list[str]:
@@ -93,7 +94,7 @@ class Place:
         return json.loads((self.newest(name) / METRICS).read_text())
 
     def newest(self, name: str) -> Path:
-        """Returns the newest run folder of a run's name."""
+        """Returns the newest run folder of the runs with this name."""
         folders = (self.out / "runs" / name).glob("version_*")
         return max(folders, key=lambda version: int(version.name.removeprefix("version_")))
 
@@ -199,7 +200,8 @@ def tables(results: dict[str, dict[str, Row]]) -> str:
 
 
 def acceptance(ranks: int, place: Place) -> Row:
-    """Returns how many cases of cifar-zero compare --acceptance pass, and the remarks of the cases that fail."""
+    """Returns the number of cases of cifar-zero compare --acceptance, the number that passes, and the remarks of the
+    cases that fail."""
     quick = [] if place.on_gpu else ["--quick", "--strategies", "deepspeed_stage_2"]
     variants = compared(place, f"acceptance-{ranks}", "--acceptance", "--devices", str(ranks), *quick)
     bad = [f"{each['name']}: {each['remark']}" for each in variants if not good(each)]
@@ -208,8 +210,8 @@ def acceptance(ranks: int, place: Place) -> Row:
 
 
 def across_devices(place: Place) -> Row:
-    """Returns the verdicts of the step checks of runs on the GPU, with and without TF32, and how far each run drifts
-    from the same run on the CPU."""
+    """Returns the verdicts of the step checks of runs on the GPU, with and without TF32. Also returns how far each run
+    drifts from the same run on the CPU."""
     place.train("across-cpu", *STEPS, *CHECKED, "--accelerator", "cpu")
     row, bad = dict[str, Any](), list[str]()
     for strategy in ("baseline", "deepspeed_stage_2", "deepspeed_stage_3"):
@@ -256,8 +258,8 @@ class KillLastRank(Callback):
 
 
 def killed(ranks: int, place: Place) -> Row:
-    """Kills the last rank of a run, checks the error with which the run ends, and resumes the run from its newest
-    checkpoint. Returns the saved and the resumed step."""
+    """Kills the last rank of a run, checks the error message of the run, and resumes the run from its newest
+    checkpoint. Returns the saved step and the step that the resumed run reaches."""
     name = f"killed-{ranks}"
     flags = ["--accelerator", place.bench.accelerator, "--devices", str(ranks), "--strategy", "deepspeed_stage_3"]
     flags += ["--batch_size", str(32 * ranks), "--save_every_n_steps", "5"]
@@ -284,7 +286,7 @@ def tests(place: Place) -> Row:
 
 
 def memory(model: str, strategy: str, ranks: int, place: Place) -> Row:
-    """Returns the planned and the measured bytes of a rank's model states and peak."""
+    """Returns the planned and the measured bytes of a rank's model states and of its peak memory."""
     recipe = ["--model", model, "--optimizer", "adamw", "--precision", "bf16-mixed", "--batch_size", str(16 * ranks)]
     recipe += ["--accelerator", place.bench.accelerator, "--devices", str(ranks)]
     command = ["-m", "cifar_zero", "plan", *recipe, "--device_memory", "130GB", "--json"]
@@ -304,7 +306,7 @@ def memory(model: str, strategy: str, ranks: int, place: Place) -> Row:
 
 
 def rates(contender: Callable[[], Any], place: Place) -> Row:
-    """Returns the figures of one contender by table heading."""
+    """Returns the figures of one contender by the headings of the table."""
     figures = contender()
     return {heading: round(figures[name], 2) for name, heading in harness.UNITS.items() if name in figures}
 
@@ -340,8 +342,8 @@ def largest(strategy: str, place: Place) -> Row:
 
 
 def compared(place: Place, name: str, *flags: str) -> list[Row]:
-    """Runs `cifar-zero compare` and returns the variants of comparison.json. When the time is up, Ctrl-C ends the
-    comparison, which then reports what is finished."""
+    """Runs `cifar-zero compare` and returns the variants of comparison.json. When the time is up, the comparison is
+    interrupted as by Ctrl-C, and then reports the trainings that are finished."""
     command = [sys.executable, "-m", "cifar_zero", "compare", *flags, "--out", str(place.out), "--name", name]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
@@ -361,7 +363,7 @@ def good(variant: Row) -> bool:
 
 
 def with_failures(row: Row, bad: Sequence[str]) -> Row:
-    """Returns a row, marked as failed with the messages in `bad` if there are any."""
+    """Returns the row. If `bad` has messages, the row is marked as failed with these messages."""
     return {**row, "failed": "; ".join(bad)} if bad else row
 
 

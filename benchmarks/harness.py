@@ -12,7 +12,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, cpu_name, git_commit, gpu_count, versions
 
-Figures = Mapping[str, float]  # what one run measured, by the keys of UNITS and others that no table shows
+Figures = Mapping[str, float]  # figures of one run; a table shows the keys that are in UNITS
 
 UNITS = {
     "images_per_second": "images/s",
@@ -33,8 +33,8 @@ class Case:
 
 
 def parse(parser: exits.Parser) -> Namespace:
-    """Parses the command line and resolves --accelerator to cpu or gpu. Raises UsageError if a value makes no sense or
-    there is no GPU."""
+    """Parses the command line and resolves --accelerator to cpu or gpu. Raises UsageError if a number is less than 1,
+    or if --accelerator is gpu and there is no GPU."""
     given = parser.parse_args()
     for name in ("repeats", "steps"):
         value = getattr(given, name, None)
@@ -49,7 +49,7 @@ def parse(parser: exits.Parser) -> Namespace:
 
 
 def compare(name: str, cases: Sequence[Case], given: Namespace) -> int:
-    """Measures every case and prints its table; progress is printed to the standard error. Returns the exit code, which
+    """Measures every case and prints its table. Progress is printed to the standard error. Returns the exit code, which
     is 1 if a run failed."""
     print(heading(name, given.repeats, given.accelerator), flush=True)
     total, done, has_failed = given.repeats * sum(len(case.contenders) for case in cases), 0, False
@@ -89,8 +89,8 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
 
 
 def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns the rows of a comparison's table. `runs` are each contender's figures of each round, with None where the
-    run failed."""
+    """Returns the rows of a comparison's table. `runs` has the figures of each contender in each round, or None for a
+    run that failed."""
     found: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         known = [one for one in rounds if one is not None]
@@ -104,7 +104,7 @@ def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[st
 
 
 def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns a Markdown table of rows by name. `corner` is the heading of the names."""
+    """Returns a Markdown table of rows by name. `corner` is the heading of the column of names."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     lines: list[Sequence[object]] = [[corner, *columns], ["---"] * (len(columns) + 1)]
     for name, row in table.items():
@@ -114,8 +114,8 @@ def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None]) -> list[float]:
-    """Returns the ratio of images per second in each round in which both contenders ran. Figures of one round are
-    compared, because the machine was in the same state for both."""
+    """Returns the ratio of images per second for each round where both contenders ran. Only figures of the same round
+    are compared, because the machine was in the same state for both."""
     key, pairs = "images_per_second", zip(over, under, strict=True)
     return [first[key] / second[key] for first, second in pairs if first is not None and second is not None]
 

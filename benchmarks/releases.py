@@ -1,7 +1,7 @@
 """Tests which releases of DeepSpeed compute what plain PyTorch computes. Runs `cifar-zero compare --acceptance` with
 each release, and prints one Markdown table.
 
-Each release is installed in a folder of its own, which comes before the environment's packages on the path; the
+Each release is installed in a separate folder, which comes before the environment's packages on the path. The
 environment does not change. Finished results are in results.json next to these folders, and are not measured again:
 
 - The file maps the flags of `--acceptance`, and then the release, to `date` (ISO 8601), `machine` (processor, cores,
@@ -35,7 +35,7 @@ HEADING = "| DeepSpeed | strategies | verdict | first case that fails | upstream
 
 KINDS = ("passes", "not judged", "cannot run", "different")  # verdicts, the worst last
 
-Rows = dict[str, Sequence[str]]  # by strategy: a verdict of KINDS, and the first case that has it, with the reason
+Rows = dict[str, Sequence[str]]  # by strategy: a verdict of KINDS, and the first case with this verdict and its reason
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
         return {"all": ("cannot run", failure)}
     command = [sys.executable, "-m", "cifar_zero", "compare", "--acceptance", *flags]
     command += ["--out", str(folder / "reports"), "--name", release]
-    # Operators that DeepSpeed compiles belong to the release too.
+    # Operators that DeepSpeed compiles differ between releases, so each release has a folder for them.
     environment = {"PYTHONPATH": str(place), "TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     reports = [Path(line.split(maxsplit=1)[1]) for line in done.stdout.splitlines() if line.startswith("report ")]
@@ -90,14 +90,13 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
 
 
 def kind(case: dict[str, Any]) -> str:
-    """Returns the verdict of KINDS for a case of comparison.json."""
+    """Returns the verdict, one of KINDS, on a case of comparison.json."""
     verdict = case["kind"]
     return "passes" if verdict in GOOD else "cannot run" if verdict == "not trained" else verdict
 
 
 def installed(release: str, place: Path) -> str:
-    """Installs a release in a folder that does not exist yet. Returns why the installation failed, or an empty
-    string."""
+    """Installs a release in a folder that does not exist yet. Returns the reason for a failure, or an empty string."""
     staged = place.with_name(f"{release}.part")
     shutil.rmtree(staged, ignore_errors=True)
     # The source distribution imports torch when it is built, which an isolated build does not have.
@@ -110,7 +109,7 @@ def installed(release: str, place: Path) -> str:
 
 
 def lines(release: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the lines of the table. Strategies with the same verdict and case share a line."""
+    """Returns the table's lines for a release. Strategies with the same verdict and case share a line."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for strategy, (verdict, why) in rows.items():
         known = [what for _, of, under, what in FAULTS if fnmatch(strategy, under) and release in SpecifierSet(of)]

@@ -1,4 +1,5 @@
-"""Starts the measured runs, each in a fresh process. They are train.py as a user starts it, and the reference loops."""
+"""Starts the measured runs, each in a fresh process. A run is train.py, started as a user starts it, or a reference
+loop."""
 
 import json
 import os
@@ -25,7 +26,7 @@ TIMEOUT_SECONDS = 1800.0
 cores."""
 
 FIGURES = ("images_per_second", "step_time_ms", "seconds_to_first_step")
-"""The metrics of metrics.json that a benchmark uses. Their names in the file begin with perf/."""
+"""The metrics of metrics.json that a benchmark uses. Their names in that file begin with perf/."""
 
 TAIL_LINES = 30  # number of lines that are shown of a failed run's output
 
@@ -84,8 +85,16 @@ def run(
     extra_env: Mapping[str, str] | None = None,
     seconds: float = TIMEOUT_SECONDS,
 ) -> str:
-    """Runs `python <arguments>` from the repository's root and returns its standard output. Raises RunFailed if the
-    exit code is not `exit_code` (None accepts any), or the run takes longer than `seconds`."""
+    """Runs `python <arguments>` from the repository's root and returns its standard output.
+
+    Args:
+        exit_code: Exit code that the run must have. None accepts any.
+        extra_env: Environment variables of the run, in addition to the inherited ones.
+        seconds: Time limit.
+
+    Raises:
+        RunFailed: If the run has another exit code, or takes longer.
+    """
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
         [sys.executable, *arguments],

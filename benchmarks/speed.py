@@ -2,13 +2,13 @@
 
 docs/performance.md has a table for each comparison.
 
-tutorial: the tutorial's recipe in train.py, in the tutorial's own loop and in a bare loop.
-limit: train.py and the limit of the hardware, a bare loop over images in memory. The bare loop is plain eager PyTorch,
-or is tuned by the fused optimizer and by the threads, kernels and memory format that train.py chooses.
-deepspeed: DeepSpeedExamples' recipe in float32 at each ZeRO stage, in train.py and in the loop of DeepSpeedExamples'
-program. With two ranks on the CPU, each rank of the loop gets a share of the cores, as in train.py, or all cores, as
-where OMP_NUM_THREADS is not set.
-data: the loaders alone, and torchvision's CIFAR10 with torch's DataLoader, on synthetic images in memory.
+tutorial: compares the tutorial's recipe in train.py with the tutorial's own loop and with a bare loop.
+limit: compares train.py with the limit of the hardware, a bare loop over images in memory. The bare loop is plain eager
+PyTorch. In its tuned form it has the fused optimizer, and the threads, kernels and memory format that train.py chooses.
+deepspeed: compares DeepSpeedExamples' recipe in train.py with the loop of DeepSpeedExamples' program, in float32 at
+each ZeRO stage. With two ranks on the CPU, each rank of the loop gets a share of the cores, as in train.py, or all
+cores, as where OMP_NUM_THREADS is not set.
+data: compares the loaders alone with torchvision's CIFAR10 and torch's DataLoader, on synthetic images in memory.
 """
 
 import sys
@@ -107,7 +107,7 @@ def data(place: Bench, given: Namespace) -> list[Case]:
 
 
 def epoch(place: Bench, loader: str) -> Any:
-    """Runs benchmarks.loops.loaders and returns the figures of its epoch."""
+    """Runs benchmarks.loops.loaders and returns the figures that it measured."""
     program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(place.cache))
     return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as in torch's worker processes
 

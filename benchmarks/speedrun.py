@@ -1,7 +1,9 @@
-"""Measures accuracy, time and FLOPs of configs/speedrun.yaml, run after run in one process. Other flags are train.py's.
+"""Measures accuracy, time and FLOPs of configs/speedrun.yaml, run after run in one process. Other flags are flags of
+train.py.
 
-The time is measured as in the records (airbench94_muon.py). It includes the whitening, the training, and the test with
-its views, on images that are on the device already. A short warm-up run comes first and is not timed.
+The time is measured as in the speed records (airbench94_muon.py). It includes the whitening, the training, and the test
+with several views of each image. The images are on the device already. A short warm-up run comes first and is not
+timed.
 """
 
 import sys
@@ -41,12 +43,12 @@ class Result:
     """The figures of one run."""
 
     accuracy: float  # accuracy on the test set, in percent
-    seconds: float  # measured as in the records
+    seconds: float  # measured as in the speed records
     steps: int  # optimizer steps
 
 
 class Clock(Callback):
-    """Times the training and the test. On a GPU it first waits until all queued work is done."""
+    """Times the training and the test. On a GPU, each reading of the clock waits until all queued work is done."""
 
     seconds = 0.0
     _started = 0.0
@@ -87,7 +89,8 @@ def main() -> int:
 
 
 def resolved(flags: Sequence[str]) -> Run:
-    """Returns the resolved run on one device, checked as train.py checks it."""
+    """Returns the resolved run on one device. It is checked as in train.py. Raises UsageError if a flag does nothing in
+    this benchmark, or if the run is not on one device."""
     settings = command_line.parse(flags)
     given, defaults = flat(settings), flat(make_settings())
     for name in UNUSED:
@@ -117,7 +120,7 @@ def train(run: Run) -> Result:
 
 
 def show(run: Run, results: Sequence[Result]) -> None:
-    """Prints the figures of the recipe."""
+    """Prints the figures of the recipe and of its runs."""
     images = CIFARDataModule(run)
     images.setup()
     steps, batch_size = results[0].steps, run.recipe.batch_size
@@ -131,7 +134,7 @@ def show(run: Run, results: Sequence[Result]) -> None:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Formats the mean and the standard deviation."""
+    """Formats the mean and the standard deviation, or the value itself if there is only one."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
     return f"{fmean(values):.2f} ± {stdev(values):.2f}"

@@ -1,7 +1,7 @@
-"""The upper limit of the hardware: plain eager PyTorch over uint8 images in the device's memory, and nothing else.
+"""Measures the upper limit of the hardware with a loop of plain eager PyTorch over uint8 images in the device's memory.
 
-The images come in train.py's order, so that both train the same model. `--tuned` adds what speeds such a loop up: the
-fused optimizer, and the threads, convolution kernels and memory format that train.py chooses.
+The images come in train.py's order, so that both train the same model. `--tuned` adds the settings that make such a
+loop faster: the fused optimizer, and the threads, convolution kernels and memory format that train.py chooses.
 """
 
 import json
@@ -31,7 +31,7 @@ def train(
     data: DataConfig, batch_size: int, steps: int, device: torch.device, tuned: bool = False, model: str = "net"
 ) -> tuple[nn.Module, dict[str, float]]:
     """Trains `model`, a name of --model, for the warm-up and `steps` timed steps. Returns the trained model and the
-    clock's figures."""
+    measured figures."""
     dataset = sources.load(data, data.source)
     images = torch.from_numpy(np.ascontiguousarray(dataset.train_images)).to(device)
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)
@@ -55,7 +55,7 @@ def train(
 
 
 def shuffled(count: int, batch_size: int, device: torch.device) -> Iterator[Tensor]:
-    """Yields the indices of each batch's images, (batch_size,), epoch after epoch."""
+    """Yields the indices of the images of each batch, int64 (batch_size,), epoch after epoch."""
     order = TrainOrder(count, batch_size, accumulate=1, world_size=1, rank=0, seed=SEED)
     epoch = 0
     while True:

@@ -1,5 +1,4 @@
-"""Contains what the reference loops share: their options, torchvision's CIFAR10 over images in memory, and the
-clock."""
+"""Contains what the reference loops share: their options, a dataset of images in memory, and a clock."""
 
 import argparse
 import time
@@ -29,8 +28,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 class CIFAR10InMemory(torchvision.datasets.CIFAR10):
-    """torchvision's CIFAR10 on synthetic images, which are decoded in `cache`. The content of images does not affect
-    the speed. An item is (image, label). The image is float32 (3, 32, 32) from -1 to 1, as in the tutorial and
+    """torchvision's CIFAR10 on synthetic images, whose decoded pixels are in `cache`. The content of images does not
+    affect the speed. An item is (image, label). The image is float32 (3, 32, 32) from -1 to 1, as in the tutorial and
     DeepSpeedExamples."""
 
     def __init__(self, cache: str):  # does not call CIFAR10.__init__, which reads the files
@@ -42,9 +41,9 @@ class CIFAR10InMemory(torchvision.datasets.CIFAR10):
 
 
 class Clock:
-    """Iterates over a loop's batches, and ends the loop after the warm-up and `steps` timed steps, so that the loop's
-    body stays as in its source. Waiting for a batch counts as time. `batch_size` is the number of images of a step over
-    all ranks."""
+    """Iterates over a loop's batches, and ends the loop after the warm-up and `steps` timed steps. The body of the loop
+    thus stays as in its source. The time of waiting for a batch is included. `batch_size` is the number of images of a
+    step over all ranks."""
 
     def __init__(self, steps: int, batch_size: int, device: torch.device):
         self.steps = WARMUP_STEPS + steps  # all optimizer steps
@@ -54,7 +53,7 @@ class Clock:
         self._seconds = 0.0
 
     def over(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the batches of as many epochs as the steps need."""
+        """Yields batches, from as many epochs as the steps need."""
         done, started = 0, 0.0
         while True:
             for batch in loader:

@@ -1,7 +1,8 @@
-"""The training loop of DeepSpeedExamples' CIFAR-10 program, with its configuration, engine and loader, in float32.
+"""Measures the training loop of DeepSpeedExamples' CIFAR-10 program, with its configuration, engine and loader, in
+float32.
 
-https://github.com/deepspeedai/DeepSpeedExamples, training/cifar/cifar10_deepspeed.py (as of commit 45b4b71), without
-the print every 2,000 mini-batches.
+The source is https://github.com/deepspeedai/DeepSpeedExamples, training/cifar/cifar10_deepspeed.py (as of commit
+45b4b71). The print every 2,000 mini-batches is left out.
 """
 
 import json
@@ -21,8 +22,9 @@ BATCH_SIZE = 16  # images per step over all ranks, the program's train_batch_siz
 
 
 def train(cache: str, steps: int, stage: int) -> dict[str, float]:
-    """Trains as one rank on the images in `cache` at a ZeRO stage from 0 to 3 and returns the clock's figures."""
-    # Imported here, because it reads DS_ACCELERATOR on import, and the launching process does not need it.
+    """Trains as one rank on the images in `cache` at a ZeRO stage from 0 to 3. Returns the measured figures."""
+    # DeepSpeed is imported in this function, because it reads DS_ACCELERATOR on import, and because the launching
+    # process does not need it.
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 

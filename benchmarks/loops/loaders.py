@@ -1,4 +1,4 @@
-"""Times epochs of a loader without training. The loader is one of this project's, or torch's DataLoader over
+"""Times epochs of a loader without training. The loader is one of this project's loaders, or torch's DataLoader over
 torchvision's dataset.
 
 Times are taken inside the process, after the imports. All loaders return batches of float32 from -1 to 1.

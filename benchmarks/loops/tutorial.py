@@ -1,6 +1,8 @@
-"""The training loop of the PyTorch tutorial "Training a Classifier", with its dataset class, loader and optimizer.
+"""Measures the training loop of the PyTorch tutorial "Training a Classifier", with its dataset class, loader and
+optimizer.
 
-https://docs.pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html, without the print every 2,000 mini-batches.
+The source is https://docs.pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html. The print every 2,000
+mini-batches is left out.
 """
 
 import json
@@ -17,7 +19,7 @@ BATCH_SIZE = 4
 
 
 def train(cache: str, steps: int, device: torch.device) -> dict[str, float]:
-    """Trains for the warm-up and `steps` timed steps on the images in `cache` and returns the clock's figures."""
+    """Trains on the images in `cache` for the warm-up and `steps` timed steps. Returns the measured figures."""
     trainset = CIFAR10InMemory(cache)
     trainloader = DataLoader(trainset, batch_size=BATCH_SIZE, shuffle=True, num_workers=2)
     net = Net().to(device)

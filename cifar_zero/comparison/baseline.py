@@ -1,10 +1,11 @@
-"""`cifar-zero compare --save_baseline FILE` and `--against FILE` check whether trainings still compute what they
-computed before, after a change of the machine, the driver, or the release of torch or DeepSpeed.
+"""Saves and reads the baselines of `cifar-zero compare --save_baseline FILE` and `--against FILE`. A comparison with a
+baseline shows whether trainings still compute the same after a change of the machine, the driver, or the release of
+torch or DeepSpeed.
 
 Two correct trainings differ by rounding and drift apart. The replay of a step in float64 from the same weights does
-not. So a step agrees with the baseline if the loss, the gradient and the update of the replay agree with the
-baseline's, and if both step checks found that the strategy computes what the replay computes, up to rounding on their
-machine.
+not. A step therefore agrees with the baseline if two conditions hold. The loss, the gradient and the update of its
+replay agree with the baseline's replay. And on both machines, the step check found that the strategy computes what the
+replay computes, up to rounding.
 """
 
 import json
@@ -23,22 +24,23 @@ from cifar_zero.step_check.findings import SMALL, off_by
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict, percent
 
 SKETCHES = "sketches"
-"""Key in `Variant.check` with the path of the file of `SketchCheck.sketches`."""
+"""Key in `Variant.check`. Its value is the path of the file that holds `SketchCheck.sketches`."""
 
 EXACT = 1e-6
-"""Smallest relative difference between two values of float64 replays that counts. float64 rounds at 1e-16. Some values
-round at 1e-7, because a module may compute in float32 even in the replay, and because torch's optimizer computes the
-update in float32, where rounding is relative to the weights."""
+"""Relative differences between two values of float64 replays count only if they are larger than this number. float64
+rounds at 1e-16. Some values round at 1e-7, because a module may compute in float32 even in the replay, and because
+torch's optimizer computes the update in float32, where rounding is relative to the weights."""
 
 SENSITIVITY = 1e4
-"""Multiple of the relative deviation of the first weights by which values may deviate from the baseline. Another kind
-of CPU draws weights that differ in their last bits. In the acceptance cases, between AVX-512 and SSE (torch 2.15),
-gradients then deviate up to 200 times as far in bfloat16, and updates up to 2,000 times as far with Adam."""
+"""If the first weights deviate from the baseline's weights, all values may deviate by this multiple of the weights'
+relative deviation. Another kind of CPU draws weights that differ in their last bits. In the acceptance cases, between
+AVX-512 and SSE (torch 2.15), gradients then deviate up to 200 times as far in bfloat16, and updates up to 2,000 times
+as far with Adam."""
 
 
 def apply(comparison: Comparison) -> None:
-    """Judges the trained cases by the baseline `comparison.against`, if there is one. Then writes what the cases
-    computed, with the environment, to the new baseline `comparison.save_baseline`, if that is set."""
+    """Judges the trained cases by the baseline `comparison.against`, if there is one. If `comparison.save_baseline` is
+    set, also writes the steps of the cases and the environment to this file, as a new baseline."""
     if comparison.against:
         judge(comparison)
     if not comparison.save_baseline or comparison.stopped_by:
@@ -56,9 +58,9 @@ def apply(comparison: Comparison) -> None:
 
 
 def read(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the metadata and the tensors of the baseline `comparison.against`. The tensors hold the steps of
-    `SketchCheck.sketches` and are named IDENTITY/KEY. Raises UsageError if the file is damaged, is not a baseline, or
-    has none of these cases on this number of ranks."""
+    """Returns the metadata and the tensors of the baseline `comparison.against`. The tensors are the steps of
+    `SketchCheck.sketches` under the names IDENTITY/KEY. Raises UsageError if the file is damaged, if it is not a
+    baseline, or if it has none of these cases on this number of ranks."""
     tensors, metadata = read_safetensors(Path(comparison.against))
     if "baseline" not in metadata:
         raise UsageError(f"--against {comparison.against} is not a baseline: write one with --save_baseline")
@@ -99,9 +101,13 @@ def judge(comparison: Comparison) -> None:
 
 
 def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
-    """Judges the first step of a training and the steps after it, given by the sketches of the baseline and of the
-    training. It stops at a step that cannot be judged, and at a later step whose weights differ from the baseline's in
-    any bit."""
+    """Judges the steps of a training by the baseline. It stops at a step that cannot be judged, and at a step after the
+    first whose weights differ from the baseline's weights in any bit.
+
+    Args:
+        old: The sketches of the baseline.
+        new: The sketches of the training.
+    """
     verdict, steps = Verdict(), len(new["weights"])
     shapes, others = ({key: values.shape for key, values in sketches.items()} for sketches in (old, new))
     if shapes != others:
@@ -136,8 +142,8 @@ def _findings(step: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor], b
 
 
 def identity(case: Variant) -> str:
-    """Returns a key that is equal for the same case in two comparisons. It consists of the case's flags, in which paths
-    are reduced to file names."""
+    """Returns a key that is equal for the same case in two comparisons. The key consists of the case's flags, with
+    paths reduced to file names."""
     return " ".join(Path(flag).name for flag in case.flags)
 
 

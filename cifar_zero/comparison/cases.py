@@ -1,5 +1,5 @@
-"""Defines the cases of `cifar-zero compare --acceptance`, which are short trainings that execute the parts of DeepSpeed
-in which errors have been found."""
+"""Defines the cases of `cifar-zero compare --acceptance`. They are short trainings that execute the parts of DeepSpeed
+where errors have been found."""
 
 import math
 import random
@@ -34,11 +34,11 @@ COMMON = [
 ]
 
 FALLING = "--schedule exponential --schedule.gamma 0.85"
-"""An exponential schedule, under which each step has another learning rate and the first step already moves the
+"""Flags of an exponential schedule. Each step has another learning rate, and the first step already moves the
 weights."""
 
 WARMUP = "--schedule warmup_lr --schedule.warmup_num_steps 4 --schedule.warmup_min_lr 0.002"
-"""DeepSpeed's WarmupLR, as in DeepSpeedExamples' CIFAR-10 program."""
+"""Flags of DeepSpeed's WarmupLR, as in DeepSpeedExamples' CIFAR-10 program."""
 
 SGD = "--optimizer sgd --optimizer.lr 0.02"  # does not hide a wrong scale of the gradient, as Adam does
 ADAMW = "--optimizer adamw --optimizer.lr 0.005 --optimizer.weight_decay 0.5"  # only matrices decay: two groups
@@ -57,7 +57,7 @@ ALL_STAGES = "0123"
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe of the acceptance, with the code path that it is meant to execute."""
+    """A recipe of the acceptance, which is meant to execute a certain code path."""
 
     name: str
     why: str  # the code path that it executes
@@ -67,7 +67,7 @@ class Row:
     schedule: str = FALLING
     stages: str = ALL_STAGES  # ZeRO stages that train the row; other families train only rows with ALL_STAGES
     ema: float = 0.0  # decay of an average of the weights; strategies that support no average train without it
-    raw: str = ""  # a file in CONFIGURATIONS, under which the row is trained instead of under the strategies
+    raw: str = ""  # a file in CONFIGURATIONS that trains the row, instead of the strategies
 
 
 ROWS = (
@@ -158,7 +158,8 @@ RESUMES = (
         why="shards that are joined without their padding; weights that no optimizer has",
     ),
 )
-"""Rows whose trainings are also saved and continued in new processes, with the code path that this executes."""
+"""Rows whose trainings are also saved and then continued in new processes. Each has the code path that the continuation
+executes."""
 
 WITHOUT = ("baseline", "fsdp", "tensor_parallel", "pipeline")
 """Strategies without cases: plain PyTorch, an alias of fsdp2, and two strategies that train only vision
@@ -175,13 +176,14 @@ RECIPE = {
 """Settings that all cases share, as the report shows them."""
 
 DRAWN_RECIPES = ((EDGE_CASES, "32-true"), (NET, "32-true"), (EXPERTS, "32-true"), (NET, "bf16-mixed"))
-"""Models, each with a precision in which rounding is small enough for most of its gradients to be judged."""
+"""Models, each with a precision. With this precision, rounding is small enough for most gradients of the model to be
+judged."""
 
 DRAWN_OPTIMIZERS = (SGD, ADAMW, "--optimizer adam", "--optimizer lion", "--optimizer adagrad")
 DRAWN_SECTIONS: dict[str, Any] = {"zero.": ZeROConfig, "offload.": OffloadConfig, "": ComputeOptions}
 NOT_DRAWN = {"compile", "cuda_graphs", "activation_checkpointing"}
-"""Options that are not drawn. The first two take a minute for each training, and these models have no blocks to
-recompute."""
+"""Options that are not drawn. With compile or cuda_graphs, each training takes a minute. activation_checkpointing needs
+blocks to recompute, which these models do not have."""
 
 
 def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Variant]:
@@ -219,9 +221,9 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
 
 
 def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
-    """Returns the strategies that train a row. These are the ZeRO stages that the row names and, if it names all
-    stages, strategies of other families too. A row with a raw configuration is trained with this configuration only,
-    and not at all if `strategies` are given."""
+    """Returns the strategies that train a row. They are the ZeRO stages that the row names. If the row names all
+    stages, strategies of other families train it too. A row with a raw configuration is trained with this configuration
+    only, and not at all if `strategies` are given."""
     if row.raw:
         return [] if strategies else [str(CONFIGURATIONS / row.raw)]
     found = []
@@ -234,12 +236,12 @@ def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
 
 
 def resolved(flags: Sequence[str]) -> Run:
-    """Returns the run of a case's flags. Raises UsageError if it cannot run on this machine."""
+    """Returns the resolved run of a case's flags. Raises UsageError if the run cannot be trained on this machine."""
     return resolve(command_line.parse(flags))
 
 
 def make_case(row: Row, strategy: str, ranks: int, seed: int = 0) -> Variant:
-    """Returns the case of a row under a strategy. Raises UsageError if it cannot train on this machine."""
+    """Returns the case of a row under a strategy. Raises UsageError if the case cannot be trained on this machine."""
     micro_batches = row.accumulate * ranks
     batch = math.ceil(BATCH / micro_batches) * micro_batches
     flags = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]
@@ -287,8 +289,8 @@ def cases_by_strategy(
 
 
 def random_cases(count: int, ranks: int) -> list[Variant]:
-    """Returns `count` cases, each on one rank or on `ranks` ranks. On the same machine, a number always gives the same
-    case."""
+    """Returns `count` random cases, each on one rank or on `ranks` ranks. Repeated calls on the same machine return the
+    same cases."""
     cases: list[Variant] = []
     number = 0
     while len(cases) < count:
@@ -299,8 +301,8 @@ def random_cases(count: int, ranks: int) -> list[Variant]:
 
 
 def _random_case(number: int, ranks: int) -> Variant:
-    """Returns the case of a number. Its options are drawn at random, without those that its strategy does not support.
-    Raises UsageError if the case cannot train."""
+    """Returns the random case with this number, which seeds the draws. Options that the case's strategy does not
+    support are left out. Raises UsageError if the case cannot be trained."""
     draw = random.Random(number)
     strategy, size, accumulate = draw.choice(DEFAULT), draw.choice([1, ranks]), draw.choice([1, 2, 4])
     model, precision = draw.choice(DRAWN_RECIPES)

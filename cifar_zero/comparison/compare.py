@@ -29,7 +29,8 @@ from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.launch import rank_environment
 
 TRAIN = "cifar_zero.comparison.jobs:train_recipe"
-"""The function that trains a case of --acceptance, or this project's module on the steps of --script, in a rank."""
+"""The function that each rank calls to train a case of --acceptance, or to train this project's module on the steps of
+--script."""
 
 EPILOG = """\
 Each training is checked in place. At some of its steps, and with --acceptance and --module at all of them, the loss,
@@ -55,8 +56,8 @@ examples:
 
 
 def main() -> int:
-    """Compares and prints the verdicts. Returns the exit code, which is 1 if a variant did not train or does not
-    agree."""
+    """Runs the comparison and prints the verdicts. Returns the exit code, which is 1 if a variant did not train or does
+    not agree."""
     if sys.argv[1:2] == [WORKER]:
         return run_worker(Path(sys.argv[2]))
     arguments, rest = _parse()
@@ -90,8 +91,8 @@ def main() -> int:
 
 
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains the cases of the acceptance. Returns the folder of the report, and the comparison. With --print_cases it
-    only prints the cases, with the code path that each executes and its command, and exits."""
+    """Trains the cases of the acceptance. Returns the folder of the report, and the comparison. With --print_cases,
+    prints the code path and the command of each case instead, and exits."""
     if rest or arguments.accumulate:
         known = "--strategies, --devices, --seeds, --quick or --junit"
         raise UsageError(f"--acceptance trains cases of its own: give only {known}")
@@ -135,7 +136,8 @@ def _module_flags(arguments: Namespace) -> list[str]:
 
 
 def _baselines(arguments: Namespace) -> dict[str, Any]:
-    """Returns the files of the baselines to read and to write. They are empty if the options are not given."""
+    """Returns the file of the baseline to read and the file of the baseline to write. A file is empty if its option is
+    not given."""
     return {name: getattr(arguments, name) for name in ("against", "save_baseline")}
 
 
@@ -178,7 +180,9 @@ def _ranks(arguments: Namespace) -> int:
 
 
 def _with_resumes(arguments: Namespace, cases: list[Variant], resolve: Resolve) -> list[Variant]:
-    """Returns the cases, followed by the cases that resume them: as --resume_at asks, or else the acceptance's own."""
+    """Returns the cases, followed by cases that resume them. --resume_at, --resume_under and --resume_devices define
+    how cases are resumed. Without --resume_at, RESUMES defines this for the acceptance. If a baseline is read or
+    written, no case is resumed."""
     if any(_baselines(arguments).values()):  # a resumed training keeps no sketches for a baseline
         return cases
     resumes: Sequence[Continuation] = RESUMES
@@ -228,8 +232,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
 
 
 def _how_to_compare(folder: Path) -> str:
-    """Returns a hint for a comparison that was stopped. It gives the command that compares the finished runs, or the
-    folder if there are fewer than two."""
+    """Returns a hint for a comparison that was stopped. The hint is the command that compares the finished runs, or the
+    folder of the runs if fewer than two are finished."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"

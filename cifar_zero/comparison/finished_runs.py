@@ -44,7 +44,8 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
 
 def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[VerdictKind, str]:
     """Returns the verdict on a variant and its explanation in one line. A variant is bit-identical if its losses and
-    weights equal the reference's. Otherwise the step check decides. Sets the variant's `check` and `drift`."""
+    weights equal the reference's losses and weights. Otherwise the step check decides. This function also sets the
+    variant's `check` and `drift`."""
     reference = comparison.variants[0]
     checks = [run.check or UNCHECKED for run in variant.runs]
     worst = max(checks, key=lambda check: (OUTCOMES.index(check["outcome"]), check["used"] or 0.0))  # JSON has no inf
@@ -76,8 +77,8 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
 
 
 FIRST_LOSS = 0.02
-"""Relative difference between two losses of the first step, from the same weights and images, that no precision
-explains. Even bfloat16 has 8 bits."""
+"""Largest relative difference allowed between the first losses of two runs, which start from the same weights and
+images. No precision explains a larger difference, because even bfloat16 has 8 bits."""
 
 UNCHECKED = {"outcome": "not judged", "used": 0.0, "text": "no step was checked (--check_steps)"}
 """Replaces the missing step check of a run."""
@@ -87,8 +88,8 @@ OUTCOMES = ("bit-identical", "within rounding", "not judged", "different")
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
-    """Describes how far the losses and the last weights of a run are from the reference's. Returns an empty text if
-    they are equal bit by bit."""
+    """Describes how far the losses and the last weights of a run are from the losses and weights of the reference.
+    Returns an empty text if they are equal bit by bit."""
     expected, steps = reference.losses.steps, other.losses.steps
     parts = []
     if expected != steps:
@@ -112,8 +113,8 @@ def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[
 
 
 def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
-    """Returns the weights of a run's last checkpoint, not their average by --ema. If they cannot be read, adds a note
-    and returns None."""
+    """Returns the weights of a run's last checkpoint, but not the average of the weights that --ema stores. If they
+    cannot be read, adds a note and returns None."""
     try:
         checkpoint = last_checkpoint(run)
         if not checkpoint.exists():
@@ -125,8 +126,8 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
 
 
 def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
-    """Returns the numbers in the runs' metrics by key, one per run. A metric with a number per rank counts with its
-    largest."""
+    """Returns the numbers in the runs' metrics by key, with one number per run. If a metric has a number per rank, the
+    largest one is returned."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for key, value in run.metrics.items():

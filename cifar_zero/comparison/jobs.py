@@ -1,4 +1,4 @@
-"""Trains the cases of one launch one after the other and checks every step. Each rank executes this code, and
+"""Trains the cases of one launch, one after the other, and checks every step. Each rank executes this code, and
 `launches` starts the ranks."""
 
 import gc
@@ -41,7 +41,7 @@ steps."""
 
 
 def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
-    """Acts as one rank of a run, and trains it without output. `flags` are flags of the train command."""
+    """Trains a case as one rank of its run, without output. `flags` are flags of the train command."""
     if check.checkpoint is not None:
         flags = [*flags, "--resume", str(check.checkpoint)]
     run = resolved(flags)
@@ -79,7 +79,7 @@ class Free(Callback):
 
 
 def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck:
-    """Returns the check of a case. Raises RunError if the training that it continues was not saved.
+    """Returns the check of a case. Raises RunError if the case continues a training that was not saved.
 
     Args:
         case: The fields of the case, see `Variant`.
@@ -100,8 +100,8 @@ def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck
 
 
 def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path, sketches: bool) -> None:
-    """Trains cases one after the other. Rank 0 writes the verdict of each. A case with a fault is trained once more, to
-    find the first module whose output is wrong.
+    """Trains cases one after the other. Rank 0 writes the verdict of each case. A case with a fault is trained once
+    more, to find the first module whose output is wrong.
 
     Args:
         jobs: The fields of each case, see `Variant`, by the path of the file that receives its verdict.
@@ -110,9 +110,11 @@ def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path
         sketches: Whether to write the sketches of each case next to its verdict.
     """
     quieten()
-    # Each CPU optimizer of DeepSpeed starts a process that reads the CPU's vendor: 1.1 s (0.19.8, cpu_adam.py).
+    # Each CPU optimizer of DeepSpeed starts a process that reads the CPU's vendor, which takes 1.1 s (0.19.8,
+    # cpu_adam.py).
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
-    gc.freeze()  # ZeRO 3 (DeepSpeed 0.19.8, defragment) runs gc.collect() at each start: 0.35 s with all imports
+    # ZeRO 3 (DeepSpeed 0.19.8, defragment) runs gc.collect() at each start, which takes 0.35 s with all imports.
+    gc.freeze()
     if gpu_count() == 0:
         # One thread is enough for these models, and on a busy machine several threads wait for one another. Under
         # strategies of several ranks Lightning (2.6.6) uses all cores unless the variable is set.
@@ -122,7 +124,8 @@ def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path
 
     def train_and_check(flags: list[str], check: StepCheck) -> Verdict:
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
-        # With TF32 the bounds of a float32 case would be a thousand times as wide on a GPU (torch's "CUDA semantics").
+        # With TF32, the error bounds of a float32 case would be a thousand times as wide on a GPU (torch's "CUDA
+        # semantics").
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
             train(flags, folder, check)
         return check.verdict

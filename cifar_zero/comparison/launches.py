@@ -27,11 +27,12 @@ random placements left 0.36 MB in a rank, because torch and DeepSpeed keep proce
 2.15, DeepSpeed 0.19.8)."""
 
 WORKER = "train-jobs"
-"""First argument of `cifar-zero compare` in a process that `_launch` starts. The path of its jobs follows."""
+"""First argument of `cifar-zero compare` in a process that `_launch` starts. The second argument is the path of the
+file with its jobs."""
 
 
 def run_worker(file: Path) -> int:
-    """Trains all jobs of a file, see `jobs.train_jobs`, and returns the exit code. Several ranks are started once for
+    """Trains all jobs of a file with `jobs.train_jobs`, and returns the exit code. Several ranks are started once for
     all jobs, because starting them takes seconds."""
     work = json.loads(file.read_text())
     if work["ranks"] > 1 and not rank_environment.is_rank():
@@ -43,12 +44,12 @@ def run_worker(file: Path) -> int:
 
 
 def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool = False) -> Comparison:
-    """Trains the cases of a comparison, sets their verdicts, and returns the comparison. Reads and writes the baselines
-    that it names. After Ctrl-C, only the finished cases have verdicts.
+    """Trains the cases of a comparison, sets their verdicts, and returns the comparison. If the comparison names
+    baselines, they are read or written. After Ctrl-C, only the finished cases have verdicts.
 
     Args:
-        comparison: Its variants are the cases to train. Cases that continue a saved training come last, in new
-            processes. Launches for different numbers of ranks run at the same time.
+        comparison: Its variants are the cases to train. Launches for different numbers of ranks run at the same time.
+            Cases that continue a saved training come last, in new processes.
         folder: Receives the logs.
         train: MODULE:NAME of the function that trains a case, see `jobs.Train`.
         of_user: Whether a user's module is trained. If its first case is refused, all others would be refused too.
@@ -101,7 +102,8 @@ def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool 
 
 
 def _in_turn(launches: Sequence[Generator[int]]) -> Iterator[int]:
-    """Runs several launches at the same time, because one trains while another one starts. Yields what they yield."""
+    """Runs several launches at the same time, because one trains while another one starts. Yields the values that the
+    launches yield."""
     with ExitStack() as stack:
         running = [stack.enter_context(closing(launch)) for launch in launches]
         while running:
@@ -117,9 +119,9 @@ def _in_turn(launches: Sequence[Generator[int]]) -> Iterator[int]:
 def _launch(
     cases: Sequence[Variant], folder: Path, train: str, refusing: Variant | None, sketches: bool
 ) -> Generator[int]:
-    """Starts ranks that train cases with this number of ranks, and sets the verdicts and times of the cases. Yields 1
-    for each case that was trained, and 0 while a case is being trained. The first case's time includes the start of the
-    ranks.
+    """Starts the ranks that train the cases, and sets the verdicts and times of the cases. All cases have the same
+    number of ranks. Yields 1 for each case that was trained, and 0 while a case is being trained. The first case's time
+    includes the start of the ranks.
 
     The ranks are started again after TRAININGS trainings, and after each training that failed. Raises UsageError if the
     case `refusing` is refused.

@@ -75,7 +75,8 @@ def plan(
 
 def resolved(flags: Sequence[str]) -> Run:
     """Returns a run with the placement, length, clipping and seed of a case. Its model and images do not matter,
-    because the user's module and data are trained instead. Raises UsageError if the case cannot run on this machine."""
+    because the user's module and data are trained instead. Raises UsageError if the case cannot be trained on this
+    machine."""
     settings = command_line.settings_of_arguments(read_given(flags).ours)
     strategy, ranks = settings.placement.strategy, settings.placement.world_size
     if STRATEGIES[strategy].one_replica:
@@ -103,8 +104,8 @@ def compare(cases: list[Variant], title: str, folder: Path, **baselines: Any) ->
 
 
 def train_module(flags: list[str], folder: Path, check: StepCheck) -> None:
-    """Trains a user's module as one rank, without output. Raises UsageError for manual optimization, several
-    optimizers, or user code that fails."""
+    """Trains a user's module as one rank, without output. Raises UsageError if the module uses manual optimization or
+    several optimizers, or if the user's code fails."""
     from lightning.pytorch import LightningModule, seed_everything
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy
@@ -113,12 +114,12 @@ def train_module(flags: list[str], folder: Path, check: StepCheck) -> None:
     from cifar_zero.step_check.script_check import ScriptCheck
 
     given, run = read_given(flags), resolved(flags)
-    if check.checkpoint is not None:  # this command wrote the checkpoint, so that it may be loaded
+    if check.checkpoint is not None:  # this command wrote the checkpoint, so it may be loaded
         run = replace(run, consent=replace(run.consent, trust=True))
     seed_everything(run.recipe.seed, verbose=False)
     module, datamodule = (instance(part, given) for part in PARTS)
     elements = sum(parameter.numel() for parameter in module.parameters()) or run.placement.zero.reduce_bucket_size
-    # Users' modules may need a logger, and a validation whose metrics a schedule monitors.
+    # Users' modules may need a logger. Their schedules may need validation, because they monitor its metrics.
     theirs_too = {"logger": DummyLogger(), "limit_val_batches": 1, "use_distributed_sampler": True}
     trainer = jobs.quiet_trainer(run, folder, [check], elements, **theirs_too)
     strategy: Any = trainer.strategy
@@ -161,11 +162,11 @@ def assert_agrees(
         datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
         strategies: Names of strategies of train. The default is every strategy in DEFAULT that can train on this
             machine.
-        devices: Number of ranks, which are on GPUs if there are any.
+        devices: Number of ranks. They are on GPUs if there are any.
         steps: Number of optimizer steps.
         accumulate: Number of micro-batches per step.
         precision: Precision of the training, by Lightning's names.
-        gradient_clip_val: Norm to which gradients are clipped, or 0 for no clipping.
+        gradient_clip_val: Largest norm of the gradients, or 0 for no clipping.
         module_options: Arguments of the module's class.
         datamodule_options: Arguments of the data module's class.
 

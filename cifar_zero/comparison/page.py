@@ -1,5 +1,5 @@
-"""Writes report.html, which needs no other file, and its plots, which draw the curves of all variants over one
-another."""
+"""Writes report.html, which contains all its plots, and also writes the plots as image files. The plots draw the curves
+of all variants in the same axes."""
 
 import base64
 import math
@@ -21,14 +21,14 @@ from cifar_zero.comparison import report
 from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Variant
 
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
-"""matplotlib's options for the plots. Math is not parsed, so that a $ in a name stays a $."""
+"""matplotlib's options for the plots. Mathematical notation is not parsed, so that a $ in a name stays a $."""
 
 REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
 """Style of the reference's curve, which is drawn under the others."""
 
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#92dadd")
-"""Eight colours that colour-blind readers can distinguish, from Petroff 2021 (https://arxiv.org/abs/2107.02270). Its
-two greys are left out, because they cannot be seen on the grey line of the reference."""
+"""Eight colours that colour-blind readers can distinguish, from Petroff 2021 (https://arxiv.org/abs/2107.02270). The
+two greys of that palette are left out, because they cannot be seen on the grey line of the reference."""
 
 POINTS = 200  # largest number of points of a curve; with more steps, a point is the mean of several, to reduce noise
 DASH = 4.0  # length of a dash, in line widths
@@ -62,8 +62,8 @@ def write_page(comparison: Comparison, folder: Path) -> None:
 
 
 def shade(variant: Variant) -> float:
-    """Returns how dark a case's cell is, from 0 to 1, on a logarithmic scale of the share of its error bound that was
-    used."""
+    """Returns how dark a case's cell is, from 0 to 1. The darkness is on a logarithmic scale of the share of the case's
+    error bound that was used."""
     used = variant.check.get("used") or 0.0
     return min(1.0, max(0.0, 1 + math.log10(used) / 4)) if used else 0.0
 
@@ -124,8 +124,8 @@ def accuracy_plot(comparison: Comparison) -> Figure | None:
 
 
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
-    """Draws thin lines over the reference's line. Equal lines would hide each other, so if there are several, each is
-    drawn again as dashes that leave room for the others' dashes."""
+    """Draws thin lines over the reference's line. Equal lines would hide one another. If there are several lines, each
+    is therefore drawn a second time as dashes, with gaps for the dashes of the other lines."""
     names = [*dict.fromkeys(name for name, _, _ in lines if name != comparison.reference)]
     for name, x, y in lines:
         axes.plot(x, y, marker=marker, markersize=3, **_style(comparison, name))
@@ -136,7 +136,7 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
 
 
 def _points(curve: Curve, size: int) -> tuple[Array, Array]:
-    """Returns x and y of a curve, with one point for `size` steps, which is their mean."""
+    """Returns x and y of a curve with one point for every `size` steps, at the mean of these steps."""
     return _means(curve.steps, size), _means(curve.values, size)
 
 
@@ -146,7 +146,7 @@ def _means(values: Sequence[float], size: int) -> Array:
 
 
 def _array(values: Sequence[float]) -> Array:
-    """Returns an array in which infinity is replaced by NaN, which is not drawn."""
+    """Returns an array with NaN in place of infinity, because NaN is not drawn."""
     array = np.asarray(values, dtype=np.float64)
     return np.where(np.isfinite(array), array, np.nan)
 

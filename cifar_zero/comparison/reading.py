@@ -1,5 +1,5 @@
-"""Reads run folders, groups runs into variants, and finds the settings that differ although they should not. It does
-not import torch."""
+"""Reads run folders, groups runs into variants, and finds the settings that differ although they should not. Importing
+this module does not import torch."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.plain_data import read_json, read_yaml
 
 MEASURED = ("dataset", "num_train")
-"""Keys of metrics.json that describe what was trained, as the recipe does."""
+"""Keys of metrics.json that describe what was trained, in addition to the recipe."""
 
 ENVIRONMENT = ("precision", "accelerator", "device_name", "git_commit", "versions")
 """Keys of metrics.json whose differences are shown, but do not prevent a verdict, because a comparison tests their
@@ -54,13 +54,13 @@ def load(folder: Path) -> FinishedRun:
 
 
 def last_checkpoint(run: FinishedRun) -> Path:
-    """Returns the path of the checkpoint after the last step, which is a file, or a folder under DeepSpeed."""
+    """Returns the path of the checkpoint after the last step. It is a file, or a folder under DeepSpeed."""
     return Path(run.folder, run_folder.CHECKPOINTS, "last.ckpt")
 
 
 def read_losses(file: Path) -> Curve:
-    """Returns the loss of each optimizer step, with all its bits. Raises ValueError if the file has no losses, is
-    damaged or is cut off."""
+    """Returns the loss of each optimizer step as it was computed, without rounding. Raises ValueError if the file has
+    no losses, is damaged or is cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
@@ -93,14 +93,15 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def shared(run: FinishedRun) -> dict[str, Any]:
-    """Returns the settings that a run should share with the runs that it is compared with, by dotted name. They are its
-    recipe, its data and its environment. The seed is left out, because runs are compared seed by seed."""
+    """Returns, by dotted name, the settings that all runs of a comparison should share. They are a run's recipe, its
+    data and its environment. The seed is left out, because runs are compared seed by seed."""
     recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe" and key != "seed"}
     return {**recipe, **flat({key: run.metrics.get(key) for key in (*MEASURED, *ENVIRONMENT)})}
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
-    """Returns the settings in which the first runs of variants differ, each with its values by the variant's name."""
+    """Returns the settings in which the first runs of the variants differ. Each setting has its values by the variants'
+    names."""
     runs = {variant.name: shared(variant.runs[0]) for variant in variants if variant.runs}
     found = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
@@ -120,8 +121,8 @@ def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str
 
 
 def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
-    """Returns the names of variants from their values of PLACEMENT. A name lists the values that vary between the
-    variants, or only the strategy if none does."""
+    """Returns names for variants with these values of PLACEMENT. A name lists the values that vary between the
+    variants. If none varies, the name is the strategy."""
     named: list[tuple[str, ...]] = []
     for strategy, ranks, nodes, micro_batches in placements:
         sizes = counted(ranks, "rank", "ranks"), counted(nodes, "node", "nodes")

@@ -1,5 +1,5 @@
-"""Prints the result of a comparison, writes it as comparison.json and JUnit XML, and builds the tables of the page. It
-does not import torch."""
+"""Prints the result of a comparison, writes it as comparison.json and JUnit XML, and builds the tables of the page.
+Importing this module does not import torch."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import curves
 from cifar_zero.training.results import IN_EFFECT
 
-SCHEMA = 3  # version of comparison.json; within a version, keys may be added, but none changes its meaning
+SCHEMA = 3  # version of comparison.json; keys may be added within a version, but existing keys keep their meaning
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
@@ -45,7 +45,7 @@ def in_percent(share: float) -> str:
 
 
 def size(count: float) -> str:
-    """Returns bytes in a suitable unit."""
+    """Returns a number of bytes in a suitable unit."""
     return decimal(round(count), precision=2)
 
 
@@ -77,8 +77,8 @@ ON_THE_CONSOLE |= {"memory": MEMORY["peak"], "accuracy (%)": ACCURACY["test accu
 
 
 def figures(comparison: Comparison, columns: Figures) -> Table:
-    """Returns a table of the figures of all variants. A cell lists the values of all seeds, and columns that no variant
-    has are left out."""
+    """Returns a table of the figures of all variants. A cell lists the values of all seeds. Columns without values are
+    left out."""
     table: Table = {}
     for title, (key, form) in columns.items():
         found = [variant.figures.get(key, []) for variant in comparison.variants]
@@ -100,8 +100,8 @@ def settings(comparison: Comparison) -> Table:
 
 
 def show(comparison: Comparison, folder: Path) -> None:
-    """Prints the settings that differ, the verdicts, and the path of the report in `folder`. For more than MANY
-    variants it prints a row for each strategy, and each variant that did not pass."""
+    """Prints the settings that differ, the verdicts, and the path of the report in `folder`. If there are more than
+    MANY variants, it prints one row for each strategy, and then each variant that did not pass."""
     console = Console(highlight=False, soft_wrap=True, width=None if Console().is_terminal else 160)
     for setting, values in comparison.differences.items():
         given = "; ".join(f"{value} ({name})" for name, value in values.items())

@@ -15,7 +15,7 @@ VerdictKind = Literal[
 ]
 
 GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
-"""Verdicts with which a comparison passes."""
+"""Verdicts that let a comparison pass."""
 
 SIGNS: dict[VerdictKind, str] = {
     "reference": "●",
@@ -30,7 +30,7 @@ SIGNS: dict[VerdictKind, str] = {
 
 PLAIN = "plain PyTorch"  # the reference of a comparison whose variants are checked step by step
 
-FLAT = 0.01  # share of the loss by which it must fall for a training to count as learning
+FLAT = 0.01  # a training counts as learning if its loss falls by more than this share of the first loss
 
 
 def has_fallen(losses: Sequence[float]) -> bool:
@@ -76,8 +76,8 @@ class FinishedRun:
 
 @dataclass
 class Variant:
-    """One way to train, with its verdict. It is either a strategy whose complete runs of `train` are compared, or a
-    case, which is one short training whose steps are all checked."""
+    """One way to train, with its verdict. A variant is either a strategy, whose complete runs of `train` are compared,
+    or a case. A case is one short training, all of whose steps are checked."""
 
     name: str  # short and unique, such as deepspeed_stage_2, or "deepspeed_stage_2, 4 micro-batches"
     strategy: str
@@ -91,8 +91,9 @@ class Variant:
     # Only variants with complete runs have these values.
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
     figures: dict[str, list[float]] = field(default_factory=dict)
-    """Values of the runs by their key in metrics.json. A metric with a number per rank counts with its largest."""
-    drift: str = ""  # how far the last losses and weights are from the reference's; not part of the verdict
+    """Values of the runs by their key in metrics.json. If a metric has a number per rank, the value is the largest
+    one."""
+    drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
 
     # Only cases have these values.
     row: str = ""  # name of the case without the strategy, such as a row of the acceptance
@@ -132,17 +133,17 @@ class Comparison:
 
     title: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
-    reference: str  # name of what the variants are compared with: a variant, plain PyTorch, a script or a baseline
+    reference: str  # what the variants are compared with: a variant's name, plain PyTorch, a script or a baseline
     variants: list[Variant]  # the reference first
     machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Settings that the runs should share but do not, each with its values by the variant's name."""
+    """Settings that the runs should share but do not. Each setting has its values by the variants' names."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
-    against: str = ""  # the file of the baseline by which the cases are judged, see `baseline`
+    against: str = ""  # the file of the baseline that the cases are compared with, see `baseline`
     save_baseline: str = ""  # the file to which a new baseline is written
     stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
-    command: str = field(default_factory=lambda: console.command("compare", *sys.argv[1:]))  # which compares again
+    command: str = field(default_factory=lambda: console.command("compare", *sys.argv[1:]))  # repeats the comparison
 
     @property
     def passed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Plans the resumed trainings of `cifar-zero compare`, which are saved after a step and continued in new processes."""
+"""Plans the trainings of `cifar-zero compare` that are saved after a step and resumed in new processes."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ class Continuation:
 
 
 def with_continuations(cases: Sequence[Variant], resume: Continuation, resolve: Resolve) -> list[Variant]:
-    """Returns the cases, followed by the cases that continue them. Raises UsageError if no case can be continued and
-    `resume` names no row."""
+    """Returns the cases, followed by the cases that continue them as `resume` describes. Raises UsageError if no case
+    can be continued and `resume` names no row."""
     found, refused = [*cases], None
     for case in cases:
         matches = case.row.startswith(resume.row) and case.strategy.startswith(resume.of)

@@ -27,14 +27,14 @@ RECORDER = ("cifar_zero.comparison.trace",)
 
 @dataclass
 class Recording:
-    """Describes the training of a script in plain data."""
+    """Describes the recorded training of a script in plain data."""
 
     model: str = ""  # name of its class
     steps: int = 0  # recorded optimizer steps
     accumulate: int = 1  # micro-batches per step
     batch_size: int = 1  # samples per micro-batch
     precision: str = "32-true"  # Lightning's name of autocast's precision
-    gradient_clip_val: float = 0.0  # norm to which torch's function clips the gradients, or 0 without a call
+    gradient_clip_val: float = 0.0  # max_norm of the script's call of clip_grad_norm_, or 0 without a call
     renames: dict[str, str] = field(default_factory=dict)  # new prefixes of weight names, by the old prefixes
     own_data: bool = False  # the module trains on its own loader
     is_recipe: bool = False  # the module is CIFARModule, not a user's
@@ -45,7 +45,7 @@ class Recording:
 
     @staticmethod
     def read(folder: Path) -> "Recording":
-        """Reads what `write` has written."""
+        """Reads a description that `write` has written."""
         return Recording(**json.loads((folder / "recording.json").read_text()))
 
 
@@ -54,7 +54,7 @@ def record(script: str, steps: int, folder: Path) -> Recording:
 
     Args:
         script: Path of the script, followed by its arguments.
-        steps: Number of steps to record. The script is ended after the last of them.
+        steps: Number of steps to record. The script is ended after the last recorded step.
         folder: Receives the recording and the log.
 
     Raises:

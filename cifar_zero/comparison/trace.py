@@ -37,7 +37,7 @@ class Recorded(BaseException):
 
 
 class Recorder:
-    """Records the steps of the only optimizer of a process."""
+    """Records the steps of a process that has only one optimizer."""
 
     def __init__(self, folder: Path, steps: int):
         self.folder, self.steps = folder, steps
@@ -118,8 +118,8 @@ class Recorder:
             self._depth -= 1
 
     def _trained_on(self) -> tuple[Any, int, Any]:
-        """Returns the batch of the forward pass, with its epoch and random state. It is the first fetched batch of
-        which a module has received a tensor, or else the last fetched batch."""
+        """Returns the batch of the forward pass, with its epoch and random state. It is the oldest fetched batch that
+        contains a tensor which a module has received. If there is none, it is the last fetched batch."""
         if not self._fetched:
             raise UsageError("--script: its loop must take its batches from a torch DataLoader")
         while len(self._fetched) > 1 and not self._was_seen(self._fetched[0][0]):
@@ -176,7 +176,7 @@ def main() -> int:
     recorder = Recorder(Path(folder), int(steps))
     recorder.install()
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))  # as when Python runs it
+    sys.path.insert(0, str(Path(script).parent))  # as Python does when it runs a script
     try:
         runpy.run_path(script, run_name="__main__")
     except Recorded:
@@ -191,9 +191,9 @@ def main() -> int:
 
 
 def model_of(optimizer: Any) -> nn.Module:
-    """Returns the module that has the most of an optimizer's parameters. Among several, it is the one with the most
-    parameters in total, and then the one without wrappers around it. Raises UsageError if no module has any of these
-    parameters."""
+    """Returns the module that has the most of an optimizer's parameters. If several modules have equally many, it is
+    the one with the most parameters in total. If there are still several, it is the one with the fewest submodules,
+    which has no wrappers around it. Raises UsageError if no module has any of the optimizer's parameters."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def rank(module: nn.Module) -> tuple[int, int, int]:
@@ -224,7 +224,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _copied(tensors: Any) -> Any:
-    """Returns a copy of nested tensors on the CPU, in which mappings of other libraries are dictionaries."""
+    """Returns a copy of nested tensors on the CPU. Mappings of other libraries become dictionaries in it."""
     if isinstance(tensors, Mapping):
         return {key: _copied(value) for key, value in tensors.items()}
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), tensors)

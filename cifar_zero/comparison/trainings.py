@@ -23,7 +23,7 @@ it."""
 
 @dataclass
 class Planned:
-    """A variant to train, with a run for each seed."""
+    """A variant that is to be trained, with a run for each seed."""
 
     run: Run  # the run of its first seed
     variant: Variant  # its flags are flags of train, without --seed, --out and --name
@@ -60,9 +60,9 @@ def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
 
 
 def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Path:
-    """Trains one run and returns its folder. The run has a new process group, in which no process is left afterwards.
-    Raises RunError with the run's last error line if the run failed. KeyboardInterrupt and Stopped are raised only
-    after the run has ended."""
+    """Trains one run and returns its folder. The run has a separate process group, and no process of this group is left
+    afterwards. Raises RunError with the run's last error line if the run failed. KeyboardInterrupt and Stopped are
+    raised only after the run has ended."""
     log = folder / f"{name}.log"
     where = ["--out", str(folder), "--name", name]
     with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
@@ -83,8 +83,8 @@ def plan(
 ) -> list[Planned]:
     """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. If one of
     these arguments is empty, the default of the train command is used. The first variant is the reference. Its strategy
-    is baseline if baseline is among `strategies`, and the first strategy otherwise. It has the first of the `devices`
-    and the first of `accumulate`.
+    is baseline if baseline is among `strategies`, and the first strategy otherwise. It has the first entry of `devices`
+    and the first entry of `accumulate`.
 
     Args:
         strategies: Names of strategies, or DeepSpeed configurations.
@@ -96,7 +96,7 @@ def plan(
             variants only.
 
     Raises:
-        UsageError: If a variant cannot run here, or there is nothing to compare.
+        UsageError: If a variant cannot run on this machine, or there is nothing to compare.
     """
     given = {flag.split("=")[0].removeprefix("--") for flag in rest}
     if "strategy" in given:
@@ -137,8 +137,8 @@ def plan(
 
 
 def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[str]:
-    """Returns flags that reset each size, such as --tensor_parallel_size, that is given only for the other
-    strategies."""
+    """Returns flags that set the sizes of other strategies to 0 for this strategy. A size, such as
+    --tensor_parallel_size, belongs to one strategy, but its flag is given for all variants."""
     sizes = {STRATEGIES[name].size for name in strategies if name in STRATEGIES}
     own = STRATEGIES[strategy].size if strategy in STRATEGIES else None
     flags = []
@@ -149,8 +149,8 @@ def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[st
 
 
 def prepare(planned: Sequence[Planned]) -> None:
-    """Checks the Trainer options and the pretrained weights of each variant and prepares the images, before the first
-    run."""
+    """Checks the Trainer options and the pretrained weights of each variant, and prepares the images. This comes before
+    the first run."""
     from cifar_zero import data
     from cifar_zero.training import build, starting
 

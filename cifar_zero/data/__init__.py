@@ -1,12 +1,13 @@
-"""Sources of images. Each source decodes its images into one cache, which all ranks map into memory.
+"""Prepares and loads the images of each source. A source decodes its images into one cache, which all ranks map into
+memory.
 
 To add a source, add its class names to `CLASSES`, add one line to `_MODULES`, and write a module with three functions:
 
-- `cache_key(config)` returns the name of the directory for the decoded images. Inputs that should be kept side by side
-  need different names.
-- `fingerprint(config)` returns a string for what the decoded images depend on. A cache with another fingerprint is out
-  of date and is replaced.
-- `build(config, directory)` fills the arrays of `cache.allocate(directory, ...)` for train and test.
+- `cache_key(config)` returns the name of the directory for the decoded images. Configurations whose decoded images
+  should be kept at the same time need different names.
+- `fingerprint(config)` returns a string that changes if the decoded images would change. A cache with another
+  fingerprint is out of date and is replaced.
+- `build(config, directory)` fills the arrays that `cache.allocate(directory, ...)` creates for train and for test.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MODULES = {
 }
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
-"""Suffixes of the names of image files."""
+"""File name suffixes of images."""
 
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100 = """
@@ -56,8 +57,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
 
 
 def class_names(config: DataConfig) -> tuple[str, ...]:
-    """Returns the class names of the configured source, without decoding an image. For a folder source, it raises
-    UsageError as `folder.class_names` does."""
+    """Returns the class names of the configured source, without decoding an image. Raises UsageError if the source is
+    `folder` and its directories are not valid."""
     if config.source == "folder":
         from cifar_zero.data import folder
 

@@ -1,8 +1,9 @@
 """Augments and normalises whole blocks of images, on any device.
 
-Internally, a block is (n, H, W, 3), as images are stored: the bytes of a row of pixels are contiguous and can be copied
-at once. Each step is a few operations on all images. The same draws must give the same bits for every block size and
-device. lerp and addcmul are therefore not used, because they let a processor fuse a multiplication with an addition.
+Internally, a block has the shape (n, H, W, 3), in which images are stored. The bytes of a row of pixels are then
+contiguous and can be copied at once. Each step runs a few operations on all images of the block. The same draws must
+give the same bits for every block size and on every device. lerp and addcmul are therefore not used, because a
+processor may fuse their multiplication with their addition.
 """
 
 from collections.abc import Callable
@@ -41,11 +42,15 @@ class Augmentation:
         return draw(self.config, self.count, self.seed, epoch, self.inputs.side)
 
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Returns a block of stored images, augmented and normalised for the model, and their labels.
+        """Augments a block of stored images, normalises it for the model, and returns it with its labels.
 
-        The input is images uint8 (n, H, W, 3) and labels int64 (n,). The result is images float32 (n, H, W, 3) and the
-        same labels. With mixing, the input is 2n images and labels, with the partners last, and the result is n images
-        and labels float32 (n, classes). `draws` has one row for each input image.
+        Args:
+            images: uint8 (n, H, W, 3). With mixing, there are 2n images, of which the last n are the partners.
+            labels: int64 (n,), or (2n,) with mixing.
+            draws: one row for each input image.
+
+        Returns:
+            Images float32 (n, H, W, 3), and the unchanged labels. With mixing, the labels are float32 (n, classes).
         """
         if draws.flip is not None or draws.crop is not None:
             images = flip_and_crop(images, draws.flip, draws.crop, self.config.crop, self.config.padding)
@@ -66,9 +71,9 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
     `dtype`. Floating-point images have been normalised by a loader and are only cast. The arithmetic is always float32,
     because pixels 1/255 apart would become equal in bfloat16."""
     if not images.is_floating_point():
-        # On a GPU, torch divides by a Python number by multiplying with its reciprocal, which is off in 111 of the 256
-        # values. (x / 255 - 0.5) / 0.5 is computed in two passes, as x / 127.5 - 1. This changes no bit, because 0.5 is
-        # a power of two.
+        # For a division by a Python number, torch multiplies with its reciprocal on a GPU, which gives a different
+        # result for 111 of the 256 values. (x / 255 - 0.5) / 0.5 is computed in two passes, as x / 127.5 - 1. This
+        # changes no bit, because 0.5 is a power of two.
         images = images.float()
         if inputs.mean == inputs.std == (0.5,):
             images = images.div_(spread((127.5,), images)).sub_(1)
@@ -79,8 +84,9 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
 
 
 def spread(values: tuple[float, ...], images: Tensor) -> Tensor:
-    """Returns a value, or one value per channel, as a float32 image (1, 3, H, W) with the memory layout of `images`.
-    With a tensor (1, 3, 1, 1), torch's inner loop would run over three values only and take 5 times as long."""
+    """Returns an image float32 (1, 3, H, W) that is filled with one value, or with one value per channel, in the memory
+    layout of `images`. With a tensor (1, 3, 1, 1) instead, torch's inner loop would run over three values only and take
+    5 times as long."""
     image = torch.empty_like(images[:1], dtype=torch.float32)
     for channel, value in enumerate(values):
         image[:, channel :: len(values)] = value
@@ -92,11 +98,11 @@ def memory_format(device: torch.device, channels_last: bool = False) -> torch.me
     """Returns the memory format of batches (N, 3, H, W), which is channels_last on a CPU where oneDNN computes
     convolutions.
 
-    Max-pooling is vectorised only for channels_last: a training step of Net took 14 % less time with it for 512 images,
-    and 6 % less for 4 images. torch's own convolutions, which are faster for the smallest batches, take half as long
-    again in this format. Both were measured in float32 on an AMD EPYC with torch 2.15. On other devices `channels_last`
-    decides, because cuDNN's tensor core kernels for half precision prefer this format (NVIDIA, Convolutional Layers
-    User's Guide, "Tensor Layouts In Memory").
+    Max-pooling is vectorised only for channels_last. With this format, a training step of Net took 14 % less time for
+    512 images, and 6 % less for 4 images. Without oneDNN, torch's own convolutions, which are faster for the smallest
+    batches, take 1.5 times as long in this format. Both were measured in float32 on an AMD EPYC with torch 2.15. On
+    other devices `channels_last` decides, because cuDNN's tensor core kernels for half precision prefer this format
+    (NVIDIA, Convolutional Layers User's Guide, "Tensor Layouts In Memory").
     """
     if device.type == "cpu":
         onednn = torch.backends.mkldnn
@@ -115,7 +121,8 @@ def flip_and_crop(
     Args:
         crop: int (n, 2), top left corner of each crop in the padded image.
         border: padding in pixels on each side.
-        padding: black pixels, or the image mirrored at its outermost pixels (torch's reflection padding).
+        padding: "black" pads with black pixels, and "reflect" with the image mirrored at its outermost pixels (torch's
+            reflection padding).
     """
     count, height, width, channels = images.shape
     variants = [images]
@@ -148,16 +155,16 @@ def reflect(canvas: Tensor, border: int, dim: int) -> None:
 
 
 def blank_out(images: Tensor, boxes: Tensor) -> None:
-    """Sets boxes (n, 4) of normalised images (n, W, W, 3) to 0, which is the mean, in place. This is DeVries and
-    Taylor's cutout."""
+    """Sets the box (n, 4) of each normalised image (n, W, W, 3) to 0, which is the mean, in place. This is the cutout
+    of DeVries and Taylor."""
     vertical, horizontal = sides(boxes, images)
     keep = torch.maximum(1 - vertical, 1 - horizontal)
     images.view(keep.shape).mul_(keep)
 
 
 def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Blends each image with its partner inside a box, by the partner's weight. Outside the box the image stays as it
-    is. The labels are mixed in proportion to the share of each of the two images.
+    """Blends each image with its partner inside a box. Outside the box the image stays as it is. The labels of the two
+    images are mixed in proportion to the share of each image in the result.
 
     Args:
         images: float32 (2n, W, W, 3), with the partners last; they are overwritten.
@@ -179,9 +186,9 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
 
 
 def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two masks of square images (n, W, W, 3), whose product is 1 inside each box (n, 4) and 0 outside. The
-    vertical mask is float32 (n, W, 1). The horizontal mask is float32 (n, 1, W * 3), with one value for each
-    channel."""
+    """Returns a vertical and a horizontal mask of square images (n, W, W, 3). The product of the two masks is 1 inside
+    the box (n, 4) of each image and 0 outside. The vertical mask is float32 (n, W, 1). The horizontal mask is float32
+    (n, 1, W * 3), with one value for each channel."""
     start, stop = boxes.view(-1, 2, 2, 1).unbind(2)
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)
@@ -189,7 +196,8 @@ def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transforms_of(config: AugmentConfig) -> list[Transform]:
-    """Returns the transforms of --augment. Raises UsageError if the command line does not name the user's transform."""
+    """Returns the transforms of --augment. Raises UsageError if a configuration names a transform in the user's code
+    that the command line does not name too."""
     transforms: list[Transform] = []
     if config.policy == "randaugment":
         transforms.append(v2.RandAugment())

@@ -1,8 +1,8 @@
-"""The cache of decoded images. Images are decoded once, and then memory-mapped by every rank and every later run.
+"""Stores decoded images in a cache. Images are decoded once, and then memory-mapped by every rank and every later run.
 
 One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
-`meta.json`. The directory is written next to its final place, flushed to the disk and renamed in one step, so that a
-reader sees a whole cache or none, even if a writer is killed.
+`meta.json`. The directory is written next to its final place, flushed to the disk and renamed in one step. A reader
+therefore sees a whole cache or none, even if a writer is killed.
 """
 
 import errno
@@ -25,18 +25,18 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError, short
 from cifar_zero.models import IMAGE_SHAPE
 
-SCHEMA = 2  # version of this layout, in which channels are last; a cache of another version is replaced
+SCHEMA = 2  # version of this layout, which stores channels last; a cache with another version is replaced
 
 META = "meta.json"
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
 PAGE_BYTES = 4096
-"""The checksum of images reads one byte in each block of this size, which takes 6 ms and suffices because disks are
-damaged by whole blocks. The checksum of labels reads all bytes, because a label that is out of range would end a
+"""The checksum of images reads one byte in each block of this size. This takes 6 ms and suffices, because disks are
+damaged in whole blocks. The checksum of labels reads all bytes, because a label that is out of range would end a
 run."""
 
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, tokenize.TokenError)
-"""Exceptions that reading a missing or damaged cache raises. NumPy (2.4) raises the last one for some headers of an
-array."""
+"""Exceptions that reading a missing or damaged cache raises. NumPy (2.4) raises tokenize.TokenError for some headers of
+an array."""
 
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
@@ -59,11 +59,14 @@ class Dataset:
 def ensure(
     directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
 ) -> None:
-    """Makes `directory` hold the decoded images of `source`, with this `fingerprint` of their inputs.
+    """Ensures that `directory` holds the decoded images of `source`, made from inputs with this `fingerprint`.
 
-    If the cache is missing, out of date or damaged, `build` is called with an empty directory, which it fills with
-    `allocate`. Errors of `build` are passed on. Any number of processes may call this at once: one builds, and the
-    others wait.
+    If the cache is missing, out of date or damaged, it is built anew. Any number of processes may call this at once:
+    one builds, and the others wait. Errors of `build` are passed on.
+
+    Args:
+        classes: name of each class, in the order of the labels.
+        build: fills an empty directory with the arrays that `allocate` creates in it.
 
     Raises:
         UsageError: if the place cannot be written to.
@@ -86,8 +89,8 @@ def ensure(
 
 def locked(path: Path, work: str) -> AcquireReturnProxy:
     """Takes the lock file at `path` until the end of a `with` block. The operating system releases the lock when its
-    holder ends in any way, so a killed run blocks nobody. The file is not removed, because two processes could then
-    hold the lock.
+    holder ends in any way, so a killed run blocks nobody. The lock file is never removed, because two processes could
+    then hold the lock at the same time.
 
     Args:
         work: what the holder of the lock does, such as "prepares x", for the message to a process that waits.
@@ -143,8 +146,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 def _write(
     directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
 ) -> None:
-    """Builds a new cache and replaces the old one. The caller holds the lock. Raises UsageError if the folder that
-    would be removed is not a cache."""
+    """Builds a new cache and replaces the old one. The caller must hold the lock. Raises UsageError if the folder that
+    would be replaced is not a cache."""
     temporary = atomic.staged(directory)
     for folder in (directory, temporary):
         _check_ours(folder)
@@ -181,7 +184,7 @@ def _check_ours(folder: Path) -> None:
 def _create(path: Path, shape: tuple[int, ...], dtype: type[np.generic]) -> np.memmap[Any, Any]:
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     if hasattr(os, "posix_fallocate"):  # not on macOS
-        # Reserves the blocks: on a full disk this raises, whereas writing to the map would kill the process (SIGBUS).
+        # Reserves the blocks, which raises an error on a full disk. Writing to the map would kill the process (SIGBUS).
         with path.open("rb+") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return array

@@ -1,4 +1,5 @@
-"""The `cifar10` and `cifar100` sources: Krizhevsky's archives of 50,000 + 10,000 labelled images of 32 x 32 pixels.
+"""Reads the `cifar10` and `cifar100` sources, Krizhevsky's archives of 50,000 + 10,000 labelled images of 32 x 32
+pixels.
 
 torchvision checks and decodes the archives. It unpickles a file only if its MD5 is the published one, so no archive can
 run code.
@@ -29,8 +30,8 @@ def fingerprint(config: DataConfig) -> str:
 
 
 def build(config: DataConfig, directory: Path) -> None:
-    """Finds or downloads the archive and decodes it. Raises DownloadError if it cannot be downloaded, and RunError if
-    it does not hold the published files."""
+    """Finds or downloads the archive and decodes it. Raises DownloadError if the archive cannot be downloaded, and
+    RunError if it does not contain the published files."""
     published = {"cifar10": CIFAR10, "cifar100": CIFAR100}[config.source]
     splits = _read(published, config.root)
     if splits is None:
@@ -69,13 +70,19 @@ def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
 
 
 class DownloadError(RunError):
-    """Raised if a file cannot be downloaded, because there is no connection, the connection breaks, or the content is
-    wrong."""
+    """Raised if a file cannot be downloaded. The reason is a missing or broken connection, or wrong content."""
 
 
 def download(url: str, target: Path, md5: str, fix: str) -> None:
-    """Downloads `url` to `<target>.part` and renames it to `target` if its MD5 is right. Raises DownloadError if the
-    download fails, with a message that ends in `fix`, and OSError if the disk fails."""
+    """Downloads `url` to `<target>.part` and renames it to `target` if its MD5 is right.
+
+    Args:
+        fix: end of the error message, which says what the user can do.
+
+    Raises:
+        DownloadError: if the download fails.
+        OSError: if the disk fails.
+    """
     part = target.with_name(f"{target.name}.part")
     default_timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT_S)  # torchvision sets none, and a server that does not answer would block the run

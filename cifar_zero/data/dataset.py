@@ -1,4 +1,4 @@
-"""The images of a split that a loader reads, and the order in which each rank reads them."""
+"""Selects the images of a split that a loader reads, and the order in which each rank reads them."""
 
 import math
 import mmap
@@ -13,15 +13,15 @@ from cifar_zero.config.run import micro_batch_size
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import free_memory_bytes
 
-IGNORED = -1  # label of an entry that only pads a batch, which no loss and no metric counts
+IGNORED = -1  # label of an entry that only pads a batch; losses and metrics do not count it
 
-MAPPED_SHARE = 0.9  # share of free memory up to which mapped images stay in it, because a model needs some too
+MAPPED_SHARE = 0.9  # mapped images stay in memory up to this share of the free memory; a model needs some too
 
 
 def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
-    """Returns the memory map of images that are too many to stay in memory, else None. From then on, the kernel reads
-    only the pages in use. By default it reads 128 kB or more around an image, and these pages leave memory before they
-    are used."""
+    """Turns off read-ahead for memory-mapped images that are too many to stay in memory, and returns their memory map.
+    Returns None for other images. By default, the kernel reads 128 kB or more around an image, and these pages leave
+    memory before they are used. Without read-ahead, it reads only the pages in use."""
     pages: mmap.mmap | None = getattr(images, "_mmap", None)
     if pages is None or images.nbytes <= free_memory_bytes() * MAPPED_SHARE:
         return None
@@ -30,8 +30,8 @@ def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
 
 
 class Split:
-    """A subset of the stored images, addressed by position. Positions 0 ... count - 1 are the split's images; position
-    `count` repeats an image, with the label IGNORED."""
+    """A subset of the stored images, addressed by position. The split's images have the positions 0 to count - 1.
+    Position `count` repeats an image, with the label IGNORED."""
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """Makes a split of the stored images.
@@ -83,11 +83,13 @@ class Order:
 
 
 class TrainOrder(Order):
-    """Shuffles anew in each epoch, like torch's DistributedSampler with drop_last: rank r takes r, r + world_size, ...
+    """Shuffles the images anew in each epoch, like torch's DistributedSampler with drop_last. Rank r takes the shuffled
+    images r, r + world_size, r + 2 * world_size and so on.
 
-    An epoch has only whole optimizer steps, floor(count / batch_size) of them. DeepSpeed counts the micro-batches until
-    the next step itself and would carry a remainder into the next epoch, whereas DDP steps at the end of the epoch.
-    Because the ranks take turns, step k sees the same set of images for every number of ranks and every accumulation.
+    An epoch has only whole optimizer steps, and their number is floor(count / batch_size). DeepSpeed counts the
+    micro-batches until the next step itself and would carry a remainder into the next epoch, whereas DDP steps at the
+    end of the epoch. Because the ranks take turns, step k sees the same set of images for every number of ranks and
+    every accumulation.
 
     Args:
         batch_size: images of one optimizer step over all ranks, in `accumulate` micro-batches per rank.
@@ -120,12 +122,13 @@ class TrainOrder(Order):
 
 
 class EvalOrder(Order):
-    """Reads every image once, unshuffled and in the same order in all passes: rank r takes positions r, r + world_size,
-    ...
+    """Reads every image once, unshuffled and in the same order in all passes. Rank r takes the positions r, r +
+    world_size, r + 2 * world_size and so on.
 
     All ranks get the same number of batches of the same size, because ZeRO 3 gathers weights in every forward pass and
     would hang if one rank had more batches. Missing images are padded with position `count`, the split's ignored entry.
-    There are as few batches as possible, of even size, with at most `max_batch_size` images per rank.
+    A rank's batch has at most `max_batch_size` images. The number of batches is as small as this limit allows, and the
+    images are distributed evenly over the batches.
     """
 
     def __init__(self, count: int, max_batch_size: int, world_size: int, rank: int) -> None:

@@ -1,9 +1,9 @@
-"""The `digits` source: handwritten digits rendered in CIFAR-10's shape, without a download.
+"""Makes the `digits` source, which renders handwritten digits in CIFAR-10's shape, without a download.
 
-digits.npz holds 1,797 images of 8x8 pixels: the test set of UCI's "Optical Recognition of Handwritten Digits"
-(E. Alpaydin and C. Kaynak, 1998, doi.org/10.24432/C50P49, CC BY 4.0), which scikit-learn distributes too. They give
-50,000 train and 10,000 test colour images of 3x32x32, so that every recipe and benchmark for CIFAR-10 runs on them
-unchanged. Train and test images come from different originals, so the test accuracy measures generalisation.
+digits.npz holds 1,797 images of 8x8 pixels. They are the test set of UCI's "Optical Recognition of Handwritten Digits"
+(E. Alpaydin and C. Kaynak, 1998, doi.org/10.24432/C50P49, CC BY 4.0), which scikit-learn distributes too. From them,
+50,000 train and 10,000 test colour images of 3x32x32 are rendered, so that every recipe and benchmark for CIFAR-10 runs
+on them unchanged. Train and test images come from different originals, so the test accuracy measures generalisation.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from cifar_zero.data.dataset import stratified_split
 from cifar_zero.models import IMAGE_SHAPE
 
 ORIGINALS = Path(__file__).with_name("digits.npz")
-"""pixels: uint8 (1797, 64), ink from 0 to 16. labels: uint8 (1797,)."""
+"""File with two arrays: `pixels`, uint8 (1797, 64), with ink from 0 to 16, and `labels`, uint8 (1797,)."""
 
 TRAIN_PER_CLASS = 5_000
 TEST_PER_CLASS = 1_000
@@ -74,7 +74,8 @@ def render(
     """Yields batches of images (m, 3, 32, 32) and labels (m,) in a shuffled order, with `per_class` images of each
     class in total.
 
-    `originals` are (n, 8, 8) with ink from 0 to 1. The originals of a class are used equally often, to within one.
+    `originals` are (n, 8, 8) with ink from 0 to 1. The originals of a class are used equally often, except that some
+    are used once more if their number does not divide `per_class`.
     """
     rng = np.random.default_rng(seed)
     per_label = [np.resize(rng.permutation(np.flatnonzero(labels == k)), per_class) for k in np.unique(labels)]

@@ -1,4 +1,5 @@
-"""The random draws for each image of an epoch: one table for all ranks, looked up by position in the split.
+"""Draws the random augmentation of each image of an epoch. The draws form one table, which is the same on all ranks and
+is looked up by position in the split.
 
 The table depends only on the seed and the epoch. An image therefore gets the same augmentation on every rank and in
 every micro-batch, and a run that is resumed in the middle of an epoch continues as if it had never stopped.
@@ -17,9 +18,9 @@ from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.models import IMAGE_SHAPE
 
 GROUPS = 64
-"""Number of groups of images per epoch that share the draws of a policy. torchvision's transforms draw once per call,
-and one call for each image took 10 times as long (RandAugment: 1,800 instead of 18,800 images/s, one core of an AMD
-EPYC, torchvision 0.30)."""
+"""Number of groups into which the images of an epoch are divided. The images of a group share the draws of a policy,
+because torchvision's transforms draw once per call. One call for each image took 10 times as long as one call for each
+group (RandAugment: 1,800 instead of 18,800 images/s, one core of an AMD EPYC, torchvision 0.30)."""
 
 
 class Draws(NamedTuple):
@@ -42,7 +43,7 @@ class Draws(NamedTuple):
 
 def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = IMAGE_SHAPE[1]) -> Draws:
     """Draws, on the CPU, the table of an epoch for a split of `count` images of `side` x `side` pixels. It uses numpy's
-    generator, which accepts the seed and the epoch as two numbers and has the beta distribution; torch's generator
+    generator, which has the beta distribution and accepts the seed and the epoch as two numbers. torch's generator
     accepts only one number. The global generators are not used."""
     rng = _generator(seed, epoch)
     drawn: dict[str, Any] = {}
@@ -68,8 +69,8 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = I
 def _mixing(
     config: AugmentConfig, rng: np.random.Generator, count: int, side: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draws boxes (count, 4) and the partner's weights (count,) inside them, for mixup (Zhang et al. 2018), for cutmix
-    (Yun et al. 2019), or for either of them with probability 1/2."""
+    """Draws boxes (count, 4) and the partner's weights (count,) inside them. They are drawn for mixup (Zhang et al.
+    2018), for cutmix (Yun et al. 2019), or, if both are on, for either of the two with probability 1/2."""
     boxes = np.tile(np.array([0, side, 0, side]), (count, 1))
     weights = np.ones(count, np.float32)
     if config.cutmix:
@@ -94,7 +95,7 @@ def _boxes(rng: np.random.Generator, sides: NDArray[np.int64], side: int) -> NDA
 
 def _rectangles(rng: np.random.Generator, count: int, side: int) -> NDArray[np.int64]:
     """Draws rectangles (count, 4) within the image, with the area and the aspect ratio of random erasing (Zhong et al.
-    2017, torchvision's defaults). A side that is longer than the image's is cut."""
+    2017, torchvision's defaults). A side that is longer than the image is cut to the image's side."""
     area, log_aspect = rng.uniform(0.02, 0.33, count), rng.uniform(math.log(0.3), math.log(3.3), count)
     aspect = np.exp(log_aspect / 2)[:, None] ** [1, -1]
     lengths = (side * np.sqrt(area)[:, None] * aspect).round().clip(1, side).astype(np.int64)

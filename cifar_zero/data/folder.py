@@ -1,4 +1,5 @@
-"""The `folder` source: the user's own images, as <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg."""
+"""Reads the `folder` source, the user's own images: <root>/train/<class>/*.png|jpg and
+<root>/test/<class>/*.png|jpg."""
 
 import hashlib
 import os
@@ -24,8 +25,8 @@ FORMATS = ("PNG", "JPEG")
 """Pillow tries only these decoders, whatever the suffix of a file, because others start programs (EPS: Ghostscript)."""
 
 MAX_PIXELS = 8192 * 8192
-"""Largest number of pixels of an image. It takes 200 MB as RGB on each core that decodes, and exceeds a camera's 50
-megapixels."""
+"""Largest number of pixels of an image. Such an image takes 200 MB as RGB on each core that decodes one. The limit is
+higher than the 50 megapixels of a camera."""
 
 CHUNK = 64  # images that a thread takes at a time: enough that handing them out costs nothing
 
@@ -36,8 +37,8 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     """Returns the names of the directories under train/, sorted.
 
     Raises:
-        UsageError: if a directory is missing or unreadable, if its name has control characters, if there are fewer than
-            two classes, if a class has no images, or if test/ has other classes than train/.
+        UsageError: if a directory is missing or unreadable, if the name of a class has control characters, if there are
+            fewer than two classes, if a class has no images, or if test/ has other classes than train/.
     """
     train, test = (_folders(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:
@@ -150,8 +151,8 @@ def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None
     interval_s = 0.1
     if not sys.stderr.isatty():  # a log file, a cluster's job output
         interval_s = 10.0
-    # Threads suffice, because Pillow decodes outside the interpreter's lock. Processes would not do, because the
-    # children of a killed run would survive it and keep the cache's lock.
+    # Threads suffice, because Pillow decodes outside the interpreter's lock. Processes are not used, because they would
+    # survive a killed run and keep the cache's lock.
     with ThreadPool(os.cpu_count()) as pool:
         decoded = pool.imap(decode_row, range(len(paths)), CHUNK)
         for _ in tqdm(decoded, title, len(paths), mininterval=interval_s):

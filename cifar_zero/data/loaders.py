@@ -1,5 +1,5 @@
-"""The loaders of --data.loader. The memory loader cuts micro-batches from blocks of images that a GPU or the host
-stores, and runs Python code per image only for images on the disk. The torch loader applies the PyTorch tutorial's
+"""Defines the loaders of --data.loader. The memory loader cuts micro-batches from blocks of images that a GPU or the
+host stores, and runs Python code per image only for images on the disk. The torch loader applies the PyTorch tutorial's
 transforms image by image, in a DataLoader with worker processes."""
 
 import math
@@ -23,31 +23,32 @@ from cifar_zero.data.dataset import Order, Split, map_beyond_memory
 from cifar_zero.data.draws import Draws
 
 BLOCK_IMAGES = {"cpu": 128, "cuda": 8192}
-"""Number of images that are gathered, augmented and normalised at once, by type of device, rounded up to whole
-micro-batches. Images with more than 32 x 32 pixels have smaller blocks.
+"""Number of images that are gathered, augmented and normalised at once, by type of device. It is rounded up to whole
+micro-batches. Blocks of images with more than 32 x 32 pixels have fewer images.
 
-The CPU's number was measured on one core of an AMD EPYC with 1 MB of second-level cache, with torch 2.15: 128 and 256
-images are about equal, smaller blocks spend more time on calling each operation, and larger ones on memory access. The
-GPU's number was not measured. Its 8,192 images of 32 x 32 pixels take 100 MB in float32, and the host calls the
-operations that make a block only once per 8,192 images.
+The CPU's number was measured on one core of an AMD EPYC with 1 MB of second-level cache, with torch 2.15. Blocks of 128
+and of 256 images are about equally fast. Smaller blocks spend more time on calling each operation, and larger blocks on
+memory access. The GPU's number was not measured. Its 8,192 images of 32 x 32 pixels take 100 MB in float32, and the
+host calls the operations that make a block only once per 8,192 images.
 """
 
 GROUPED_BLOCK_IMAGES = {"cpu": 2048, "cuda": 16384}
-"""The same number for blocks with a policy or the user's transform, which are called once for each group of images."""
+"""Replaces BLOCK_IMAGES for blocks with a policy or the user's transform. In each block, these are called once for each
+group of images."""
 
 STRETCH_BLOCKS = 64
-"""Number of blocks that are looked up at once in the tables of an epoch. It is large enough that a GPU does not wait
+"""Number of blocks for which the tables of an epoch are looked up at once. It is large enough that a GPU does not wait
 for the copies, and small enough that an epoch starts without delay."""
 
 RESIDENT_SHARE = 1 / 4
-"""Share of a GPU's free memory that stored images may take; the model's memory is allocated later. CIFAR-10 takes 184
-MB."""
+"""Largest share of a GPU's free memory that stored images may take. The model's memory is allocated later. CIFAR-10
+takes 184 MB."""
 
 
 class Stored:
-    """Stores images uint8 (N, 3, H, W) for batches on a device. They are on the GPU if they take at most RESIDENT_SHARE
-    of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU. `take` returns
-    blocks on `device` and needs row numbers on `rows_device`."""
+    """Stores images uint8 (N, 3, H, W) for batches on a device. The images are stored on the GPU if they take at most
+    RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU.
+    `take` needs row numbers on `rows_device` and returns blocks on `device`."""
 
     def __init__(self, images: NDArray[np.uint8], device: torch.device | str) -> None:
         with warnings.catch_warnings():
@@ -89,16 +90,16 @@ class Resumable:
     _resumed: Mapping[str, int] = {}
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what Lightning saves in a checkpoint: the epoch and the number of micro-batches yielded in it so
-        far."""
+        """Returns the epoch and the number of micro-batches that were yielded in it so far. Lightning saves both in a
+        checkpoint."""
         return {"epoch": self.batch_sampler.epoch, "given": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Makes the next pass continue at the position of the loader that saved the state, if the epoch is the same."""
+        """Makes the next pass continue at the saved position if it is a pass over the saved epoch."""
         self._resumed = state
 
     def _begin(self) -> int:
-        """Starts a pass, whose epoch is already set, and returns the number of micro-batches to skip."""
+        """Starts a pass and returns the number of micro-batches to skip. The epoch must already be set."""
         self._given = 0
         if self._resumed.get("epoch") == self.batch_sampler.epoch:
             self._given = self._resumed["given"]
@@ -113,7 +114,7 @@ class Resumable:
 class MemoryLoader(Resumable):
     """Yields (images, labels) in the given order, on the device.
 
-    Images are float32 (m, 3, H, W), normalised, in `memory_format`. Labels are int64 (m,), see `Split`, or float32 (m,
+    Images are float32 (m, 3, H, W), normalised, in `memory_format`. Labels are int64 (m,) as in `Split`, or float32 (m,
     classes) with mixup or cutmix. Several micro-batches are made at once, as views of one block.
 
     Args:
@@ -144,7 +145,8 @@ class MemoryLoader(Resumable):
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the micro-batches of an epoch, or the rest of them if a loaded state has begun this epoch."""
+        """Yields the micro-batches of an epoch, or only the remaining ones if the loaded state is in the middle of this
+        epoch."""
         self._begin()
         size = self.batch_sampler.batch_size
         for rows, labels, draws in self._plan():
@@ -155,8 +157,8 @@ class MemoryLoader(Resumable):
                 yield batch
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
-        """Yields the stored rows, labels and draws of each block. Entries of mixed-in partners follow the block's own
-        entries."""
+        """Yields, for each block, the rows of the stored images, the labels and the draws. With mixing, the entries of
+        the partners follow the entries of the images that they are mixed into."""
         device, rows_device = self._stored.device, self._stored.rows_device
         table = self._augmentation.draw(self.batch_sampler.epoch)
         for stretch in self.batch_sampler.positions()[self._given :].split(self._block * STRETCH_BLOCKS):
@@ -194,22 +196,25 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
 
 class TorchLoader(Resumable, DataLoader[Any]):
-    """A DataLoader that can continue in the middle of an epoch. It reads the order only at the first batch.
+    """A DataLoader that can continue in the middle of an epoch. It yields (images float32 (m, 3, H, W), labels int64
+    (m,)).
 
-    Lightning (2.6.6) creates the iterator of a resumed run before it sets the epoch, so DataLoader's own iterator would
-    read the order too early. Yields (images float32 (m, 3, H, W), labels int64 (m,)).
+    It reads the order only at the first batch. Lightning (2.6.6) creates the iterator of a resumed run before it sets
+    the epoch, so DataLoader's own iterator would read the order too early.
     """
 
     batch_sampler: Order
 
     def __init__(self, split: Split, order: Order, workers: int, inputs: Inputs = PLAIN, pin: bool = False) -> None:
-        # With the global generator, dropout would differ from dropout with the memory loader.
+        # DataLoader would draw from the global generator by default, and dropout would then differ from a run with the
+        # memory loader.
         options: Any = {"num_workers": workers, "persistent_workers": workers > 0, "generator": torch.Generator()}
         # Batches are in pinned memory, so that the host does not wait for the copy to a GPU.
         super().__init__(TransformedImages(split, inputs), batch_sampler=order, pin_memory=pin, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Yields the micro-batches of an epoch, or the rest of them if a loaded state has begun this epoch."""
+        """Yields the micro-batches of an epoch, or only the remaining ones if the loaded state is in the middle of this
+        epoch."""
         self.batch_sampler.skipped = self._begin()
         try:
             for batch in super().__iter__():

@@ -1,5 +1,5 @@
-"""The `synthetic` source: any number of images of random pixels, to measure speed. A model cannot learn anything from
-them."""
+"""Makes the `synthetic` source, any number of images of random pixels, to measure speed. A model cannot learn anything
+from them."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The registry of models: plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class scores.
+"""Defines the registry of models, which are plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class
+scores.
 
 Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is the model's help text. An
 entry imports its torch module only when it builds the model, so that the command line has every option without
@@ -47,8 +48,8 @@ class MixtureOptions(Options):
     """The options that all mixtures of experts of a model share."""
 
     num_experts: list[int] = field(default_factory=lambda: [2])
-    """Number of experts of each mixture, one number for each; different numbers make a pyramid (PR-MoE with mlp_type
-    residual)."""
+    """Number of experts of each mixture, as a list with one number per mixture; different numbers make a pyramid
+    (PR-MoE with mlp_type residual)."""
 
     ep_size: int = limited(1, at_least=1)
     """Ranks over which the experts of a mixture are distributed; more than 1 needs DeepSpeed with ZeRO stages 0 to 2.
@@ -65,8 +66,8 @@ class MixtureOptions(Options):
     other tokens are dropped."""
 
     eval_capacity_factor: float = 0.0
-    """The same factor in evaluation, where the last tokens are dropped. 0: no tokens are dropped, so that images do not
-    affect each other."""
+    """Value of capacity_factor in evaluation, where the last tokens are dropped. 0: no tokens are dropped, so that
+    images do not affect each other."""
 
     min_capacity: int = 0
     """Lower bound of an expert's capacity, in tokens."""
@@ -76,7 +77,7 @@ class MixtureOptions(Options):
     the gate's input is multiplied by random numbers close to 1."""
 
     load_balance: float = 0.01
-    """Weight of the load-balancing loss, which is 1 for a mixture with even load. 0: no such loss, as in
+    """Weight of the load-balancing loss, which is 1 for a mixture with even load. 0: no load-balancing loss, as in
     DeepSpeedExamples."""
 
     def __post_init__(self) -> None:
@@ -97,8 +98,8 @@ class Model(Options):
     """An entry of the registry, with the values of its options."""
 
     network: ClassVar[str]
-    """A module of models/ and a name in it. The name's class or function takes the number of classes and this entry,
-    and returns the model."""
+    """MODULE.NAME of the class or function that builds the model, in a module of models/. It takes the number of
+    classes and this entry."""
 
     tokens_per_image: ClassVar[int] = 0  # number of a transformer's patches; 0 for other models
 
@@ -232,12 +233,12 @@ class ViTMoE(Model, MixtureOptions):
     dropout: ClassVar[float] = 0.0
 
     num_experts: list[int] = field(default_factory=lambda: [4])
-    """Number of experts of each mixture: one number per mixture, which half of the blocks have, or one number for
-    all."""
+    """Number of experts of each mixture, as one number for all mixtures or one number per mixture. Half of the blocks
+    have a mixture."""
 
     size: Size = "tiny"
-    """Size of the model without its experts, with millions of parameters: tiny (5.4), small (21), base (85), large
-    (302), 1b, 13b."""
+    """Size of the model without its experts, here with its millions of parameters: tiny (5.4), small (21), base (85),
+    large (302), 1b, 13b."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,16 +252,16 @@ class ViTMoE(Model, MixtureOptions):
 
 
 def _harmless(value: Any) -> bool:
-    """Returns whether the value of an option can name neither a file nor an address nor code. Other values are refused,
-    because options may come from files of other authors."""
+    """Returns whether an option's value consists of numbers, booleans and None, which cannot name a file, an address or
+    code. Other values are refused, because options may come from files of other authors."""
     if isinstance(value, (list, tuple)):
         return all(map(_harmless, value))
     return value is None or isinstance(value, (bool, int, float))
 
 
 class ThirdParty(Model):
-    """A model that was not written for this program. It is built whole before it is sharded, and is tried out on shapes
-    before a run."""
+    """A model that was not written for this program. It is built completely before it is sharded. Before a run,
+    `external.check` tries it out on images of the run's shape."""
 
 
 @dataclass
@@ -271,15 +272,15 @@ class External(ThirdParty):
     architecture: ClassVar[str]
 
     kwargs: dict[str, Plain] = field(default_factory=dict)
-    """Options of the torchvision function that builds the model, for instance --model.kwargs.dropout 0.1: numbers, true
-    or false, and lists of them."""
+    """Options of the torchvision function that builds the model, for instance --model.kwargs.dropout 0.1. The values
+    are numbers, true or false, or lists of them."""
 
     image_size: int = 0
     """Side in pixels to which the images are scaled, for a model that needs larger images. 0: not scaled."""
 
     weights: str = ""
-    """Start from torchvision's pretrained weights, with a new head for another number of classes: DEFAULT, or one of
-    torchvision's names, such as IMAGENET1K_V1. Most expect --data.normalize imagenet. Empty: initialised weights."""
+    """Name of torchvision's pretrained weights to start from: DEFAULT, or a name such as IMAGENET1K_V1. The head is new
+    if the number of classes differs. Most weights expect --data.normalize imagenet. Empty: initialised weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,8 +293,8 @@ PREFIX = "torchvision:"  # before the name of a torchvision classifier, as in to
 
 
 class Models(dict[str, type[Model]]):
-    """The registry of models by name. It lists the models of this folder; a name with torchvision's prefix is an entry
-    too."""
+    """The registry of models by name. It lists the models of this folder. A name that begins with torchvision's prefix
+    is also an entry."""
 
     def __missing__(self, name: str) -> type[Model]:
         if name not in self:

@@ -1,5 +1,5 @@
-"""Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the forward pass stores
-only each block's input, and the backward pass recomputes the block's activations."""
+"""Adds activation checkpointing to a model (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). The
+forward pass stores only each block's input, and the backward pass recomputes the block's activations."""
 
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -23,8 +23,8 @@ def checkpoint_blocks(net: nn.Module) -> None:
     ResNets and most models of torchvision have. A list of plain layers, such as VGG's, is cut into pieces of about the
     square root of its length (Chen et al. 2016, section 4.1), because checkpointing single layers would save nothing.
 
-    Only functions are replaced and no modules, so that parameters keep their names. Losses and weights stay the same
-    bit for bit. Raises UsageError if the model has no blocks.
+    Only `forward` methods are replaced, not modules, so that parameters keep their names. Losses and weights stay the
+    same bit for bit. Raises UsageError if the model has no blocks.
     """
     found = False
     for layers in _outermost_lists(net):
@@ -47,8 +47,8 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleLis
 
 
 def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
-    """Returns the layers in pieces. Each piece begins with a layer that has parameters, because an in-place activation
-    would overwrite the stored input."""
+    """Cuts the layers into pieces. Each piece begins with a layer that has parameters, because an in-place activation
+    at its beginning would overwrite the stored input."""
     pieces: list[list[nn.Module]] = [[]]
     for layer in layers:
         if len(pieces[-1]) >= math.isqrt(len(layers)) and [*layer.parameters()]:
@@ -67,9 +67,9 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 @contextmanager
 def _leaving_no_trace(block: nn.Module) -> Generator[None]:
-    """A context for a block's second forward pass. In it, batch norms do not update their statistics, and gates keep
-    the routing of the first pass, whose loss is in the graph. The loss of the second routing would keep all recomputed
-    activations in memory."""
+    """Context manager for the forward pass that recomputes a block. Batch norms do not update their statistics in it.
+    Gates keep the routing of the first forward pass, because the loss of that routing is in the graph. The loss of the
+    second routing would keep all recomputed activations in memory."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     routings = [(gate, gate.routing) for gate in gates(block)]

@@ -1,4 +1,4 @@
-"""Models in half precision whose batch norms keep their running statistics in float32.
+"""Keeps the running statistics of batch norms in float32 in models that are in half precision.
 
 A training step moves a running statistic by a tenth of its distance to the batch's statistic. In bfloat16, with its 8
 bits of precision, a distance under 2 to 4 % is rounded away. torch (2.15) accepts float32 statistics only with float32
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 STATISTICS = ("running_mean", "running_var")
-"""Buffers of batch norms, which stay in float32."""
+"""Names of the buffers of batch norms that stay in float32."""
 
 
 def cast_buffers(net: nn.Module, dtype: torch.dtype) -> None:

@@ -1,5 +1,5 @@
-"""A small model built from patterns that have broken strategies. Each pattern cites the DeepSpeed issues that report
-it."""
+"""Defines a small model built from patterns that have broken strategies. Each pattern cites the DeepSpeed issues that
+report it."""
 
 import torch
 import torch.nn.functional as F
@@ -21,24 +21,25 @@ class EdgeCases(nn.Module):
 
     def __init__(self, num_classes: int, options: models.EdgeCases):
         super().__init__()
-        # Frozen, and so in no partition (DeepSpeed issue 4055).
+        # Frozen weights are in no partition (DeepSpeed issue 4055).
         self.stem = nn.Conv2d(3, 7, 3, stride=2, padding=1).requires_grad_(False)
-        # A bias before batch normalisation: its gradient is nothing but rounding error.
+        # The gradient of a bias before batch normalisation is nothing but rounding error.
         self.conv = nn.Conv2d(7, 11, 3, stride=2, padding=1)
         self.conv_norm = nn.BatchNorm2d(11)
-        # One tensor with half of all elements, which every partition into ranks cuts in the middle.
+        # This tensor has half of all elements, and every partition into ranks cuts it in the middle.
         self.project = nn.Linear(11 * 4 * 4, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        # Used twice in a forward pass, so that one hook gets two gradients (DeepSpeed issues 8224 and 8245).
+        # This layer is used twice in a forward pass, so that one hook gets two gradients (DeepSpeed issues 8224 and
+        # 8245).
         self.twice = nn.Linear(WIDTH, WIDTH)
-        # Tied: one tensor with two names (DeepSpeed issues 966 and 3824).
+        # Tied weights are one tensor with two names (DeepSpeed issues 966 and 3824).
         self.first = nn.Linear(WIDTH, WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
         self.second.weight = self.first.weight
-        # Without a gradient in some micro-batches (DeepSpeed issues 545 and 1266).
+        # The branch has no gradient in some micro-batches (DeepSpeed issues 545 and 1266).
         self.branch = nn.Linear(WIDTH, WIDTH)
-        # One element in one dimension: FSDP2 (torch 2.15) refuses a tensor without dimensions, and DeepSpeed (0.19.8)
-        # fails at the start.
+        # The scale has one element in one dimension. FSDP2 (torch 2.15) refuses a tensor without dimensions, and
+        # DeepSpeed (0.19.8) fails at the start with one.
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(WIDTH, num_classes)
         self._unused = options.unused

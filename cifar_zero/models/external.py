@@ -1,4 +1,4 @@
-"""Image classifiers of torchvision under torchvision's names, and their pretrained weights."""
+"""Builds image classifiers of torchvision, under torchvision's names, and loads their pretrained weights."""
 
 import re
 from collections import OrderedDict
@@ -20,13 +20,13 @@ Shape = tuple[int, int, int, int]
 
 def external(num_classes: int, options: models.External) -> nn.Module:
     """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError if
-    torchvision has no such classifier, or if the classifier has no such option."""
+    torchvision has no classifier of this name, or if the classifier does not have one of the given options."""
     known = torchvision.models.list_models(module=torchvision.models)
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)
         raise ValueError(f"torchvision has no classifier of this name, {closest}")
     given = {"num_classes": num_classes, **options.kwargs}
-    try:  # options that are also set here raise TypeError
+    try:  # options that are set in this function too raise TypeError
         net = built(lambda: torchvision.models.get_model(options.architecture, weights=None, **given))
     except TypeError as error:
         raise ValueError(f"kwargs do not fit: {short(error)}") from error
@@ -37,9 +37,14 @@ def external(num_classes: int, options: models.External) -> nn.Module:
 
 
 def pretrained(options: models.External) -> dict[str, Tensor]:
-    """Returns torchvision's pretrained weights by the model's parameter names, from torch's cache or by download. torch
-    compares a download with the hash in its name, but not a file in the cache, and loads nothing but tensors. Raises
-    UsageError if there are no weights of that name, if the download fails, or if the file is damaged."""
+    """Returns torchvision's pretrained weights by the model's parameter names, from torch's cache or by download.
+
+    torch compares the hash of a download with the hash in its name. It does not check a file that is already in the
+    cache, but loads nothing but tensors from it.
+
+    Raises:
+        UsageError: if there are no weights of that name, if the download fails, or if the file is damaged.
+    """
     known = torchvision.models.get_model_weights(options.architecture).__members__
     if options.weights not in known:
         raise UsageError(f"--model.weights {options.weights}: {nearest(options.weights, known)}")
@@ -69,8 +74,9 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 def check(entry: models.Model, num_classes: int, images: Shape) -> None:
     """Builds a model and runs it on training images, without values (torch's meta device) if that is possible.
 
-    Raises ValueError if the model cannot be built, does not accept such images, or does not return (N, num_classes)
-    scores.
+    Raises:
+        ValueError: if the model cannot be built, does not accept images of this shape, or does not return (N,
+            num_classes) scores.
     """
     try:
         _try_out(entry, num_classes, images, "meta")

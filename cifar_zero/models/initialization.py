@@ -1,4 +1,4 @@
-"""Initial weights that are the same on every device, drawn by torch's layers or by Xavier's or He's scheme."""
+"""Draws initial weights that are the same on every device, as torch's layers do or by Xavier's or He's scheme."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +20,9 @@ RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)  # op
 
 
 class DrawnOnCPU(TorchDispatchMode):
-    """Draws random numbers for tensors on a GPU from the CPU's generator. Otherwise, a model that a strategy builds on
-    the GPU would start from other weights than a model that is built on the CPU, as under fsdp2 or in a run without a
-    GPU."""
+    """Draws random numbers for tensors on a GPU from the CPU's generator. Without this mode, a model that a strategy
+    builds on the GPU would start from other weights than a model that is built on the CPU. A model is built on the CPU
+    under fsdp2, for example, or in a run without a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,5 @@
-"""A mixture of experts in plain torch: a gate sends each token to one or two of several experts of the same shape.
+"""Implements mixtures of experts in plain torch. A gate sends each token to one or two of several experts of the same
+shape.
 
 The maths is the same as in DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020;
 Switch Transformer, Fedus et al. 2021). Every strategy uses this gate. The layer in this file has all experts on one
@@ -26,7 +27,7 @@ class Routing:
     """The routing of S tokens to E experts in one forward pass, with k experts for each token."""
 
     experts: Tensor  # int64 (k, S), each token's experts, the most probable first; -1 where the token was dropped
-    slots: Tensor  # int64 (k, S), each token's place among the places of its expert
+    slots: Tensor  # int64 (k, S), index of each token's place in its expert
     weights: Tensor  # float32 (k, S), weights of the experts' outputs; 0 where the token was dropped
     capacity: int  # number of places of each expert
     tokens: Tensor  # int64 (E,), tokens that each expert receives
@@ -87,8 +88,9 @@ class Gate(nn.Module):
         )
 
     def _choices(self, logits: Tensor) -> Tensor:
-        """Returns each token's experts (k, S): the most probable one, and with top_k 2 a second one. In training, the
-        second expert is drawn by Gumbel's trick as in DeepSpeed, and so is the first with RSample."""
+        """Returns the experts of each token, int64 (k, S). The first is the most probable expert, and with top_k 2 the
+        second is the next most probable one. In training, the second expert is drawn by Gumbel's trick instead, as in
+        DeepSpeed. With RSample, the first expert is drawn in the same way."""
         noisy = logits
         if self.training and (self.options.noisy_gate_policy == "RSample" or self.options.top_k == 2):
             noisy = logits + gumbel(logits)
@@ -105,7 +107,7 @@ class Gate(nn.Module):
         if self.training:
             factor = self.options.capacity_factor
         if factor:
-            # Rounds up, but not because of rounding error in the factor.
+            # Rounds up, but not if only rounding error in the factor exceeds a whole number.
             share = math.ceil(tokens * routes * factor / experts - 1e-6)
             return min(max(share, self.options.min_capacity, 1), tokens)
         if torch.compiler.is_exporting():  # an exported program cannot wait for a value
@@ -113,8 +115,8 @@ class Gate(nn.Module):
         return self._largest(masks.sum((0, 1)).max())
 
     def run(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Returns what the layer of this gate computes from x. If shapes depend on values, the layer is left out of the
-        graphs of torch.compile, because each new shape would recompile it."""
+        """Calls the layer of this gate on x and returns the result. If shapes in the layer depend on values, the layer
+        is left out of the graphs of torch.compile, because each new shape would recompile it."""
         known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
         if torch.compiler.is_compiling() and not known:
             disable: Any = torch.compiler.disable
@@ -128,9 +130,9 @@ class Gate(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer of experts on one device that maps tokens (..., hidden_size) to the same shape. Every expert runs on as
-    many places as its capacity, padded with zeros, and so gets a gradient in each step. DeepSpeed gives all experts of
-    a layer the same initial weights; here each expert draws other weights, in `make_expert`."""
+    """A layer of experts on one device that maps tokens (..., hidden_size) to the same shape. Every expert processes as
+    many tokens as its capacity, padded with zeros, so that it gets a gradient in each step. DeepSpeed gives all experts
+    of a layer the same initial weights, whereas each call of `make_expert` draws other weights."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, make_expert: Callable[[], nn.Module], options: MixtureOptions

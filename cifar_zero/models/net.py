@@ -1,4 +1,4 @@
-"""The tutorial's model, a variant of it with mixtures of experts, and the multi-layer perceptron."""
+"""Defines the tutorial's model, a variant of it with mixtures of experts, and the multi-layer perceptron."""
 
 from functools import partial
 

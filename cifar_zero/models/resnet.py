@@ -1,8 +1,9 @@
-"""Residual networks (He et al. 2016, ImageNet's table 1) for images of 32 x 32 pixels, made of torchvision's blocks.
+"""Builds residual networks (He et al. 2016, ImageNet's table 1) for images of 32 x 32 pixels, from torchvision's
+blocks.
 
 The first layer is a 3 x 3 convolution without stride, and no max-pooling follows, as in the paper's own networks for
 CIFAR (section 4.2). A stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are the
-same as in torchvision, whose bottleneck has its stride in the 3 x 3 convolution.
+same as in torchvision. Its bottleneck has its stride in the 3 x 3 convolution.
 """
 
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
 
 
 class ResNet(nn.Module):
-    """Stem -> four stages of residual blocks -> mean over the positions -> class scores."""
+    """A residual network: a stem, four stages of residual blocks, a mean over the positions, and a linear layer that
+    gives the class scores."""
 
     def __init__(self, num_classes: int, options: models.ResNet):
         super().__init__()

@@ -1,5 +1,5 @@
-"""The small model of the CIFAR-10 speed records. It is VGG-like, after a first layer that whitens patches of the
-images.
+"""Defines the small model of the CIFAR-10 speed records. Its first layer whitens patches of the images, and VGG-like
+layers follow.
 
 The model and its constants follow Keller Jordan's airbench94 (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single
 GPU", arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, airbench94_muon.py).
@@ -18,18 +18,18 @@ WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a 
 CHANNELS = (64, 256, 256)  # output channels of the three blocks, at width 1
 
 SCORE_SCALE = 16
-"""Scores are divided by this number times the square root of the number of channels. With the 256 channels of the
-reference, from which the learning rates are, the divisor is 256. The same learning rates then fit every width, because
-a step of the head changes the scores by the same amount."""
+"""Scores are divided by this number times the square root of the number of channels. The reference has 256 channels,
+for which the divisor is 256. With this divisor, the reference's learning rates fit every width, because a step of the
+head changes the scores by the same amount."""
 
 NORM_MOMENTUM = 0.4
 """Weight of the newest micro-batch in the running statistics of batch norms (torch's default is 0.1). In a training of
 200 steps, older statistics come from outdated weights."""
 
 WHITENING_EPS = 5e-4
-"""Added to the variance of each principal direction, as a share of the mean variance, because the last directions are
-noise and must not be amplified. The reference adds the same number to patches that have variance 1; as a share, it has
-the same effect on the patches here."""
+"""This share of the mean variance is added to the variance of each principal direction, because the last directions are
+noise and must not be amplified. The reference adds the number itself to patches that have variance 1. The share has the
+same effect on the patches of this program."""
 
 
 class SpeedNet(nn.Module):
@@ -74,8 +74,8 @@ class Block(nn.Module):
 
 
 class IdentityConv(nn.Conv2d):
-    """A convolution whose first filters each pass one channel of the input through (Dirac). The other filters are
-    initialised by torch."""
+    """A convolution whose first filters each copy one channel of the input (Dirac initialisation). The other filters
+    are initialised by torch."""
 
     def reset_parameters(self) -> None:  # called by the constructor, before ZeRO 3 shards the weights
         super().reset_parameters()
@@ -99,11 +99,11 @@ def norm(channels: int) -> nn.BatchNorm2d:
 
 
 def whitening_filters(images: Tensor) -> Tensor:
-    """Returns the principal directions of the patches of images, float (N, 3, H, W), divided by their standard
-    deviations, and then the same directions with a negative sign: float32 (WHITENED, 3, PATCH, PATCH).
+    """Returns filters float32 (WHITENED, 3, PATCH, PATCH) that whiten the patches of images, float (N, 3, H, W).
 
-    A convolution with these filters gives patches whose second moments are the identity, up to `WHITENING_EPS`. The
-    mean is not subtracted, as in the reference.
+    The first half of the filters are the principal directions of the patches, divided by their standard deviations. The
+    second half are the same filters with a negative sign. A convolution with the first half gives patches whose second
+    moments are the identity, up to `WHITENING_EPS`. The mean is not subtracted, as in the reference.
     """
     patches = F.unfold(images, PATCH)  # (N, 12, patches of an image), colour by colour as in a filter
     covariance = (patches @ patches.mT).mean(0).double().cpu() / patches.shape[2]

@@ -37,11 +37,11 @@ class UserModel(ThirdParty):
 
 
 def register_user_model(name: str) -> None:
-    """Adds a model of the user to the registry. It is a class, or a function that returns a module.
+    """Adds a model of the user to the registry. The model is given by a class, or by a function that returns a module.
 
-    The model maps images (N, 3, H, W) to scores (N, classes). Its arguments become options, except those whose default
-    is not a plain value, such as a class. An argument `num_classes` gets the number of classes. Only the command line
-    may name such a model, because it is code.
+    The model maps images (N, 3, H, W) to scores (N, classes). The arguments of the class or function become options,
+    except those whose default is not a plain value, such as a class. An argument `num_classes` gets the number of
+    classes. Only the command line may name such a model, because it is code.
 
     Args:
         name: FILE.py:NAME or PACKAGE.MODULE:NAME.
@@ -63,7 +63,7 @@ def register_user_model(name: str) -> None:
         if not isinstance(argument.default, bool | int | float | str | list | tuple | dict | None):
             continue
         default: Any = field(default_factory=partial(deepcopy, argument.default))
-        # Other types, such as Callable, are not kept, because jsonargparse would import what a recipe names.
+        # Other types, such as Callable, are not kept, because jsonargparse would import the object that a recipe names.
         kind = argument.annotation if is_plain(argument.annotation) else type(argument.default)
         options.append((argument.name, Plain if kind is type(None) else kind, default))
     summary = (make.__doc__ or f"the model {name}").strip()

@@ -1,7 +1,7 @@
-"""VGG-16 (Simonyan and Zisserman 2015, configuration D) with batch normalisation.
+"""Defines VGG-16 (Simonyan and Zisserman 2015, configuration D) with batch normalisation.
 
-The layers and their names are the same as in torchvision's vgg16_bn, so that at width 1 the weights of one fit the
-other.
+The layers and their names are the same as in torchvision's vgg16_bn. At width 1, weights of torchvision's model
+therefore fit this model, and the other way round.
 """
 
 from torch import Tensor, nn

@@ -1,4 +1,5 @@
-"""A plain vision transformer for small images (Dosovitskiy et al. 2021), with mean pooling as in Beyer et al. 2022."""
+"""Defines a plain vision transformer for small images (Dosovitskiy et al. 2021), with mean pooling as in Beyer et al.
+2022."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ MLP_RATIO = 4  # width of an MLP's hidden layer, as a multiple of the tokens' wi
 
 
 class ViT(nn.Module):
-    """Patches -> tokens -> blocks of attention and MLP -> mean over the tokens -> class scores.
+    """A vision transformer: patches -> tokens -> blocks of attention and MLP -> mean over the tokens -> class scores.
 
     With experts, every second MLP is a mixture of MLPs (GShard; V-MoE, Riquelme et al. 2021). Dropout follows Vaswani
     et al. 2017, section 5.4.

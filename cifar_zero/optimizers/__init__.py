@@ -1,8 +1,8 @@
-"""The registry of optimizers. Each is a dataclass whose fields are the `--optimizer.<option>` flags and whose method
-`build` makes the optimizer.
+"""Defines the registry of optimizers. Each is a dataclass whose fields are the `--optimizer.<option>` flags and whose
+method `build` makes the optimizer.
 
-The strategy chooses the implementation: torch's own, or DeepSpeed's on the CPU where the optimizer is offloaded.
-Importing the registry imports neither torch nor DeepSpeed.
+The strategy chooses the implementation: torch's optimizer, or DeepSpeed's optimizer for the CPU if the optimizer is
+offloaded. Importing the registry imports neither torch nor DeepSpeed.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal
 from cifar_zero.core.usage import Options, limited
 
 Implementation = Literal["torch", "torch_fused", "torch_fused_dtensor", "deepspeed_cpu"]
-"""The code that updates the weights, which the strategy chooses. torch is torch's optimizer. torch_fused updates all
-parameters in one call of torch on CUDA, and torch_fused_dtensor does the same for parameters that are DTensors.
-deepspeed_cpu is DeepSpeed's code for an optimizer that is offloaded to the CPU."""
+"""The code that updates the weights, which the strategy chooses. `torch` is torch's own optimizer. `torch_fused`
+updates all parameters in one call of torch on CUDA, and `torch_fused_dtensor` does the same for parameters that are
+DTensors. `deepspeed_cpu` is DeepSpeed's code for an optimizer that is offloaded to the CPU."""
 
 
 @dataclass
@@ -30,12 +30,12 @@ class OptimizerOptions(Options):
     """Parameters that decay. matrices: weights of two and more dimensions, without biases and norms. all: all
     parameters."""
 
-    fused_as: ClassVar[tuple[Implementation, ...]] = ()  # for which torch updates all parameters in one call
+    fused_as: ClassVar[tuple[Implementation, ...]] = ()  # with these, torch updates all parameters in one call
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """Returns the optimizer of `parameters`, or of parameter groups. Its class is the one of `torch_updates` for
-        this optimizer if there is one, else torch's class of the same name. Subclasses with an implementation of
-        DeepSpeed override this method."""
+        """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class for this
+        optimizer in `torch_updates`, or else of torch's class of the same name. Subclasses that have an implementation
+        of DeepSpeed override this method."""
         import torch
 
         from cifar_zero.optimizers import torch_updates
@@ -48,8 +48,8 @@ class OptimizerOptions(Options):
         return kind(parameters, **options)
 
     def torch_options(self) -> dict[str, Any]:
-        """Returns the fields as torch's optimizers take them. `weight_decay_on` is left out, because it acts through
-        the groups."""
+        """Returns the fields in the form that torch's optimizers expect. `weight_decay_on` is left out, because it acts
+        through the parameter groups."""
         options = {**vars(self)}
         del options["weight_decay_on"]
         if "betas" in options:
@@ -164,10 +164,11 @@ class Lion(OptimizerOptions):
     """Lion: steps of one size, in the direction of the momentum's signs (Chen et al. 2023)"""
 
     lr: float = 1e-4
-    """Learning rate; a third to a tenth of AdamW's."""
+    """Learning rate; typically a third to a tenth of AdamW's learning rate."""
 
     weight_decay: float = 0.0
-    """Weight decay, subtracted from the weights in addition to the update; three to ten times AdamW's."""
+    """Weight decay, subtracted from the weights in addition to the update; typically three to ten times AdamW's weight
+    decay."""
 
     betas: tuple[float, float] = limited((0.9, 0.99), below=1)
     """Share of the momentum in the update's direction, and decay of the momentum itself."""
@@ -201,8 +202,8 @@ class MuonSGD(OptimizerOptions):
     """Learning rate of Muon: length of a step, where each filter has length 1 on average."""
 
     weight_decay: float = 0.0
-    """Weight decay of SGD. Its L2 penalty is this value divided by the learning rate with which the parameter group
-    begins, so that other learning rates do not change the decay. Muon's weights do not decay."""
+    """Weight decay of SGD. Its L2 penalty is this value divided by the parameter group's initial learning rate, so that
+    other learning rates do not change the decay. Muon's weights do not decay."""
 
     momentum: float = limited(0.6, below=1)
     """Muon's momentum, in Nesterov's form: share of the sum of gradients that is kept."""
@@ -212,11 +213,12 @@ class MuonSGD(OptimizerOptions):
     length sqrt(filters), so that --optimizer.lr is an angle."""
 
     bias_lr: float = 100.0
-    """Learning rate of SGD for biases, norms and embeddings. It applies to the mean loss of a batch, whereas the speed
-    records' 0.053 applies to the sum: their rate is 106 here with 2,000 images per batch, and less with fewer."""
+    """Learning rate of SGD for biases, norms and embeddings, with respect to the mean loss of a batch. The speed
+    records use 0.053 with the sum of the losses, which is 106 with the mean of 2,000 images, and less with fewer
+    images."""
 
     head_lr: float = 1000.0
-    """Learning rate of SGD for the weights of the last layer, also for the mean loss of a batch."""
+    """Learning rate of SGD for the weights of the last layer, also with respect to the mean loss of a batch."""
 
     sgd_momentum: float = limited(0.85, below=1)
     """SGD's momentum, in Nesterov's form."""
@@ -255,5 +257,5 @@ OFFLOADED_BY = {
     "adadelta": "torch",
     "lion": "torch",
 }
-"""The code that updates on the CPU when a strategy offloads the optimizer. The other optimizers need whole tensors and
-cannot run under ZeRO 1 to 3, which flatten the tensors and cut them into shards."""
+"""The code that updates the weights on the CPU when a strategy offloads the optimizer. Optimizers that are not listed
+need whole tensors. They cannot run under ZeRO 1 to 3, which flatten the tensors and cut them into shards."""

@@ -1,5 +1,6 @@
-"""The parameter groups of an optimizer: which parameters decay, are updated by Muon, or have a separate learning rate.
-Also converts an optimizer state with other groups, as a checkpoint may have, to these groups."""
+"""Divides a model's parameters into the parameter groups of an optimizer. Groups differ in whether their parameters
+decay, are updated by Muon, or have a separate learning rate. This module also converts an optimizer state with other
+groups, as a checkpoint may have, to these groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,13 +14,15 @@ from cifar_zero.optimizers import Muon, MuonSGD, OptimizerOptions
 def parameter_groups(
     optimizer: OptimizerOptions, parameters: Mapping[str, Any], shape: Callable[[Any], Sequence[int]] = Tensor.size
 ) -> list[dict[str, Any]]:
-    """Returns the parameter groups for an optimizer, in the model's order, but groups with a separate learning rate
-    come last. Each has `param_names`, under the name that torch's optimizers use, so that a checkpoint records which
-    index belongs to which parameter. Frozen parameters are in no group.
+    """Returns the parameter groups for an optimizer. They are in the model's order, except that groups with a separate
+    learning rate come last. Frozen parameters are in no group.
+
+    Each group lists the names of its parameters as `param_names`, a key of torch's optimizers. A checkpoint therefore
+    records which index belongs to which parameter.
 
     Args:
         parameters: the model's parameters by name, in the model's order.
-        shape: returns the shape of a parameter, which the strategy may have sharded.
+        shape: returns the whole shape of a parameter, which the strategy may have sharded.
     """
     dimensions = {name: len(shape(each)) for name, each in parameters.items()}
     # The weights of linear and convolution layers, in the model's order.
@@ -56,9 +59,10 @@ def parameter_groups(
 
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer state that is to be loaded, with the options and groups of the optimizer that loads it. The
-    state may be from another implementation, device or grouping. Only the learning rate, which a schedule has changed,
-    is kept from the state. Groups without `param_names` are taken to be the same."""
+    """Converts a saved optimizer state to the options and groups of the optimizer that will load it. The state may come
+    from another implementation, device or grouping. Only the learning rates are kept from the saved options, because a
+    schedule has changed them. Groups without `param_names` are taken to be the same in the state and in the
+    optimizer."""
     own_groups = optimizer.param_groups
     wanted: list[Any] = [group.get("param_names") for group in own_groups]
     found = [group.get("param_names") for group in state["param_groups"]]
@@ -71,8 +75,8 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def lay_like_parameters(optimizer: Optimizer) -> None:
-    """Gives each tensor of a loaded state the strides of its parameter, because torch's fused updates walk through both
-    in memory order."""
+    """Gives each tensor of a loaded state the strides of its parameter, because torch's fused updates read both in
+    memory order."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():

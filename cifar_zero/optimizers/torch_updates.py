@@ -1,4 +1,4 @@
-"""Adagrad, Lion and Muon in torch, and their base class."""
+"""Implements Adagrad, Lion and Muon in torch, and their base class."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,8 +20,8 @@ from torch.optim.sgd import sgd
 
 
 class GroupOptimizer(Optimizer):
-    """An optimizer that calls `update` for each parameter group. The state is made at the first step and not earlier,
-    because ZeRO replaces the model's parameters by flat ones after the optimizer is made."""
+    """An optimizer that calls `update` for each parameter group. It creates its state at the first step and not
+    earlier, because ZeRO replaces the model's parameters by flat ones after the optimizer has been created."""
 
     def __init__(self, params: Any, **defaults: Any):
         super().__init__(params, defaults)
@@ -47,23 +47,23 @@ class GroupOptimizer(Optimizer):
         raise NotImplementedError
 
     def zeros(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        """Returns the state tensor `name` of each parameter. It is made of zeros at the first call."""
+        """Returns the state tensor `name` of each parameter, which is created with zeros at the first call."""
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [self.state[parameter][name] for parameter in parameters]
 
     def counts(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the step count of each parameter, a tensor on the CPU, as torch's functions take it."""
+        """Returns the step count of each parameter as a tensor on the CPU, which torch's functions expect."""
         return [self.state[parameter].setdefault("step", torch.tensor(0.0)) for parameter in parameters]
 
 
 class TorchAdagrad(GroupOptimizer):
     """Adagrad with torch's update. Its options are lr, eps and weight_decay, which is an L2 penalty.
 
-    torch.optim.Adagrad (2.15) is not used because it makes the state together with the optimizer. DeepSpeed (0.19.8)
-    therefore makes another Adagrad for ZeRO's flat parameters, which has only one parameter group and which the
-    schedule does not reach.
+    torch.optim.Adagrad (2.15) is not used, because it creates its state in its constructor. DeepSpeed (0.19.8)
+    therefore creates another Adagrad for ZeRO's flat parameters. That optimizer has only one parameter group, and the
+    schedule does not change its learning rate.
     """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -111,9 +111,9 @@ class TorchMuon(GroupOptimizer):
     torch.optim.Muon (2.15) orthogonalises one matrix after the other and accepts no convolutions.
 
     Groups with `muon` hold weights of two and more dimensions. All groups have the options lr and weight_decay, and
-    Muon also has momentum and ns_steps (Newton-Schulz iterations). With AdamW's option betas, Muon's steps are scaled
-    to the size of AdamW's steps. With SGD's option sgd_momentum, Muon's weights are scaled to the length sqrt(out)
-    before each step.
+    groups with `muon` also have momentum and ns_steps (Newton-Schulz iterations). If the groups have AdamW's option
+    betas, Muon's steps are scaled to the size of AdamW's steps. If they have SGD's option sgd_momentum, Muon's weights
+    are scaled to the length sqrt(out) before each step.
 
     Args:
         fused: whether SGD updates all parameters of a group in one call, on CUDA.
@@ -189,10 +189,10 @@ class TorchMuon(GroupOptimizer):
 def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
     """Returns matrices (count, rows, columns) with the same singular vectors and with singular values close to 1.
 
-    They are computed by Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et al.
-    2024 (kellerjordan.github.io/posts/muon). After five steps, most of the singular values lie between 0.7 and 1.2. The
-    iterations run in bfloat16 on CUDA, as in that reference, and in the matrices' dtype on the CPU, because few CPUs
-    multiply in bfloat16.
+    The result is computed by Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et
+    al. 2024 (kellerjordan.github.io/posts/muon). After five steps, most of the singular values lie between 0.7 and 1.2.
+    The iterations run in bfloat16 on CUDA, as in that article. On the CPU they run in the matrices' dtype, because few
+    CPUs multiply in bfloat16.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices
@@ -208,7 +208,8 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
 
 
 def _stacks(weights: list[Tensor]) -> Iterable[list[int]]:
-    """Returns lists of the indices of weights that are matrices of one shape and are orthogonalised at once."""
+    """Groups weights that have the same shape as matrices, and returns the indices of each group. The matrices of a
+    group are orthogonalised at once."""
     found: dict[tuple[int, int], list[int]] = {}
     for number, weight in enumerate(weights):
         found.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)

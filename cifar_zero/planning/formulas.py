@@ -1,19 +1,20 @@
-"""Formulas for a rank's memory under each strategy, in bytes. They cover its model states (parameters, gradients,
-optimizer state) and everything that it holds in addition to model states and activations.
+"""Computes a rank's memory under each strategy, in bytes. The formulas cover the rank's model states (parameters,
+gradients, optimizer state) and everything that it holds in addition to model states and activations.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 3.1 and 5:
-with Adam in mixed precision a parameter takes 2 bytes, its gradient 2 bytes, and its float32 master weight and two
-moments 12 bytes. On each of N ranks a parameter takes 16 bytes at stage 0, 4 + 12/N at stage 1, 2 + 14/N at stage 2 and
-16/N at stage 3. Where DeepSpeed 0.19.8 and torch 2.15 differ from the paper, the formulas follow the software:
+They follow Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections
+3.1 and 5. With Adam in mixed precision, a parameter takes 2 bytes, its gradient 2 bytes, and its float32 master weight
+and two moments 12 bytes. On each of N ranks, a parameter therefore takes 16 bytes at stage 0, 4 + 12/N at stage 1, 2 +
+14/N at stage 2 and 16/N at stage 3. Where DeepSpeed 0.19.8 and torch 2.15 differ from the paper, the formulas follow
+the software:
 
 - DeepSpeed keeps float32 master weights as a second copy even if the model is float32, and torch never keeps them. A
   float32 model under autocast takes 4 bytes for each number that takes 2 bytes in a cast model.
-- Stage 1 holds whole gradients only in the backward pass. From then until the update it holds only the rank's own part,
-  like stage 2.
-- Stage 3 keeps parameters of up to --zero.param_persistence_threshold elements whole, in addition to the rank's own
-  part of them.
-- An optimizer that is offloaded to the CPU has its gradients there in float32, and at stage 3 also in the model's
-  format.
+- Stage 1 holds whole gradients only in the backward pass. From then until the update it holds only the rank's shard of
+  the gradients, like stage 2.
+- Stage 3 keeps parameters of up to --zero.param_persistence_threshold elements whole, in addition to the rank's shard
+  of them.
+- If the optimizer is offloaded to the CPU, the gradients are there too, in float32. Stage 3 also keeps a copy in the
+  model's format there.
 - Frozen parameters have neither gradients nor optimizer state. Stages 0 to 2 keep them whole on each rank.
 """
 
@@ -42,15 +43,15 @@ STATE_TENSORS = {
     "muon_sgd": 0,
 }
 """Numbers that an optimizer keeps per parameter. Each of the options `momentum`, `centered` and `amsgrad` adds one
-number if it is on. DeepSpeed's C++ versions keep the same numbers. `muon` keeps two numbers, not one, of each parameter
-that it does not update with Muon."""
+number if it is on. DeepSpeed's C++ versions keep the same numbers. For each parameter that `muon` does not update with
+Muon, it keeps two numbers, not one."""
 
 
 REUSE_ELEMENTS = 10**9
 """ZeRO 3 keeps a gathered parameter if it is used again within this number of elements, which is
-stage3_max_reuse_distance (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). At the end of the
-forward pass this holds for the last REUSE_ELEMENTS / 2 elements, because the backward pass goes through the model in
-the opposite direction."""
+stage3_max_reuse_distance (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). The backward pass
+goes through the model in the opposite direction. At the end of the forward pass, the last REUSE_ELEMENTS / 2 elements
+are therefore used again within this distance."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,9 @@ def predicted(
     optimizer: Choice,
     zero: ZeROConfig = ZeROConfig(),  # noqa: B008 - it is frozen
 ) -> Prediction | None:
-    """Returns the model states of the rank with the most bytes among all `ranks`, without bytes on a disk. Returns None
-    for a strategy that splits layers, because it has no formula. `precision` must be resolved and not "auto"."""
+    """Returns the model states of the rank with the most bytes among all `ranks`. Bytes on a disk are not included.
+    Returns None for a strategy that splits layers, because it has no formula. `precision` must be resolved and not
+    "auto"."""
     spec = STRATEGIES[strategy]
     if spec.one_replica:
         return None
@@ -160,7 +162,7 @@ def predicted(
     resting = whole = trained = 0  # elements of a rank's shards, of parameters kept whole, and of trained shards
     for weight in weights:
         kept = weight.elements // weight.ranks_that_share
-        # Experts are sharded among the ranks that have the same experts, which takes as many bytes.
+        # Experts are sharded among the ranks that have the same experts. A shard has as many bytes as with all ranks.
         shard = kept if spec.stage == 0 and spec.family != "fsdp2" else math.ceil(weight.elements / ranks)
         if spec.stage == 3 and weight.elements <= zero.param_persistence_threshold:
             whole += kept
@@ -242,13 +244,14 @@ def update(run: Run, network: Network) -> int:
         return part * size
     if run.spec.stage > 0:  # a flat copy, then a float32 copy (zero/stage_1_and_2.py, step)
         return part * (size + FLOAT32)
-    # At most the float32 gradients, and a flat copy of them for the norm (DeepSpeed 0.19.8, fp16/unfused_optimizer.py).
+    # The update copies at most the gradients in float32, and once more into a flat tensor for the norm (DeepSpeed
+    # 0.19.8, fp16/unfused_optimizer.py).
     return network.trained * 2 * FLOAT32
 
 
 def average(run: Run, network: Network) -> int:
-    """Returns the bytes of the weights' average (callbacks/averaging.py), which is float32. If the weights are cast, it
-    includes a float32 copy of them."""
+    """Returns the bytes of the weights' average (callbacks/averaging.py), which is float32. If the weights are cast,
+    the bytes include a float32 copy of the weights."""
     if not (run.recipe.ema or run.recipe.swa_from):
         return 0
     elements = network.trained
@@ -276,8 +279,8 @@ def host_buffers(run: Run, network: Network) -> int:
 def built_on_host(run: Run, network: Network) -> int:
     """Returns the bytes that the model takes on the host while it is built, before it is cast and sharded.
 
-    It is built in float32, or in bfloat16 with bf16-true. fsdp2 builds it on the host. Stage 3 shards each layer right
-    after it is built (deepspeed/strategy.py), but builds models of other packages whole on the host.
+    The model is built in float32, or in bfloat16 with bf16-true. fsdp2 builds it on the host. Stage 3 shards each layer
+    right after it is built (deepspeed/strategy.py), but builds models of other packages whole on the host.
     """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0

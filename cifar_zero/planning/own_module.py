@@ -1,4 +1,4 @@
-"""Measures what a plan needs of a user's own LightningModule: its parameters, its optimizer, and the activations of one
+"""Measures a user's own LightningModule for a plan: its parameters, its optimizer, and the activations of one
 micro-batch of its loader. Lightning's Trainer starts a training as usual, and the training ends after the first
 backward pass."""
 
@@ -24,8 +24,9 @@ from cifar_zero.planning.formulas import STATE_TENSORS, Network, Weight
 from cifar_zero.planning.survey import PLANNED
 
 Own = tuple[Settings, Network, dict[str, LinearFit]]
-"""The settings with the module's name, optimizer and batch size, the properties of the module, and its activations by
-compute format. The activations are counted at one size of the micro-batch and taken as proportional to it."""
+"""The result of `measure`. It consists of the settings with the module's name, optimizer and batch size, the properties
+of the module, and its activations by compute format. The activations are counted at one size of the micro-batch and
+taken as proportional to it."""
 
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "autocast": "bf16-mixed", "cast": "bf16-true"}
 """The precision with which Lightning's Trainer computes in each format."""
@@ -59,8 +60,9 @@ class FirstMicroBatch(Callback):
 
 
 def measure(given: Given, settings: Settings) -> Own:
-    """Returns what a plan needs of the module that a command line names. The module is built without values if its code
-    allows that. Raises UsageError if the code fails, or the module cannot be trained under DeepSpeed."""
+    """Returns the settings, the properties and the activations of the module that a command line names. The module is
+    built without values if its code allows that. Raises UsageError if the code fails, or the module cannot be trained
+    under DeepSpeed."""
     check_given(given)
     quieten()
     failed = ""

@@ -123,7 +123,8 @@ def _parse() -> tuple[Namespace, list[str]]:
 
 
 def print_plan(needs: Sequence[MemoryEstimate]) -> None:
-    """Prints a row for each strategy, in GB on the rank with the most bytes, and why strategies are refused."""
+    """Prints a row for each strategy, in GB on the rank with the most bytes, and the reasons why strategies are
+    refused."""
     row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}{:>9}"
     print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch", "sent"))
     for need in needs:

@@ -31,8 +31,9 @@ PLANNED = sorted(
     (name for name, spec in STRATEGIES.items() if not spec.one_replica and name != "fsdp"),  # fsdp is fsdp2
     key=lambda name: ("", "cpu", "nvme").index(STRATEGIES[name].offload_optimizer),
 )
-"""The strategies with a formula, in the order of recommendation: without offload, with offload to the host, with
-offload to disk. Within each group the strategy that shards least comes first."""
+"""The strategies with a formula, in the order of recommendation. Strategies without offload come first, then strategies
+that offload to the host, then strategies that offload to a disk. Within each group, the strategy that shards least
+comes first."""
 
 RULE = "the first row that fits; rows that keep states in the host's memory or on a disk come last, as they are slower"
 
@@ -51,16 +52,20 @@ class MemoryBudget:
     host: int | None  # None if it is unknown and not checked
     shared: bool = False  # whether the device is the CPU, so that offloaded tensors stay in the same memory
     elsewhere: bool = False
-    """Whether the plan is for another machine. A compiler, bitsandbytes and --nvme_path are then not looked for on this
-    machine, because the other machine may have them."""
+    """Whether the plan is for another machine. The plan then does not check whether this machine has a compiler,
+    bitsandbytes and --nvme_path, because the other machine may have them."""
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
     """Returns the memory that is available to a rank.
 
-    With `device_memory` it is a rank of the machine with this --device_memory, else a rank of this machine.
-    `host_memory` is the memory of a node, by default the memory that is free on this machine. Raises UsageError if a
-    memory is not a size.
+    Args:
+        device_memory: Memory of one device (--device_memory). The default is the memory of this machine's devices.
+        host_memory: Memory of a node (--host_memory). The default is the memory that is free on this machine, or
+            unknown if `device_memory` is given.
+
+    Raises:
+        UsageError: If one of the texts is not a size.
     """
     assert settings.placement.devices != "auto"
     on_cpu = settings.placement.accelerator == "cpu"
@@ -82,8 +87,8 @@ def available(settings: Settings, device_memory: str | None = None, host_memory:
 
 
 def size_in_bytes(text: str, flag: str) -> int:
-    """Returns the bytes of a size such as `80GB`, `24GiB`, `512MiB` or `80`, which is in gigabytes. Raises UsageError
-    if the text is not a size."""
+    """Returns the bytes of a size such as `80GB`, `24GiB` or `512MiB`. A number without a unit, such as `80`, is in
+    gigabytes. Raises UsageError if the text is not a size."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.lower())
     if not match or match[2] not in UNITS:
         raise UsageError(f"{flag} {text}: give a size such as 80GB (10^9 bytes), 24GiB (2^30) or 80, which is 80GB")
@@ -140,7 +145,7 @@ class MemoryEstimate:
         return self.device
 
     def lacking(self, room: MemoryBudget) -> dict[str, tuple[int, int]]:
-        """Returns the needed and the available bytes of the device and of the host, if they are too small."""
+        """Returns the needed and the available bytes of each memory that is too small, by `device` or `host`."""
         found: dict[str, tuple[int, int]] = {}
         if self.compared(room) > room.device:
             found["device"] = (self.compared(room), room.device)
@@ -150,9 +155,18 @@ class MemoryEstimate:
 
 
 def survey(run: Run, network: Network, room: MemoryBudget, lines: dict[str, LinearFit]) -> list[MemoryEstimate]:
-    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names. `lines`
-    caches the activations by compute format, and is filled here. Raises UsageError if the batch does not divide, ranks
-    share a model, or activation checkpointing finds no blocks."""
+    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names.
+
+    Args:
+        run: The run, whose strategy is replaced.
+        network: The properties of its model.
+        room: The memory that is available to a rank.
+        lines: Caches the activations by compute format. Missing entries are counted and added.
+
+    Raises:
+        UsageError: If the batch size cannot be divided, if ranks share a model, or if activation checkpointing finds no
+            blocks.
+    """
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
     return [_need(run.under(name), network, room, lines) for name in PLANNED]
@@ -216,8 +230,12 @@ def _most_images(need: MemoryEstimate, line: LinearFit, room: MemoryBudget) -> i
 
 
 def recommended(needs: Sequence[MemoryEstimate], room: MemoryBudget) -> tuple[MemoryEstimate | None, str]:
-    """Returns the strategy that RULE recommends and its figures, or None and what is missing. `needs` are in the order
-    of PLANNED. Raises UsageError if `train` would refuse every strategy, with the message for the simplest strategy."""
+    """Returns the strategy that RULE recommends and a sentence with its figures. If no strategy fits, returns None and
+    a sentence that says what is missing. `needs` are in the order of PLANNED.
+
+    Raises:
+        UsageError: if `train` would refuse every strategy. The message is why it refuses the first strategy of PLANNED.
+    """
     accepted = [need for need in needs if not need.refused]
     if not accepted:
         raise UsageError(needs[0].refused)
@@ -247,8 +265,8 @@ def without_auto(settings: Settings) -> Settings:
     the reason are printed. Ranks that `train` starts receive the chosen strategy instead of auto.
 
     Raises:
-        UsageError: if no strategy fits, or if torchrun, srun or DeepSpeed's launcher started this process. Each rank
-            would then choose a strategy separately, and the choices could differ.
+        UsageError: if no strategy fits, or if torchrun, srun or DeepSpeed's launcher started this process, because each
+            rank would then choose separately, and the choices could differ.
     """
     if settings.placement.strategy != AUTO:
         return settings

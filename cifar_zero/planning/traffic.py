@@ -1,8 +1,8 @@
-"""Formulas for the collectives of an optimizer step under each strategy, and for the bytes that each rank sends.
+"""Counts the collectives of an optimizer step under each strategy, and the bytes that each rank sends.
 
-They count gradients and parameters. They leave out experts, which have groups and messages of their own, optimizers
-that communicate themselves (Muon), and messages of a few bytes, such as norms and losses. A strategy that offloads
-sends what the same strategy sends without offloading. The sources are DeepSpeed 0.19.8 and torch 2.15.
+The formulas count gradients and parameters. They leave out experts, which have groups and messages of their own,
+optimizers that communicate themselves (Muon), and messages of a few bytes, such as norms and losses. A strategy that
+offloads sends the same bytes as without offloading. The sources are DeepSpeed 0.19.8 and torch 2.15.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ from cifar_zero.planning import formulas
 from cifar_zero.planning.formulas import FLOAT32, Network, parameter_size
 
 STAGE_0_ELEMENTS = 500_000_000
-"""Bucket of stage 0, in elements (MEMORY_OPT_ALLREDUCE_SIZE in deepspeed/runtime/engine.py)."""
+"""Bucket size of stage 0, in elements (MEMORY_OPT_ALLREDUCE_SIZE in deepspeed/runtime/engine.py)."""
 
 DDP_BYTES = 25 * 2**20
-"""Bucket of DDP (bucket_cap_mb in torch/nn/parallel/distributed.py). Its first bucket, of 1 MiB, is not counted."""
+"""Bucket size of DDP, in bytes (bucket_cap_mb in torch/nn/parallel/distributed.py). The smaller size of its first
+bucket, 1 MiB, is not taken into account."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Bytes that each rank sends with ring algorithms, which divide a tensor into one part per rank. A
-        reduce-scatter or an all-gather sends all parts but one. An all-reduce is one of each (Patarasuk and Yuan 2009,
-        "Bandwidth optimal all-reduce algorithms for clusters of workstations")."""
+        """Bytes that each rank sends with ring algorithms, which divide a tensor into one part per rank. In a
+        reduce-scatter or an all-gather, a rank sends all parts but one. An all-reduce consists of a reduce-scatter and
+        an all-gather (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations")."""
         return (2 * self.all_reduced + self.reduce_scattered + self.all_gathered) * (self.ranks - 1) // self.ranks
 
 
@@ -43,15 +45,16 @@ def traffic(run: Run, network: Network) -> Traffic:
     - ddp reduces float32 gradients once (`no_sync` of torch/nn/parallel/distributed.py, while gradients accumulate).
     - Stage 0 reduces gradients in the model's format once (buffered_allreduce_fallback in runtime/engine.py).
     - Stages 1 and 2 all-reduce the gradients too, instead of a reduce-scatter, because the default of
-      use_multi_rank_bucket_allreduce is true (average_tensor in zero/stage_1_and_2.py). Stage 1 does so once, stage 2
-      in each micro-batch (allreduce_gradients in runtime/engine.py). The updated parameters are gathered once
+      use_multi_rank_bucket_allreduce is true (average_tensor in zero/stage_1_and_2.py). Stage 1 all-reduces once, and
+      stage 2 in each micro-batch (allreduce_gradients in runtime/engine.py). The updated parameters are gathered once
       (all_gather_into_tensor_dp_groups in runtime/utils.py).
-    - Stage 3 gathers parameters in the forward and again in the backward pass of each micro-batch, except for those
-      that it keeps (`REUSE_ELEMENTS`; __params_to_release in zero/partitioned_param_coordinator.py). It reduce-scatters
-      gradients in each micro-batch (__avg_scatter_grads in zero/stage3.py). Parameters that are whole on each rank are
-      gathered one by one after the update (_post_step). The gathers are estimated for a model of more than
-      REUSE_ELEMENTS / 2 elements. Prefetching may keep up to --zero.max_live_parameters elements, so that fewer bytes
-      are gathered, and near that limit it gathers in smaller messages than --zero.prefetch_bucket_size.
+    - Stage 3 gathers parameters in the forward and again in the backward pass of each micro-batch. Parameters that it
+      keeps after the forward pass are not gathered again (`REUSE_ELEMENTS`; __params_to_release in
+      zero/partitioned_param_coordinator.py). It reduce-scatters gradients in each micro-batch (__avg_scatter_grads in
+      zero/stage3.py). Parameters that are whole on each rank are gathered one by one after the update (_post_step). The
+      gathers are estimated for a model of more than REUSE_ELEMENTS / 2 elements. Prefetching may keep up to
+      --zero.max_live_parameters elements, so that fewer bytes are gathered, and near that limit it gathers in smaller
+      messages than --zero.prefetch_bucket_size.
     - fsdp2 gathers each block in the forward and again in the backward pass of each micro-batch, and the rest of the
       model once. It reduce-scatters the gradients in each micro-batch, in float32 under mixed precision
       (foreach_all_gather and foreach_reduce in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
@@ -98,8 +101,9 @@ def _stage_3(run: Run, network: Network, trained: Sequence[int]) -> Traffic:
 
 
 def _messages(sizes: Sequence[int], bucket: int, overfilled: bool = False) -> int:
-    """Returns the number of buckets in which tensors are sent. A bucket is closed before it exceeds its size or, if
-    `overfilled`, after it does. A larger tensor has a bucket of its own."""
+    """Returns the number of buckets in which tensors are sent. A bucket is closed before a tensor would exceed its size
+    or, if `overfilled`, after a tensor has exceeded it. A tensor that is larger than a bucket is sent in a separate
+    one."""
     messages, filled = 0, bucket + 1
     for size in sizes:
         if filled + size * (not overfilled) > bucket:

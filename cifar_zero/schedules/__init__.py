@@ -1,7 +1,8 @@
-"""The registry of learning-rate schedules. Each is a dataclass whose fields are the `--schedule.<option>` flags.
+"""Defines the registry of learning-rate schedules. Each is a dataclass whose fields are the `--schedule.<option>`
+flags.
 
-The schedules are those of torch and transformers, those of DeepSpeed with a warm-up, and a range test. A schedule is a
-closed formula for the learning rate of optimizer step k (from 0), so a resumed run needs no more than k.
+The registry has the schedules of torch and transformers, DeepSpeed's schedules with a warm-up, and a range test. A
+schedule is a closed formula for the learning rate of optimizer step k (from 0), so a resumed run needs only k.
 """
 
 import math
@@ -31,12 +32,13 @@ class FiniteSchedule(Schedule):
 
 
 def share_done(step: float, total: float) -> float:
-    """Returns the share of `total` steps that are done, from 0 to 1. After the end it stays 1."""
+    """Returns the share of `total` steps that are done, from 0 to 1. It stays 1 after the last step."""
     return min(max(step / total, 0.0), 1.0) if total > 0 else 1.0
 
 
 def cosine(start: float, end: float, share: float) -> float:
-    """Returns the value on half a cosine wave from start to end, at a share of the way from 0 to 1."""
+    """Returns the value of half a cosine wave that goes from `start` to `end`, at the position `share` of its length (0
+    to 1)."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
 
@@ -161,7 +163,7 @@ class WarmupLinear(FiniteSchedule):
         return self.fall(base_lr, share_done(step - self.warmup_steps, self.total_steps - self.warmup_steps))
 
     def fall(self, base_lr: float, share: float) -> float:
-        """Returns the learning rate when a share of the steps that follow the rise is done."""
+        """Returns the learning rate after the given share (0 to 1) of the steps that follow the rise."""
         return base_lr * (1 - share)
 
 
@@ -207,9 +209,9 @@ class WarmupLR(Schedule):
         return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * self._share(step)
 
     def _share(self, step: float) -> float:
-        """Returns the share of the rise, bit for bit as in DeepSpeed (deepspeed/runtime/lr_schedules.py, 0.19.8).
-        DeepSpeed's counter starts at -1 and is read before a step, so that steps 0 and 1 have the lowest learning
-        rate."""
+        """Returns the share of the rise from warmup_min_lr that is done at a step, bit for bit as in DeepSpeed
+        (deepspeed/runtime/lr_schedules.py, 0.19.8). DeepSpeed's counter starts at -1 and is read before a step, so that
+        steps 0 and 1 have the lowest learning rate."""
         iteration, warmup_num_steps = step - 1, max(2, self.warmup_num_steps)
         if iteration >= warmup_num_steps:
             return self._after(step)
@@ -220,7 +222,7 @@ class WarmupLR(Schedule):
         return iteration / warmup_num_steps
 
     def _after(self, step: float) -> float:
-        """Returns the share of the learning rate at a step after the rise."""
+        """Returns the share of the rise that the learning rate has at a step after the rise."""
         return 1.0
 
 
@@ -250,7 +252,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def with_total_steps(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
-    """Returns the schedule with `total_steps` set. Raises ValueError if the run has no end.
+    """Returns the schedule with `total_steps` set. Raises ValueError if `total_steps` is 0 and the run has no end.
 
     Args:
         steps: returns the optimizer steps of the run. It is called only if the schedule needs them.
