@@ -1,12 +1,15 @@
-"""Lightning's training epoch loop without its overhead per batch, which is a third of the step time of a small model.
-`--fast_loop false` runs Lightning's own epoch loop instead, with the same results bit for bit. Lightning's fit loop,
-which iterates over epochs, is replaced too. The replacement corrects two faults in resumed runs, and refuses epochs
-that end within an optimizer step.
+"""Replaces Lightning's epoch loop and fit loop.
+
+Lightning's epoch loop has an overhead per batch, which is a third of the step time of a small model. The epoch loop of
+this module avoids the overhead. `--fast_loop false` runs Lightning's own epoch loop, with the same results bit for bit.
+The fit loop, which iterates over epochs, corrects two faults of Lightning's fit loop in resumed runs, and refuses
+epochs that end within an optimizer step.
 
 For each batch Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy through a
 profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and waits for
-its value (Lightning's issues 6196, 7093 and 8857). This loop looks up the implemented hooks once per epoch, and calls
-them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two loops.
+its value (Lightning's issues 6196, 7093 and 8857). The epoch loop of this module looks up the implemented hooks once
+per epoch, and calls them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters
+of the two epoch loops.
 """
 
 import math
@@ -47,7 +50,7 @@ STEP_METHODS = (
     "on_after_batch_transfer",
     "on_train_batch_start",  # it may end the epoch by returning -1
 )
-"""Methods that change a training step. Lightning's own loop trains a module that overrides one of them."""
+"""Methods that change a training step. If a module overrides one of them, Lightning's own epoch loop trains it."""
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
@@ -60,9 +63,9 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Trains an epoch. It falls back to Lightning's own code for a loader whose batches are not on the device yet, for
-    a profiler, a module with a custom training step, float16 with a gradient scaler, or a run that resumes at a
-    validation."""
+    """Trains an epoch. Lightning's own code runs instead if the loader's batches are not on the device yet, if a
+    profiler is used, if the module has a custom training step, if float16 uses a gradient scaler, or if the run resumes
+    at a validation."""
 
     _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]
