@@ -72,8 +72,8 @@ def run(arguments: Namespace, rest: list[str]) -> int:
 
 
 def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
-    """Returns the search space of --search NAME=VALUES ..., and for each seed a dict with this option. Without seeds,
-    returns a single empty dict."""
+    """Returns the search space of --search NAME=VALUES ..., and a list with one dict {"seed": SEED} for each seed.
+    Without seeds, the list has a single empty dict."""
     space: Space = {}
     for definition in definitions:
         name, _, text = definition.partition("=")
@@ -152,7 +152,7 @@ def search(
     study: optuna.Study, space: Space, seeds: list[dict[str, Any]], trials: int, folder: Path, flags: list[str]
 ) -> None:
     """Trains all enqueued settings, each with each seed, and then settings that Optuna chooses, until it has chosen
-    `trials`. Failed trials count too."""
+    `trials` settings. Failed trials count too."""
     while True:
         chosen = sum("fixed_params" not in trial.system_attrs for trial in study.trials)
         if chosen >= trials and not study.get_trials(states=(TrialState.WAITING,)):
