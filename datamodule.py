@@ -58,7 +58,7 @@ class CIFARDataModule(LightningDataModule):
         """Maps the images into memory and holds out the validation images, once for all stages.
 
         Raises:
-            UsageError: if the ranks have different images, or if the images are not those of the resumed run.
+            UsageError: if the ranks have different images, or if the resumed run had other images.
         """
         if hasattr(self, "dataset"):
             return
