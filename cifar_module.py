@@ -36,8 +36,8 @@ class CIFARModule(LightningModule):
     Args:
         settings: The options of the run.
         num_classes: Width of the model's output.
-        weights: State dict from which training starts, under the plain model's parameter names. Weights that it lacks
-            are initialised at random.
+        weights: State dict from which training starts, under the plain model's parameter names. Weights that are not in
+            it are initialised at random.
     """
 
     def __init__(self, settings: Settings, num_classes: int, weights: Mapping[str, Tensor] | None = None):

@@ -44,8 +44,8 @@ def on_meta(recipe: Recipe, num_classes: int) -> nn.Module:
 
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
-    """Freezes all parameters except adapters and parameters that match a pattern of `fnmatch`. If there are neither
-    patterns nor adapters, nothing is frozen."""
+    """Freezes all parameters except adapters and parameters whose name matches a pattern in `trainable` (see
+    `fnmatch`). If there are neither patterns nor adapters, nothing is frozen."""
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
         return
@@ -89,7 +89,7 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def freeze_statistics(net: nn.Module) -> None:
-    """Makes the batch norms that `frozen_batch_norms` returns keep their statistics, as torchvision's FrozenBatchNorm2d
+    """Freezes the statistics of the batch norms that `frozen_batch_norms` returns, as torchvision's FrozenBatchNorm2d
     does."""
     for norm in frozen_batch_norms(net):
         norm.eval()
@@ -120,7 +120,7 @@ class LoRALinear(nn.Linear):
 
     A, (rank, in), is drawn as torch draws a linear layer (Kaiming-uniform with a = sqrt(5)), as in Microsoft's loralib
     and peft. B, (out, rank), is zero, so that before the first step the output equals the linear layer's output. The
-    parameters of the linear layer are taken over, whether ZeRO 3 has sharded them or not.
+    adapted layer has the same parameters as the linear layer, whether ZeRO 3 has sharded them or not.
     """
 
     def __init__(self, linear: nn.Linear, lora: LoRAConfig):
@@ -158,8 +158,8 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
 
 
 def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Returns the weights of the plain model that computes the same scores. A layer's weight is W + alpha / rank * B A
-    in float32."""
+    """Returns the weights of the plain model that computes the same scores as the model with adapters. A layer's weight
+    is W + alpha / rank * B A in float32."""
     plain = {name: value for name, value in weights.items() if not name.endswith((A, B))}
     for name, b in weights.items():
         if name.endswith(B):

@@ -82,9 +82,9 @@ def by_torchrun() -> bool:
 
 
 def torchrun_agent() -> str:
-    """Returns a name of this node's torchrun process that stays the same when torchrun restarts its ranks, or an empty
-    string without torchrun. The name is the temporary folder that each torchrun process makes with a unique name. In
-    this folder every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
+    """Returns a name of this node's torchrun process, or an empty string without torchrun. The name stays the same when
+    torchrun restarts its ranks. It is the unique name of the temporary folder that each torchrun process makes. In this
+    folder every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
     parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     if len(parts) > 4:
         return parts[-4]

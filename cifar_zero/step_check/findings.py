@@ -9,9 +9,9 @@ from torch import Tensor
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict
 
 ROUNDINGS = 3.0
-"""Multiple of a step's rounding error by which a value may be off, because the strategy sums in another order than the
-replay. In the acceptance cases, correct engines use up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch
-2.15)."""
+"""Multiple of a step's rounding error that is allowed as the error of a value, because the strategy sums in another
+order than the replay. In the acceptance cases, correct engines use up to a fifth of the bound (two CPU ranks, DeepSpeed
+0.19.8, torch 2.15)."""
 
 LEAST = 4.0
 """Error that is always allowed, in machine epsilons of the dtype in which the strategy computes, because two correct

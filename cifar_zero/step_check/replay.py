@@ -37,8 +37,8 @@ DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.b
 Plain = (bool, int, float, str, NoneType)
 
 INTERNAL = vars(LightningModule()).keys() - {"training"}
-"""Attributes of every LightningModule, which the copy does not take over before a step. It takes over the user's own
-attributes, such as counters, modes and hidden states."""
+"""Names of the attributes that every LightningModule has. They are not copied from the trained module before a step.
+The user's own attributes, such as counters, modes and hidden states, are copied."""
 
 
 @dataclass
@@ -160,8 +160,8 @@ class Replica:
 
 
 class Exact(TorchFunctionMode):
-    """Within this context, torch computes in float64, whatever precision the code requests. Random numbers stay the
-    same.
+    """Context manager that makes torch compute in float64, whatever precision the code requests. Random numbers stay
+    the same.
 
     Random numbers are drawn in the dtype in which the training draws them, because generators draw different numbers in
     float64. Numbers that a compiled function draws internally, as attention with dropout does, are not replaced.

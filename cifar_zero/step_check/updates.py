@@ -19,7 +19,7 @@ to 6e-5."""
 
 @dataclass
 class Expected:
-    """The update that torch's optimizer makes to one tensor."""
+    """Holds the update that torch's optimizer makes to one tensor."""
 
     names: list[str]  # the plain model's names of its parameters
     updated: Updated

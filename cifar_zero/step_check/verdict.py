@@ -101,7 +101,7 @@ class Tally:
 
 @dataclass
 class Verdict:
-    """Collects what was judged, the faults, and what could not be checked."""
+    """Counts the judged values, and collects the faults and notes on what could not be checked."""
 
     steps: list[int] = field(default_factory=list)  # the checked steps, from 1
     tallies: dict[str, Tally] = field(default_factory=dict)  # by kind

@@ -41,7 +41,8 @@ Space = dict[str, BaseDistribution]  # values by option; listed values stay text
 
 
 def run(arguments: Namespace, rest: list[str]) -> int:
-    """Trains the settings with the flags `rest` of train and returns the exit code, which is 1 if a setting failed."""
+    """Trains the settings of --search with the flags `rest` of train. Returns the exit code, which is 1 if a setting
+    failed."""
     check_plain_name(arguments.name)
     if arguments.trials is not None and arguments.trials < 1:
         raise UsageError(f"--trials must be at least 1, not {arguments.trials}")
@@ -113,7 +114,8 @@ def combinations(space: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def resolved(flags: list[str]) -> Run:
-    """Returns a resolved run. Raises UsageError if the run cannot be trained, or if a sweep cannot train it."""
+    """Returns a resolved run. Raises UsageError if the run cannot be trained, or if an option cannot be used in a
+    sweep."""
     config = command_line.parse(flags)
     for name in ("bench_steps", "plot_schedule", "check_gradients", "resume"):
         if flat(config)[name]:

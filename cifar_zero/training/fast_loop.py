@@ -187,14 +187,14 @@ class EpochLoop(_TrainingEpochLoop):
 class FitLoop(_FitLoop):
     """Trains epoch after epoch, and corrects two faults of Lightning 2.6.6 in resumed runs.
 
-    If `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as one from the middle of an epoch.
-    The resumed run counts that epoch twice, and either skips the images of the next epoch or ends at once. With this
-    loop the run resumes as if max_steps were not set. The correction can be removed when Lightning's issue 19617 is
-    fixed.
+    If `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from the middle of the
+    epoch. The resumed run counts that epoch twice, and either skips the images of the next epoch or ends at once. With
+    this loop the run resumes as if max_steps were not set. The correction can be removed when Lightning's issue 19617
+    is fixed.
 
     A user's own ModelCheckpoint may save at the last batch of an epoch. From this checkpoint Lightning continues with
-    the next epoch, but as if it were in the middle of that epoch. It does not count the start of the epoch, and a later
-    checkpoint of that epoch resumes at the first image of the epoch. No upstream issue is known;
+    the next epoch, but as if this epoch had already begun. It does not count the start of the epoch, and a later
+    checkpoint of the same epoch resumes at the first image of the epoch. No upstream issue is known;
     tests/distributed/test_resume.py shows the fault.
     """
 

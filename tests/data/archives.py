@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(self.server.content)))
         self.end_headers()
-        if self.headers.get("Method") != "HEAD":  # torchvision first requests the location of the file
+        if self.headers.get("Method") != "HEAD":  # torchvision first sends HEAD to locate the file
             self.server.tries += 1
             self.wfile.write(self.server.content)
 

@@ -1,5 +1,5 @@
-"""A run with offload to a disk trains as a run with offload to CPU memory does, and either can resume from the disk
-run's checkpoint."""
+"""A run with offload to a disk trains as a run with offload to CPU memory does. A run with offload to CPU memory can
+resume the checkpoint of a run with offload to a disk."""
 
 from __future__ import annotations
 
