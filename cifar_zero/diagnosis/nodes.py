@@ -78,8 +78,8 @@ def _no_gpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be the same on all nodes: those of Python, packages, NCCL, NVIDIA's driver and the
-    repository (its commit)."""
+    """Returns the versions of Python, packages, NCCL, NVIDIA's driver and the repository, which must be the same on all
+    nodes."""
     found = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
         found |= hardware.gpu_versions()

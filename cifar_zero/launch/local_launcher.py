@@ -115,7 +115,7 @@ def prepare(cores: Collection[int], held: bool = False) -> None:
     """Prepares a new process between fork and exec. Linux will kill the process when its parent ends.
 
     Args:
-        cores: Cores to which the process is bound; empty for all.
+        cores: Cores to which the process is bound. If empty, the process may use all cores.
         held: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any Python
             program.
     """

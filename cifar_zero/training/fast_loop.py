@@ -63,9 +63,8 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Trains an epoch. Lightning's own code runs instead if the loader's batches are not on the device yet, if a
-    profiler is used, if the module has a custom training step, if float16 uses a gradient scaler, or if the run resumes
-    at a validation."""
+    """Trains an epoch. Lightning's own code runs instead in five cases: batches that are not on the device yet, a
+    profiler, a custom training step, float16 with a gradient scaler, and a run that resumes at a validation."""
 
     _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]
@@ -144,7 +143,7 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
-        """At the first micro-batch of a step, calls the hook and removes the gradients of the parameter groups."""
+        """Calls the hook and removes the gradients of the parameter groups, at the first micro-batch of a step."""
         if batch_idx % self.trainer.accumulate_grad_batches:
             return
         progress = self.automatic_optimization.optim_progress.optimizer.zero_grad

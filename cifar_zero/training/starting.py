@@ -131,8 +131,8 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 
 def record_places(run: Run, places: Sequence[Place], run_dir: Path | None) -> None:
-    """On several nodes or under torchrun, writes the `Place` of each rank into the run folder of rank 0, and checks
-    that all nodes share the directory --out. If the nodes do not share it, all ranks raise UsageError."""
+    """Writes the `Place` of each rank into the run folder of rank 0, and checks that all nodes share the directory
+    --out. If the nodes do not share it, all ranks raise UsageError. Does nothing on one node without torchrun."""
     if not rank_0_decides(run):
         return
     if run_dir is not None:

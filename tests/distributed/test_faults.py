@@ -42,7 +42,7 @@ WITH_WORKERS = ["--data.loader", "torch", "--data.workers", "1"]
 
 
 class Run:
-    """A training on two ranks that does not end on its own, in the middle of its first epoch or later."""
+    """Runs a training on two ranks that does not end by itself, and is in the middle of its first epoch or later."""
 
     def __init__(self, out: Path, *flags: str):
         self._out = out

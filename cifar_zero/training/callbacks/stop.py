@@ -119,8 +119,8 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_group: bool) -> None:
-    """If a signal has stopped the training, checks that the run was saved, shuts the ranks down and raises Stopped. For
-    `destroy_group` see `shutdown`."""
+    """Raises Stopped if a signal has stopped the training, after it has checked that the run was saved and has shut the
+    ranks down. For `destroy_group` see `shutdown`."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:
         return
