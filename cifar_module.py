@@ -36,8 +36,8 @@ class CIFARModule(LightningModule):
     Args:
         settings: The options of the run.
         num_classes: Width of the model's output.
-        weights: State dict from which training starts, under the plain model's parameter names. Weights that it lacks
-            are initialised at random.
+        weights: State dict from which training starts, under the plain model's parameter names. Weights that are not in
+            it are initialised at random.
     """
 
     def __init__(self, settings: Settings, num_classes: int, weights: Mapping[str, Tensor] | None = None):
@@ -197,8 +197,9 @@ def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Vi
 
     The views follow airbench (Jordan 2024, arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, `infer`). With
     none, the only view is the image itself. With mirror, its mirror image is added, with equal weight. With
-    mirror_translate, these two views have weight 1/4 each; both are also shifted by one pixel up and left, and down and
-    right, padded by reflection, with weight 1/8 for each shifted view.
+    mirror_translate there are six views. The image and its mirror image have weight 1/4 each. Both are also shifted by
+    one pixel, once up and left and once down and right, with padding by reflection. Each of these four shifted views
+    has weight 1/8.
     """
     if views == "none":
         return model(images).float()

@@ -24,9 +24,9 @@ from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
 
 EVAL_BATCH_SIZE = 1000
-"""Largest number of images per rank in an evaluation batch, for images of 32 x 32 pixels; a batch has fewer images if
-they are larger. It divides CIFAR-10's test set into ten equal batches, which are large enough to keep a GPU busy and
-small enough (12 MB of float32 input) for the activations to fit anywhere."""
+"""Largest number of images per rank in an evaluation batch, for images of 32 x 32 pixels. With larger images, a batch
+has fewer images. This number divides CIFAR-10's test set into ten equal batches, which are large enough to keep a GPU
+busy and small enough (12 MB of float32 input) for the activations to fit anywhere."""
 
 
 class CIFARDataModule(LightningDataModule):
@@ -58,7 +58,7 @@ class CIFARDataModule(LightningDataModule):
         """Maps the images into memory and holds out the validation images, once for all stages.
 
         Raises:
-            UsageError: if the ranks have different images, or if the images are not those of the resumed run.
+            UsageError: if the ranks have different images, or if the resumed run had other images.
         """
         if hasattr(self, "dataset"):
             return

@@ -1,8 +1,7 @@
 """Builds a run's model and selects what is trained: all parameters, some of them, or adapters.
 
-The adapters are LoRA adapters (Hu et al. 2022). Such an adapter trains the product of two small matrices next to a
-frozen linear layer.
-Hugging Face's peft is not used, because it renames every weight of a plain model
+The adapters are LoRA adapters (Hu et al. 2022), which train the product of two small matrices next to a frozen linear
+layer. Hugging Face's peft is not used, because it renames every weight of a plain model
 (`base_model.model.<layer>.base_layer.weight`, `lora_A.default.weight`). No checkpoint would then fit the model for
 --weights, an evaluation or an export. The adapters of this module leave the names of a layer's weights unchanged, and
 are named `<layer>.lora_a` and `<layer>.lora_b`.
@@ -45,8 +44,8 @@ def on_meta(recipe: Recipe, num_classes: int) -> nn.Module:
 
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
-    """Freezes all parameters except adapters and parameters that match a pattern of `fnmatch`. Without patterns and
-    adapters it freezes nothing."""
+    """Freezes all parameters except adapters and parameters whose name matches a pattern in `trainable` (see
+    `fnmatch`). If there are neither patterns nor adapters, nothing is frozen."""
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
         return
@@ -56,8 +55,8 @@ def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
 
 
 def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> None:
-    """Checks that every pattern of --trainable matches a parameter, and with `ep_size` above 1 that all experts are
-    trained or none.
+    """Checks that every pattern of --trainable matches a parameter and, if `ep_size` is above 1, that all experts train
+    the same parameters.
 
     If a mixture is distributed over `ep_size` ranks, each rank must train the same parameters of its experts. `net` is
     the whole model after `freeze`, and may be on the meta device. Raises UsageError for the first pattern without a
@@ -90,7 +89,7 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def freeze_statistics(net: nn.Module) -> None:
-    """Makes the batch norms that `frozen_batch_norms` returns keep their statistics, as torchvision's FrozenBatchNorm2d
+    """Freezes the statistics of the batch norms that `frozen_batch_norms` returns, as torchvision's FrozenBatchNorm2d
     does."""
     for norm in frozen_batch_norms(net):
         norm.eval()
@@ -121,7 +120,7 @@ class LoRALinear(nn.Linear):
 
     A, (rank, in), is drawn as torch draws a linear layer (Kaiming-uniform with a = sqrt(5)), as in Microsoft's loralib
     and peft. B, (out, rank), is zero, so that before the first step the output equals the linear layer's output. The
-    parameters of the linear layer are taken over, whether ZeRO 3 has sharded them or not.
+    adapted layer has the same parameters as the linear layer, whether ZeRO 3 has sharded them or not.
     """
 
     def __init__(self, linear: nn.Linear, lora: LoRAConfig):
@@ -134,13 +133,13 @@ class LoRALinear(nn.Linear):
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Maps inputs (..., in) to outputs (..., out)."""
         inner = F.linear(F.dropout(input, self.dropout, self.training), self.lora_a)
         return F.linear(input, self.weight, self.bias) + self.scale * F.linear(inner, self.lora_b)
 
 
 def adapt(net: nn.Module, lora: LoRAConfig) -> None:
-    """Adds an adapter to each target, or none if the rank is 0. Raises UsageError if a target is not a linear layer."""
+    """Adds an adapter to each target, unless the rank is 0. Raises UsageError if a target matches no linear layer."""
     if not lora.rank:
         return
     # Linear layers of a gate or of torch's attention (a subclass) cannot have an adapter. It would have no effect,
@@ -159,8 +158,8 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
 
 
 def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Returns the weights of the plain model that computes the same scores. A layer's weight is W + alpha / rank * B A
-    in float32."""
+    """Returns the weights of the plain model that computes the same scores as the model with adapters. A layer's weight
+    is W + alpha / rank * B A in float32."""
     plain = {name: value for name, value in weights.items() if not name.endswith((A, B))}
     for name, b in weights.items():
         if name.endswith(B):

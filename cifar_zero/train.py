@@ -28,7 +28,7 @@ def main() -> int:
         from cifar_zero.training.instead import check_gradients
 
         return check_gradients(run)
-    launched = rank_environment.RUN_FILE in os.environ  # by a process that has announced the run
+    launched = rank_environment.RUN_FILE in os.environ  # by a process that has already called `announce`
     if rank_environment.global_rank() == 0 and not launched:
         announce(run)
     if run.placement.world_size == 1 or rank_environment.is_rank():
@@ -46,11 +46,12 @@ def main() -> int:
 
 
 def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, Any]:
-    """Trains and tests as one rank. Returns the content of metrics.json on every rank; rank 0 writes the run folder.
+    """Trains and tests a run, as one of its ranks. Every rank returns the content of metrics.json, and rank 0 writes
+    the run folder.
 
     Args:
         run: The resolved run.
-        module_class: LightningModule class that replaces the run's own.
+        module_class: LightningModule class that replaces the class of the run.
         last: Whether this is the last run of the process, after which the process group is destroyed.
     """
     # Imported here, so that --help and errors in the command line do not wait for torch and Lightning.

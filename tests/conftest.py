@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 GIVE_WAY = 5
-"""Niceness of the tests that run in one process. Steps of two ranks on two cores took 1.2 to 1.5 times as long next to
-a busy process with this niceness, the same next to one with 19, and twice as long next to one with 0. With 19, tests
-would get a hundredth of a core next to other programs, and exceed any limit. A process with niceness 19 has the weight
-15, with 5 it has 335, and with 0 it has 1024 (Linux 6.18, kernel/sched/core.c, sched_prio_to_weight)."""
+"""Niceness of the tests that run in one process. On two cores with two ranks, a busy process with this niceness made
+steps take 1.2 to 1.5 times as long. A busy process with niceness 19 had no effect, and with niceness 0 it doubled the
+time. With niceness 19, tests would get a hundredth of a core while other programs run, and exceed any limit. The
+scheduler's weight of a process is 15 with niceness 19, 335 with niceness 5, and 1024 with niceness 0 (Linux 6.18,
+kernel/sched/core.c, sched_prio_to_weight)."""
 
 
 @pytest.fixture(scope="session")
@@ -49,8 +50,8 @@ def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sorts the tests of several ranks to the front and runs them one after the other in one worker of pytest-xdist
-    (`--dist loadgroup`), because two at the same time on two cores take four times as long. Other tests of one file
-    stay together, so that they share their fixtures."""
+    (`--dist loadgroup`), because two such tests at the same time on two cores take four times as long. Other tests of
+    one file stay together, so that they share their fixtures."""
     items.sort(key=lambda item: not _of_several_ranks(item))
     for item in items:
         item.add_marker(
@@ -62,7 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Gives tests of one process a lower priority, because each step of the ranks in another worker waits for the
     slowest rank, and one more process on two cores makes the ranks three times as slow. Linux applies niceness only
     within a session (sched(7), autogroup), so programs that these tests start stay in this session. These tests compute
-    on one thread. With two threads, one would spin while the other has no core."""
+    on one thread. With two threads, one thread would spin while the other thread has no core."""
     if "PYTEST_XDIST_WORKER" in os.environ and not _of_several_ranks(item):
         os.nice(GIVE_WAY - os.nice(0))
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The data module: exact splits, and loaders that Lightning drives epoch by epoch."""
+"""Tests the data module's exact splits, and its loaders, which Lightning drives epoch by epoch."""
 
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +47,7 @@ def test_classes_too_small_to_hold_images_out(config: DataConfig, capsys: pytest
 
 
 class Recorder(LightningModule):
-    """Trains nothing; records the images and labels that it gets."""
+    """Trains nothing, and records the images and labels that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_only_training_images_are_augmented_and_each_epoch_has_its_order(config:
 
 @pytest.mark.distributed
 def test_nodes_with_other_images_are_refused(tmp_path: Path):
-    """Two ranks, each a node of its own, of which the second has ten images more."""
+    """There are two ranks on separate nodes. The second node has ten images more."""
     flags = ["--accelerator", "cpu", "--data.source", "synthetic", "--max_steps", "4", "--batch_size", "8"]
     flags += ["--data.root", str(tmp_path), "--out", str(tmp_path / "out"), "--logger", "none"]
     nodes = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Test-time augmentation compared with the average of views that are made one by one."""
+"""Compares test-time augmentation with the average of views that are made one by one."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from cifar_zero.config.recipe import Views
 
 
 def network(images: Tensor) -> Tensor:
-    """Returns scores in which each pixel has its own weight."""
+    """Returns scores in which each pixel has a different weight."""
     weights = torch.randn(images[0].numel(), 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (images.double().flatten(1) @ weights).tanh()
 

@@ -1,4 +1,4 @@
-"""Rules of the whole tree: every module imports, every recipe builds, imports between packages go one way."""
+"""Tests rules of the whole tree. Every module imports, every recipe builds, and imports between packages go one way."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ FLOORS = (
     ("train",),
     ("comparison", "diagnosis", "sweeping", "exporting"),
 )
-"""The packages of cifar_zero, and its modules build_model and train. Each imports only from the floors before its
-own."""
+"""The packages of cifar_zero, and its modules build_model and train. Each imports only from the floors before its own
+floor."""
 
 OF_DEEPSPEED = (
     "ds_tensor",
@@ -79,7 +79,8 @@ def test_models_and_data_know_no_lightning():
 
 
 def test_imports_go_one_way():
-    """A package imports only from the floors before its own, no other one of its floor, and no root file."""
+    """A package imports only from floors before its own floor. It imports no other package of its floor, and no root
+    file."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     assert set(floor) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"build_model", "train"}
     wrong = []
@@ -92,7 +93,7 @@ def test_imports_go_one_way():
             for module in modules:
                 first, _, rest = module.partition(".")
                 other = rest.split(".")[0]
-                # __main__.py is above all
+                # __main__.py is above all floors
                 lower = first != "cifar_zero" or other == own or floor[other] < floor.get(own, len(FLOORS))
                 if not lower or first in ("cifar_module", "datamodule", "train"):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} imports {module}")

@@ -46,7 +46,7 @@ def existing(folder: Path) -> Path:
 
 
 def answer(check: Callable[[Options], Finding], options: Options) -> Finding:
-    """Returns the finding of a check. An exception in the check becomes a finding that failed."""
+    """Returns the finding of a check. An exception in the check becomes a finding with the status `failed`."""
     try:
         return check(options)
     except ModuleNotFoundError as error:

@@ -25,8 +25,8 @@ from cifar_zero.launch.collectives import gather, ranks_on_another_disk
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
 
 ELEMENTS = 2**18
-"""Number of float32 elements of the all-reduce, 1 MiB in all. With a wrong MTU small packets arrive and large packets
-get lost."""
+"""Number of float32 elements of the all-reduce, 1 MiB in all. It is large enough to reveal a wrong MTU, with which
+small packets arrive but large packets get lost."""
 
 
 def examine(options: Options) -> dict[str, Finding]:
@@ -78,8 +78,8 @@ def _no_gpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be the same on all nodes, of Python, packages, NCCL, NVIDIA's driver and the
-    commit."""
+    """Returns the versions of Python, packages, NCCL, NVIDIA's driver and the repository, which must be the same on all
+    nodes."""
     found = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
         found |= hardware.gpu_versions()
@@ -87,8 +87,8 @@ def versions() -> dict[str, str]:
 
 
 def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
-    """Checks whether all ranks have a GPU, or none has. `lacks` holds for each rank why it cannot use its GPU, or an
-    empty string if it can."""
+    """Checks that either all ranks have a GPU or no rank has one. `lacks` has one text per rank, which states why the
+    rank cannot use its GPU and is empty if it can."""
     if not any(lacks):
         return ok("each rank has a GPU")
     if all(lacks):

@@ -17,7 +17,8 @@ from packaging.version import Version
 from cifar_zero.diagnosis import INSTALL, Finding, Options, failed, ok, warning
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-"""The file with the tested ranges. It exists where the program is not installed, or is installed as editable."""
+"""The file with the tested ranges of versions. It exists only in a checkout of the repository, and therefore also for
+an editable installation."""
 
 DEEPSPEED, LIGHTNING = "https://github.com/deepspeedai/DeepSpeed", "https://github.com/Lightning-AI/pytorch-lightning"
 
@@ -36,10 +37,9 @@ FAULTS = (
     ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at rate 0: {DEEPSPEED}/pull/7969"),
 )
 """Releases that install and run, but do harm or train wrongly (docs/evidence.md). Each row has the package, the
-releases (PEP 440), what shows the fault, and the fault itself.
-
-The fault is shown by strategies of `compare --acceptance`, or by an option, optimizer or schedule of DeepSpeed, for
-which there is no acceptance case. An empty string stands for the package itself.
+releases (PEP 440), where the fault appears, and the fault itself. A fault appears under strategies of `compare
+--acceptance`, or with an option, optimizer or schedule of DeepSpeed for which there is no acceptance case. An empty
+string means that the whole package is affected.
 """
 
 NEEDED_BY = "the *_offload strategies need it to compile an operator"

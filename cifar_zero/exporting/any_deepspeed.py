@@ -31,8 +31,8 @@ def is_of_another_program(folder: Path, trust: bool = False) -> bool:
 def export(folder: Path, output: Path, trust: bool = False) -> None:
     """Writes the weights in a folder of DeepSpeed's files as safetensors, in float32.
 
-    At stages 1 to 3, DeepSpeed stores the names of the weights that the optimizer updates, and these weights are
-    written. At stage 0, the model's weights are written.
+    At stages 1 to 3 the written weights are the float32 weights that the optimizer updates, because DeepSpeed stores
+    their names. At stage 0 the model's weights are written.
 
     Raises:
         UsageError: If a file is missing, damaged, would need `trust`, or has only a part of the model.

@@ -132,10 +132,10 @@ def _load_onnx(file: Path) -> Classifier:
 
 
 def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: str = "") -> None:
-    """Writes an export, reads it back, and compares its scores of random images with the checkpoint's scores. Only then
-    is the file renamed to `output`.
+    """Writes an export, reads it back, and compares its scores of random images with the checkpoint's scores. The file
+    is renamed to `output` only if the scores agree.
 
-    The checkpoint may be of any strategy. With `delta` it may be any file of weights.
+    The checkpoint may be of any strategy. If `delta` is given, the checkpoint may be any file of weights.
 
     Raises:
         UsageError: If the checkpoint is damaged, or does not fit the model that it names.
@@ -168,7 +168,7 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
 
 
 def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
-    """Writes only the trained parameters of a run, see `weights.write_delta`."""
+    """Writes only the trained parameters of a run; see `weights.write_delta`."""
     names = write_delta(read(checkpoint, trust), output, checkpoint.name)
     print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
     print(f"apply it to the weights that the run started from: BASE --delta {output}")

@@ -31,8 +31,8 @@ rank 0 downloads and decodes the images while the other ranks wait."""
 
 AFTER_AGENTS = timedelta(minutes=5)
 """Time limit for torchrun's ranks to form the process group. It is shorter than START, because torchrun's agents have
-met already. If a rank fails before the rendezvous (no GPU, for example), torchrun ends the other ranks of that node,
-and this limit ends the ranks of the other nodes."""
+already connected to each other. If a rank fails before the rendezvous (no GPU, for example), torchrun ends the other
+ranks of that node, and this limit ends the ranks of the other nodes."""
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable that makes torchrun create a new store for restarted ranks if it is 1. By default (torch 2.15,
@@ -42,7 +42,7 @@ address where no process listens any more."""
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
+    """Describes where a rank runs."""
 
     rank: int  # over all nodes
     host: str  # name of the node
@@ -84,8 +84,8 @@ def await_training(run: Run) -> None:
 
 def _set_timeout(limit: timedelta) -> None:
     """Sets the time limit of the default process group, and the default limit of groups that Lightning and DeepSpeed
-    create later. The strategies' own `timeout` does not reach those groups, because DeepSpeed 0.19.8 passes none to
-    torch.distributed.new_group."""
+    create later. The strategies' own `timeout` does not reach those groups, because DeepSpeed 0.19.8 passes no timeout
+    to torch.distributed.new_group."""
     set_pg_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
     set_pg_timeout(limit)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):  # private names in torch 2.15

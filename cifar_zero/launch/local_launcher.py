@@ -32,7 +32,7 @@ ADDRESS = "127.0.0.1"
 
 POLL_SECONDS = 0.05  # time between two checks for ended ranks
 GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
-SAVING_SECONDS = 30.0  # time for the others to save and end after one ended on request (SLURM's KillWait)
+SAVING_SECONDS = 30.0  # time for the other ranks to save and end after one has ended on request (SLURM's KillWait)
 TAIL_LINES = 15  # lines of a failed rank's output that are printed; --debug prints all
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -44,7 +44,7 @@ ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ran
 
 @dataclass
 class Rank:
-    """The process of a rank and the file for its output. The file stays empty for rank 0."""
+    """Holds the process of a rank, and the file for its output. The file of rank 0 stays empty."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -115,7 +115,7 @@ def prepare(cores: Collection[int], held: bool = False) -> None:
     """Prepares a new process between fork and exec. Linux will kill the process when its parent ends.
 
     Args:
-        cores: Cores to which the process is bound; empty for all.
+        cores: Cores to which the process is bound. If empty, the process may use all cores.
         held: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any Python
             program.
     """
@@ -143,8 +143,8 @@ def free_port() -> int:
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Installs handlers that pass each request to end on to the ranks that are in the list at that time. Returns the
-    list in which the handlers record the signals."""
+    """Installs handlers that forward each request to end the run to the ranks that are in the list at that time.
+    Returns the list in which the handlers record the signals."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -216,7 +216,7 @@ def _code(rank: Rank, received: Collection[int]) -> int | None:
 
 
 def how_ended(code: int) -> str:
-    """Returns in words the exit code of a process, or the signal that ended it."""
+    """Returns a text with the exit code of a process, or with the name of the signal that ended it."""
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -12,8 +12,8 @@ TORCHRUN = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 """Variables that torchrun (docs.pytorch.org, elastic/run) and `local_launcher` set, with the least value of each."""
 
 DEEPSPEED_LOCAL_SIZE = "LOCAL_SIZE"
-"""Name that DeepSpeed's launcher gives to torchrun's LOCAL_WORLD_SIZE. It sets the other variables of TORCHRUN under
-the same names (0.19.8, deepspeed/launcher/launch.py)."""
+"""Name that DeepSpeed's launcher gives to torchrun's LOCAL_WORLD_SIZE. This launcher sets the other variables of
+TORCHRUN under the same names (0.19.8, deepspeed/launcher/launch.py)."""
 
 SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
@@ -82,9 +82,9 @@ def by_torchrun() -> bool:
 
 
 def torchrun_agent() -> str:
-    """Returns a name of this node's torchrun process that stays the same when torchrun restarts its ranks, or an empty
-    string without torchrun. The name is the temporary folder that each torchrun process makes with a unique name. In
-    this folder every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
+    """Returns a name of this node's torchrun process, or an empty string without torchrun. The name stays the same when
+    torchrun restarts its ranks. It is the unique name of the temporary folder that each torchrun process makes. In this
+    folder every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
     parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     if len(parts) > 4:
         return parts[-4]
@@ -112,5 +112,5 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """Returns the first of SLURM's list of hosts, for example `gpu03` for `gpu[03-07,12],login1`."""
+    """Returns the first host in SLURM's list of hosts, for example `gpu03` for `gpu[03-07,12],login1`."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts).split(",")[0]

@@ -4,8 +4,8 @@ step.
 In a checked step, the same micro-batches are replayed through a plain, unsharded copy of the module. torch's optimizer
 then makes the step from the state, gradient and learning rate of the strategy. The strategy's values must equal the
 results of the replay and of this optimizer up to the rounding error of this step, which a second replay in float64
-measures. There is no reference training from which the run could drift apart, so the bound is the rounding error of one
-step at step 1 and at step 10,000.
+measures. There is no separate reference training, so differences do not accumulate. At step 10,000 the bound is still
+the rounding error of one step.
 """
 
 import math
@@ -44,10 +44,10 @@ class StepCheck(Callback):
     """
 
     needed: tuple[Kind, ...] = ("gradient", "update")
-    """The kinds of values of which most must be judged, see `Verdict.needed`."""
+    """The kinds of values for which most elements must be judged; see `Verdict.needed`."""
 
     checkpoint: Path | None = None
-    """The checkpoint from which the training continues, see `resume_check`."""
+    """The checkpoint from which the training continues; see `resume_check`."""
 
     resumed_at = 0
     """The optimizer step after which the checkpoint was saved, or 0 without a checkpoint; see `ResumeCheck`."""
@@ -117,7 +117,7 @@ class StepCheck(Callback):
             say(f"step check: a checked step takes about four times as long and {size} of memory on each rank")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps what a replay needs, which is the weights and buffers before the step, and each micro-batch with its
+        """Keeps the values that a replay needs: the weights and buffers before the step, and each micro-batch with its
         random state."""
         del self._micro_batches[len(self._losses) :]  # the previous micro-batch, if the module skipped it
         if not self._micro_batches:
@@ -220,13 +220,14 @@ class StepCheck(Callback):
         return dict.fromkeys(self._weights, lowest(own.values())) | own
 
     def _replay(self, *given: Any) -> tuple[Replay, Replay]:
-        """Replays a step in the training's precision and in float64, see `Replica.replay`."""
+        """Replays a step in the training's precision and in float64; see `Replica.replay`."""
         with random_state_kept():
             return self._replica.replay(*given), self._replica.replay(*given, exact=True)
 
     def _on_all_ranks(self, compute: Callable[[], tuple[Replay, Replay]], what: str) -> tuple[Replay, Replay] | None:
         """Returns the replays that `compute` returns, with gradients that are averaged over the ranks. If `compute`
-        fails on a rank, notes the error and returns None on all ranks. `what` is the noun in this note."""
+        fails on a rank, notes the error and returns None on all ranks. `what` names in this note what is not
+        checked."""
         replays, error = None, ""
         try:
             replays = compute()
@@ -291,8 +292,9 @@ class StepCheck(Callback):
         return [*expected_updates(hooks, module, optimizer, clipped, self._weights)]
 
     def _finish(self, trainer: Trainer, step: int) -> None:
-        """Counts the findings of all ranks in a checked step, or of rank 0 in a resume, for which `step` is 0. Every
-        rank counts the same findings, so that all ranks have the same verdict. At a fault, raises RunError or warns."""
+        """Adds the findings of all ranks in a checked step to the verdict, or the findings of rank 0 in a resume, for
+        which `step` is 0. Every rank adds the same findings, so that all ranks have the same verdict. If there is a
+        fault, raises RunError or prints a warning."""
         findings = []
         for rank, of_rank in enumerate(gather(self._findings.all)):
             for found in of_rank:
@@ -309,7 +311,7 @@ class StepCheck(Callback):
 
 
 def _shares_buffers(model: Any) -> bool:
-    """Returns whether DDP copies the buffers of rank 0 to the others before a step. torch 2.15 has renamed the
+    """Returns whether DDP copies the buffers of rank 0 to the other ranks before a step. torch 2.15 has renamed the
     option."""
     shares = getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False))
     return isinstance(model, DistributedDataParallel) and shares

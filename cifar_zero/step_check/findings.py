@@ -9,21 +9,21 @@ from torch import Tensor
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict
 
 ROUNDINGS = 3.0
-"""Multiple of a step's rounding error by which a value may be off, because the strategy sums in another order than the
-replay. In the acceptance cases, correct engines use up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch
-2.15)."""
+"""Multiple of a step's rounding error that is allowed as the error of a value, because the strategy sums in another
+order than the replay. In the acceptance cases, correct engines use up to a fifth of the bound (two CPU ranks, DeepSpeed
+0.19.8, torch 2.15)."""
 
 LEAST = 4.0
 """Error that is always allowed, in machine epsilons of the dtype in which the strategy computes, because two correct
 sums may differ by that much."""
 
 SMALL = 1e-3
-"""Share of the whole gradient's norm that is added to the norm of each tensor's gradient before an error is divided by
-it. A gradient that cancels to nearly 0 has the rounding error of its summands."""
+"""The error of a tensor's gradient is divided by the norm of this gradient plus this share of the whole gradient's
+norm, because a gradient whose summands nearly cancel still has the rounding error of the summands."""
 
 CONSTANT = 0.02
-"""Largest remainder, as a share of a gradient, with which the gradient counts as another gradient times a constant
-factor."""
+"""A gradient counts as another gradient times a constant factor if the remainder is smaller than this share of the
+gradient."""
 
 Explain = Callable[[str, Tensor, Tensor], str]
 """A function that returns what is wrong with a tensor, given the tensor's name, the tensor, and the correct tensor."""
@@ -127,7 +127,7 @@ class Findings:
         kind: Kind = "gradient",
         explain: Explain = explain_factor,
     ) -> None:
-        """Compares gradients by name. `dtypes` are those in which the strategy computes with the weights."""
+        """Compares gradients by name. `dtypes` has the dtype in which the strategy computes with each weight."""
         whole = norm_of(exact)
         for name, wanted in exact.items():
             if name in found:

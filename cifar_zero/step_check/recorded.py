@@ -24,8 +24,8 @@ OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "neste
 
 @dataclass
 class ScriptStep:
-    """One optimizer step of a script. Tensors are on the CPU, by their names in the script's model or, after `renamed`,
-    in the module."""
+    """Holds one recorded optimizer step of a script. Tensors are on the CPU. Their keys are their names in the script's
+    model or, after `renamed`, in the module."""
 
     epoch: int  # number of loader iterators that the script made before the iterator of this step
     order_state: Any  # state of all random generators before the iterator of this step was made
@@ -69,9 +69,9 @@ def step_file(folder: Path, number: int) -> Path:
 def matched(script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]) -> dict[str, str]:
     """Returns the module's name of each of the script's tensors.
 
-    Names match if they are equal after `renames` replaces prefixes, and after a common prefix is added if necessary. If
-    names do not match, all tensors match by order and shape. Raises UsageError with the first tensors that do not
-    match.
+    Two names match if they are equal after `renames` has replaced prefixes and, if necessary, a common prefix has been
+    added. If the names do not match, all tensors are matched by order and shape instead. Raises UsageError with the
+    first tensors that do not match.
     """
     renamed = {}
     for name in script:
@@ -111,12 +111,13 @@ class Recorded:
         return torch.load(step_file(self.folder, number), weights_only=False)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Returns the script's first weights by the names of a plain module. Raises UsageError as `matched` does."""
+        """Returns the script's weights before its first step, by the names of a plain module. Raises UsageError as
+        `matched` does."""
         return self.step(1).renamed(module, self.renames).weights
 
     def give_weights(self, module: nn.Module) -> None:
-        """Overwrites the weights and buffers of a plain module with the script's first ones. Raises UsageError as
-        `matched` does."""
+        """Overwrites the weights and buffers of a plain module with the script's values before its first step. Raises
+        UsageError as `matched` does."""
         first = self.step(1).renamed(module, self.renames)
         module.load_state_dict({**first.weights, **first.buffers}, strict=False)
 

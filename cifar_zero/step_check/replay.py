@@ -37,13 +37,13 @@ DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.b
 Plain = (bool, int, float, str, NoneType)
 
 INTERNAL = vars(LightningModule()).keys() - {"training"}
-"""Attributes of every LightningModule, which the copy does not take over before a step. It takes over the user's own
-attributes, such as counters, modes and hidden states."""
+"""Names of the attributes that every LightningModule has. They are not copied from the trained module before a step.
+The user's own attributes, such as counters, modes and hidden states, are copied."""
 
 
 @dataclass
 class MicroBatch:
-    """A micro-batch with all that a replay needs."""
+    """Holds a micro-batch, with its index and random state, for a replay."""
 
     batch: Any
     index: int  # batch_idx
@@ -52,7 +52,7 @@ class MicroBatch:
 
 @dataclass
 class Replay:
-    """The values that the copy computed in a step on this rank."""
+    """Holds the values that the copy computed in a step on this rank."""
 
     losses: Tensor  # float64 (micro-batches,), on the CPU
     gradients: dict[str, Tensor]  # float64; zeros for an unused weight
@@ -61,7 +61,7 @@ class Replay:
     random_state: Tensor  # torch's random state after the last forward pass
 
     def average(self) -> None:
-        """Replaces the gradients by their mean over the ranks, on the CPU. Collective."""
+        """Replaces the gradients by their mean over the ranks, on the CPU. Every rank must call it."""
         average_over_ranks([*self.gradients.values()])
         self.gradients = {name: gradient.cpu() for name, gradient in self.gradients.items()}
 
@@ -160,8 +160,8 @@ class Replica:
 
 
 class Exact(TorchFunctionMode):
-    """Within this context, torch computes in float64, whatever precision the code requests. Random numbers stay the
-    same.
+    """Context manager that makes torch compute in float64, whatever precision the code requests. Random numbers stay
+    the same.
 
     Random numbers are drawn in the dtype in which the training draws them, because generators draw different numbers in
     float64. Numbers that a compiled function draws internally, as attention with dropout does, are not replaced.
@@ -188,7 +188,7 @@ class Exact(TorchFunctionMode):
 
 
 def gathered_losses(low: Replay, exact: Replay) -> Tensor:
-    """Returns the losses of two replays on all ranks, float64 (ranks, 2, micro-batches). Collective."""
+    """Returns the losses of two replays on all ranks, float64 (ranks, 2, micro-batches). Every rank must call it."""
     return torch.stack(gather(torch.stack([low.losses, exact.losses])))
 
 
@@ -211,7 +211,7 @@ def _narrow(value: Any) -> Any:
 
 def _is_state(value: Any) -> bool:
     """Returns whether a value is plain data, a tensor that is not a Parameter, or lists, dictionaries and tuples of
-    these."""
+    such values."""
     leaves = tree_leaves(value)
     return all(type(leaf) in Plain or (isinstance(leaf, Tensor) and not isinstance(leaf, Parameter)) for leaf in leaves)
 
@@ -221,8 +221,8 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the states of all random generators that a training step may use. Of several GPUs only the rank's own is
-    read, because `include_cuda` of Lightning would initialize all of them in each rank."""
+    """Returns the states of all random generators that a training step may use. Only the generator of the rank's own
+    GPU is read, because Lightning's `include_cuda` would initialize every GPU in each rank."""
     state = _collect_rng_states(include_cuda=False)
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -247,4 +247,4 @@ def random_state_kept() -> Iterator[None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces `self.log` in a replay, and does nothing."""
+    """Does nothing, in place of `self.log` in a replay."""

@@ -150,8 +150,8 @@ def _rows(batch: Any) -> list[int]:
 
 
 def _state(trainer: Trainer, module: LightningModule) -> State:
-    """Returns the values from which the next step starts, as flattened unsharded tensors, with NaN where no rank keeps
-    a value. Buffers are rank 0's, as in most checkpoints. Collective."""
+    """Returns the values from which the next step starts, as flattened unsharded tensors. Elements that no rank keeps
+    are NaN. Buffers come from rank 0, as in most checkpoints. Every rank must call it."""
     hooks = hooks_of(trainer.strategy)
     buffers = {name: buffer.detach().flatten().cpu() for name, buffer in module.named_buffers()}
     weights = hooks.weights(module)
@@ -192,8 +192,8 @@ def _state(trainer: Trainer, module: LightningModule) -> State:
 def _kept(
     trainer: Trainer, module: LightningModule, numbers: Mapping[str, Tensor]
 ) -> Iterator[tuple[list[str], Tensor, dict[str, Any]]]:
-    """Yields what this rank keeps for the updates and the averages of weights: the names of the weights, this rank's
-    part of the `numbers` of their elements, and its tensors and scalars by name."""
+    """Yields the values that this rank keeps in order to update and average weights. Each item has the names of the
+    weights, this rank's part of the `numbers` of their elements, and the kept tensors and scalars by name."""
     hooks = hooks_of(trainer.strategy)
     for updated, own in updated_by(hooks, module, trainer.optimizers[0], at_any_step=True):
         options = _numbers({**updated.group, "params": None})

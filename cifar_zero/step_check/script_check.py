@@ -100,7 +100,7 @@ class ScriptCheck(StepCheck):
             trained = [name for name in names if name in step.options]
             for name in trained:
                 self._compare_options(name, updated.group, step.options[name])
-            # Only whole tensors are compared. The step check compares updates of shards with torch's optimizer's.
+            # Only whole tensors are compared. The step check compares the updates of shards.
             if len(trained) == 1 and updated.target.shape == step.weights[trained[0]].shape:
                 self._compare_update(trained[0], updated, step)
 

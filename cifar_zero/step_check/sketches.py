@@ -73,8 +73,8 @@ def sketch_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def sketch(values: Tensor, places: Tensor) -> Tensor:
-    """Returns the sketch of a tensor, float64 (SIZE,). `places` has the place of each element. Elements with place 0
-    are left out."""
+    """Returns the sketch of a tensor, float64 (SIZE,). `places` has the place in the sketch of each element; see the
+    function `places`. Elements with place 0 are left out."""
     places = places.cpu().flatten()
     signed = values.detach().cpu().double().flatten() * places.sign()
     return torch.zeros(SIZE + 1, dtype=torch.float64).index_add(0, places.abs().long(), signed)[1:]

@@ -19,7 +19,7 @@ to 6e-5."""
 
 @dataclass
 class Expected:
-    """The update that torch's optimizer makes to one tensor."""
+    """Holds the update that torch's optimizer makes to one tensor."""
 
     names: list[str]  # the plain model's names of its parameters
     updated: Updated
@@ -61,8 +61,8 @@ def update_error(found: Tensor, before: Tensor, wanted: Tensor) -> tuple[float, 
 
 
 def clip_factor(gradients: Mapping[str, Tensor], limit: float) -> float:
-    """Returns the factor that clips the gradients to the norm `limit`. It is 1 if `limit` is 0, which means that they
-    are not clipped."""
+    """Returns the factor that clips the gradients to the norm `limit`. A `limit` of 0 means that gradients are not
+    clipped, and the factor is 1."""
     return min(1.0, limit / (norm_of(gradients) + 1e-6)) if limit else 1.0
 
 
@@ -102,7 +102,7 @@ def expected_updates(
             continue
         before = updated.target.detach().clone()
         twin = nn.Parameter(before.clone())
-        # An engine may keep a frozen weight next to trained ones.
+        # An engine may keep a frozen weight and trained weights in one tensor.
         twin.grad = laid(updated, [gradients.get(name, torch.zeros_like(weights[name])) for name in own])
         used = local_of(laid(updated, [torch.ones_like(weights[name]) for name in own])).bool()
         yield Expected(own, updated, before, twin.detach(), torch_step(updated, twin), used)

@@ -24,7 +24,7 @@ Kind = Literal[
     "script's update",
     "script's buffer",
 ]
-"""Kinds of values that are compared with plain PyTorch's and, in a `ScriptCheck`, also with a script's."""
+"""Kinds of values that are compared with the values of plain PyTorch and, in a `ScriptCheck`, also of a script."""
 
 SHARED: tuple[Kind, ...] = ("gradient", "gradient norm", "script's loss", "script's gradient", "script's buffer")
 """Kinds for which all ranks have the same findings, so that each finding counts once."""
@@ -44,7 +44,8 @@ FAULTS_KEPT = 50
 
 @dataclass(frozen=True)
 class Finding:
-    """One compared value, with its error and the error that rounding allows, both as shares of the value's norm."""
+    """Describes one compared value by its error and the error that rounding allows. Both are shares of the value's
+    norm."""
 
     step: int  # optimizer step, from 1
     kind: Kind
@@ -100,7 +101,7 @@ class Tally:
 
 @dataclass
 class Verdict:
-    """Collects what was judged, the faults, and what could not be checked."""
+    """Counts the judged values, and collects the faults and notes on what could not be checked."""
 
     steps: list[int] = field(default_factory=list)  # the checked steps, from 1
     tallies: dict[str, Tally] = field(default_factory=dict)  # by kind

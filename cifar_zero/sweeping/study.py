@@ -41,7 +41,8 @@ Space = dict[str, BaseDistribution]  # values by option; listed values stay text
 
 
 def run(arguments: Namespace, rest: list[str]) -> int:
-    """Trains the settings with the flags `rest` of train and returns the exit code, which is 1 if a setting failed."""
+    """Trains the settings of --search with the flags `rest` of train. Returns the exit code, which is 1 if a setting
+    failed."""
     check_plain_name(arguments.name)
     if arguments.trials is not None and arguments.trials < 1:
         raise UsageError(f"--trials must be at least 1, not {arguments.trials}")
@@ -72,8 +73,8 @@ def run(arguments: Namespace, rest: list[str]) -> int:
 
 
 def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
-    """Returns the search space of --search NAME=VALUES ..., and for each seed a dict with this option. Without seeds,
-    returns a single empty dict."""
+    """Returns the search space of --search NAME=VALUES ..., and a list with one dict {"seed": SEED} for each seed.
+    Without seeds, the list has a single empty dict."""
     space: Space = {}
     for definition in definitions:
         name, _, text = definition.partition("=")
@@ -113,7 +114,8 @@ def combinations(space: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def resolved(flags: list[str]) -> Run:
-    """Returns a resolved run. Raises UsageError if the run cannot be trained, or if a sweep cannot train it."""
+    """Returns a resolved run. Raises UsageError if the run cannot be trained, or if an option cannot be used in a
+    sweep."""
     config = command_line.parse(flags)
     for name in ("bench_steps", "plot_schedule", "check_gradients", "resume"):
         if flat(config)[name]:
@@ -152,7 +154,7 @@ def search(
     study: optuna.Study, space: Space, seeds: list[dict[str, Any]], trials: int, folder: Path, flags: list[str]
 ) -> None:
     """Trains all enqueued settings, each with each seed, and then settings that Optuna chooses, until it has chosen
-    `trials`. Failed trials count too."""
+    `trials` settings. Failed trials count too."""
     while True:
         chosen = sum("fixed_params" not in trial.system_attrs for trial in study.trials)
         if chosen >= trials and not study.get_trials(states=(TrialState.WAITING,)):

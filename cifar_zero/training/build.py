@@ -96,7 +96,7 @@ def strategy_of(run: Run) -> Strategy | str:
 
 
 def maths_callbacks(recipe: Recipe) -> list[Callback]:
-    """Returns the callbacks that change what a run computes. A run of `compare` has only these."""
+    """Returns the callbacks that change what a run computes. A run of `compare` has only these callbacks."""
     made: list[Callback] = [BatchNormStatistics(), Resume()]
     if recipe.ema or recipe.swa_from:
         made.append(Averaging(recipe.ema, recipe.swa_from))
@@ -117,7 +117,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     made += _given(run.consent.callbacks)
 
     flops = training_flops(recipe, run.num_classes, run.micro_batch, run.data.image_size)
-    # After the other callbacks, because it would count their work as waiting for data.
+    # Throughput must come after the other callbacks. Otherwise it would count their work as waiting for data.
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
     made.append(throughput)
     if sys.stdout.isatty():  # where Lightning draws its progress bar

@@ -1,12 +1,15 @@
-"""Lightning's training epoch loop without its overhead per batch, which is a third of the step time of a small model.
-`--fast_loop false` runs Lightning's own epoch loop instead, with the same results bit for bit. Lightning's fit loop,
-which iterates over epochs, is replaced too. The replacement corrects two faults in resumed runs, and refuses epochs
-that end within an optimizer step.
+"""Replaces Lightning's epoch loop and fit loop.
+
+Lightning's epoch loop has an overhead per batch, which is a third of the step time of a small model. The epoch loop of
+this module avoids the overhead. `--fast_loop false` runs Lightning's own epoch loop, with the same results bit for bit.
+The fit loop, which iterates over epochs, corrects two faults of Lightning's fit loop in resumed runs, and refuses
+epochs that end within an optimizer step.
 
 For each batch Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy through a
 profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and waits for
-its value (Lightning's issues 6196, 7093 and 8857). This loop looks up the implemented hooks once per epoch, and calls
-them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two loops.
+its value (Lightning's issues 6196, 7093 and 8857). The epoch loop of this module looks up the implemented hooks once
+per epoch, and calls them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters
+of the two epoch loops.
 """
 
 import math
@@ -47,7 +50,7 @@ STEP_METHODS = (
     "on_after_batch_transfer",
     "on_train_batch_start",  # it may end the epoch by returning -1
 )
-"""Methods that change a training step. Lightning's own loop trains a module that overrides one of them."""
+"""Methods that change a training step. If a module overrides one of them, Lightning's own epoch loop trains it."""
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
@@ -60,9 +63,8 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Trains an epoch. It falls back to Lightning's own code for a loader whose batches are not on the device yet, for
-    a profiler, a module with a custom training step, float16 with a gradient scaler, or a run that resumes at a
-    validation."""
+    """Trains an epoch. Lightning's own code runs instead in five cases: batches that are not on the device yet, a
+    profiler, a custom training step, float16 with a gradient scaler, and a run that resumes at a validation."""
 
     _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]
@@ -141,7 +143,7 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
-        """At the first micro-batch of a step, calls the hook and removes the gradients of the parameter groups."""
+        """Calls the hook and removes the gradients of the parameter groups, at the first micro-batch of a step."""
         if batch_idx % self.trainer.accumulate_grad_batches:
             return
         progress = self.automatic_optimization.optim_progress.optimizer.zero_grad
@@ -184,14 +186,14 @@ class EpochLoop(_TrainingEpochLoop):
 class FitLoop(_FitLoop):
     """Trains epoch after epoch, and corrects two faults of Lightning 2.6.6 in resumed runs.
 
-    If `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as one from the middle of an epoch.
-    The resumed run counts that epoch twice, and either skips the images of the next epoch or ends at once. With this
-    loop the run resumes as if max_steps were not set. The correction can be removed when Lightning's issue 19617 is
-    fixed.
+    If `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from the middle of the
+    epoch. The resumed run counts that epoch twice, and either skips the images of the next epoch or ends at once. With
+    this loop the run resumes as if max_steps were not set. The correction can be removed when Lightning's issue 19617
+    is fixed.
 
     A user's own ModelCheckpoint may save at the last batch of an epoch. From this checkpoint Lightning continues with
-    the next epoch, but as if it were in the middle of that epoch. It does not count the start of the epoch, and a later
-    checkpoint of that epoch resumes at the first image of the epoch. No upstream issue is known;
+    the next epoch, but as if this epoch had already begun. It does not count the start of the epoch, and a later
+    checkpoint of the same epoch resumes at the first image of the epoch. No upstream issue is known;
     tests/distributed/test_resume.py shows the fault.
     """
 

@@ -1,5 +1,5 @@
-"""What `train` does instead of training. `--plot_schedule` draws the learning rate over the steps of a run, and
-`--check_gradients` compares the derivatives of autograd with finite differences."""
+"""Implements the two flags with which `train` does not train. `--plot_schedule` draws the learning rate over the steps
+of a run, and `--check_gradients` compares the derivatives of autograd with finite differences."""
 
 from pathlib import Path
 from pkgutil import resolve_name
@@ -22,7 +22,7 @@ from cifar_zero.schedules import SCHEDULES, with_total_steps
 from cifar_zero.training import DATAMODULE
 from cifar_zero.training.metrics import loss
 
-POINTS = 2000  # the most points of the curve, more than the figure is wide in pixels
+POINTS = 2000  # largest number of points of the curve; the figure is less than 2,000 pixels wide
 
 IMAGES = 4
 
@@ -60,8 +60,8 @@ def plot_schedule(run: Run) -> int:
 
 def run_steps(settings: Settings, datamodule: Any) -> int:
     """Returns the number of optimizer steps that a run would do in all its epochs, at most --max_steps. This is what
-    Lightning's `Trainer.estimated_stepping_batches` returns in the run. Decodes the images if that has not been done,
-    because it counts them."""
+    Lightning's `Trainer.estimated_stepping_batches` returns in the run. Decodes the images if necessary, because it
+    needs their number."""
     datamodule.setup()
     batches, recipe = len(datamodule.train_dataloader()), settings.recipe
     limit = recipe.trainer.get("overfit_batches") or recipe.trainer.get("limit_train_batches", 1.0)
@@ -74,8 +74,9 @@ def run_steps(settings: Settings, datamodule: Any) -> int:
 
 def check_gradients(run: Run) -> int:
     """Compares autograd with finite differences and returns the exit code, 1 if they differ. Prints a table with one
-    row per parameter. The row has the derivative of the loss by the element with the steepest slope, from autograd and
-    from moving that element. The model computes in float64 without dropout."""
+    row per parameter. A row is about the element of the parameter with the largest gradient. It has the derivative of
+    the loss with respect to this element, from autograd and as a central difference. The model computes in float64
+    without dropout."""
     torch.manual_seed(run.recipe.seed)
     net = build_model.build(run.recipe, run.num_classes).double().eval()
     side = run.data.image_size

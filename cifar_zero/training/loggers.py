@@ -1,4 +1,4 @@
-"""Creates the loggers of --logger, and adds the results of a run to them at its end."""
+"""Creates the loggers of --logger, and adds the results of a run to them at the end of the run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,8 +36,8 @@ RESULTS = ("test/acc", "val/acc", "test/loss", "perf/images_per_second")
 
 
 def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
-    """Returns the loggers of --logger, or none without a run folder. Raises UsageError if nobody is logged in to W&B or
-    its server does not answer."""
+    """Returns the loggers of --logger, or none without a run folder. Raises UsageError if W&B has no login or its
+    server does not answer."""
     made: list[Logger] = []
     if run_dir is None:
         return made

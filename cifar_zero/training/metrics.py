@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "validate_args": False}
 """Options of torchmetrics' classes. Their check of arguments is off, because it would wait for the device in each
 batch."""
 
-BINS = 15  # bins of confidence, as many as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
+BINS = 15  # number of confidence bins, from Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
 
 
 def loss(
@@ -49,8 +49,8 @@ def loss(
     Args:
         name: One of the losses of --loss.
         scores: Class scores before the softmax, float32 (N, classes).
-        labels: Classes, int64 (N,), or the share of each class, (N, classes). IGNORED classes count 0 in an unreduced
-            loss.
+        labels: Classes, int64 (N,), or the share of each class, (N, classes). In an unreduced loss, an image with the
+            label IGNORED has the loss 0.
         label_smoothing: Share of a label that is spread evenly over all classes.
         reduction: mean or none.
     """
@@ -73,15 +73,17 @@ def loss(
 
 
 class SplitMetrics:
-    """Loss, accuracy, precision, recall, F1, calibration error and confusion matrix over one pass of a split, on all
-    ranks.
+    """Computes loss, accuracy, precision, recall, F1, calibration error and confusion matrix of all ranks over one pass
+    through a split.
 
-    Counts are int64 and the loss is summed in float32, whatever the precision of the run. IGNORED labels do not count.
-    The class is not an nn.Module, because DeepSpeed would visit it several times per step, as it visits all layers.
+    Counts are int64 and the loss is summed in float32, whatever the precision of the run. Images with the label IGNORED
+    do not count. The class is not an nn.Module, because DeepSpeed would visit it several times per step, as it visits
+    all layers.
 
-    `curves` adds the curves over all thresholds, of each class against the rest (one-vs-rest). They are exact, so every
-    rank keeps its probabilities in float64, and at the end gathers the probabilities of all ranks. They take 8 bytes x
-    images x classes, 8 MB for CIFAR-100. In float32 the probabilities of a confident model would round to 1 and tie.
+    `curves` adds the ROC and precision-recall curves of each class against the rest (one-vs-rest), over all thresholds.
+    The curves are exact. Therefore every rank keeps the probabilities of its images in float64, and gathers the
+    probabilities of all ranks at the end. The gathered probabilities take 8 bytes x images x classes, which is 8 MB for
+    CIFAR-100. In float32 the probabilities of a confident model would round to 1 and tie.
     """
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy", curves: bool = False):
@@ -89,7 +91,7 @@ class SplitMetrics:
         self.loss: LossName = loss
         # SumMetric keeps a NaN. torchmetrics' MeanMetric (1.9.0) drops it, or with nan_strategy="disable" its weights.
         self.loss_sum = SumMetric(nan_strategy="disable")
-        # Its `update_called` is True if anything was counted since the last `reset`.
+        # `confusion.update_called` is True if anything was counted since the last `reset`.
         self.confusion = MulticlassConfusionMatrix(num_classes, **OPTIONS)
         self.shares: dict[str, Metric] = {
             "calibration_error": MulticlassCalibrationError(num_classes, n_bins=BINS, **OPTIONS)
@@ -110,7 +112,7 @@ class SplitMetrics:
             metric.update(probabilities, labels)
 
     def per_class(self) -> dict[str, Tensor]:
-        """Returns the metrics of each class, float64 (classes,) on the CPU, NaN for a class without images. The
+        """Returns the metrics of each class, float64 (classes,) on the CPU. A class without images has NaN. The
         precision of a class that was never predicted is 0, as in scikit-learn. With `curves` the area under the ROC
         curve and the average precision are included. Every rank must call it."""
         counts = self.confusion.compute().cpu().double()  # true class by predicted class
@@ -133,7 +135,7 @@ class SplitMetrics:
     def overall(self) -> dict[str, float]:
         """Returns the metrics of the whole split. Every rank must call it. The metrics of `per_class` except acc become
         macro averages, which are means over the classes with images. The *_weighted metrics weight each class by its
-        images. There is no weighted recall, because it would equal the accuracy."""
+        number of images. There is no weighted recall, because it would equal the accuracy."""
         per_class = self.per_class()
         counts = self.confusion.compute().cpu().double()
         images = counts.sum()
@@ -150,8 +152,8 @@ class SplitMetrics:
         return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
-        """Returns <split>/<metric> of the split, and <split>/<metric>_class/<name> of each class with images. Every
-        rank must call it."""
+        """Returns the values to log. They are <split>/<metric> for the whole split, and <split>/<metric>_class/<name>
+        for each class with images. Every rank must call it."""
         per_class = self.per_class()
         curves = ["acc"]  # metrics with a curve for each class
         if self.num_classes <= 30:

@@ -16,12 +16,12 @@ from cifar_zero.core.hardware import core_count, gpu_count, has_bfloat16
 from cifar_zero.launch import rank_environment
 
 LEAST_MICRO_BATCH = 32
-"""Least images of a micro-batch for which --devices auto uses a second GPU. With fewer images a GPU waits for its
-kernels to be launched and for the other GPUs, whatever the model."""
+"""Smallest number of images in a micro-batch for which --devices auto uses a second GPU. With fewer images a GPU waits
+for its kernels to be launched and for the other GPUs, whatever the model."""
 
 TINY_MICRO_BATCH = 4
-"""Most images of a micro-batch for which `announce` recommends a larger batch in a ZeRO run. The tutorial has this
-number."""
+"""Largest number of images in a micro-batch for which `announce` recommends a larger batch in a ZeRO run. The
+tutorial's batches have this size."""
 
 
 def resolve(settings: Settings) -> Run:
@@ -49,7 +49,8 @@ def resolve(settings: Settings) -> Run:
 
 
 def announce(run: Run) -> None:
-    """Prints in one line what is started. Warns of too few cores, and under ZeRO notes that a micro-batch is tiny."""
+    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks, and recommends a larger
+    batch if a micro-batch is tiny under ZeRO."""
     ranks, placement = run.placement.world_size, run.placement
     what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
     say(f"starting: {what}, batch size {run.recipe.batch_size}, ranks {ranks} ({placement.accelerator})")
@@ -129,9 +130,10 @@ def make_run(settings: Settings) -> Run:
 
 
 def with_checkpoint(run: Run, resume: str) -> Run:
-    """Returns the run with the path of the checkpoint that it resumes, empty for none, and with absolute paths of the
-    weights and the delta that it starts from. A resumed run keeps the images that it began on, also with --data.source
-    auto. Raises UsageError if the strategy cannot resume, or if the weights or the delta do not exist."""
+    """Returns the run with `resume`, the path of the checkpoint that it resumes (empty for a new run), and with
+    absolute paths of the weights and the delta from which it starts. A resumed run keeps the images with which it
+    began, even under --data.source auto. Raises UsageError if the strategy cannot resume, or if the weights or the
+    delta do not exist."""
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))

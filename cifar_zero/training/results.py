@@ -36,7 +36,8 @@ MEASURED = (
 """Keys of metrics.json that a run fills in, in the order of the file. A value that the run does not have is null."""
 
 FALLBACK = "fallback"
-"""Key of metrics.json that exists only if the data is not what was asked for. Its value explains this in one line."""
+"""Key of metrics.json that exists only if the run fell back to other data than requested. Its value says so in one
+line."""
 
 SHOWN = {
     "precision": "macro precision",
@@ -94,8 +95,8 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
 
 
 def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
-    """Writes metrics.json and prints the summary. Returns why the file could not be written, otherwise an empty
-    string."""
+    """Writes metrics.json and prints the summary. Returns the reason if the file could not be written, otherwise an
+    empty string."""
     file = run_dir / run_folder.METRICS
     failure = failure_of(lambda: write_json(file, metrics))
     print_summary(metrics, run_dir)
@@ -139,8 +140,8 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
     """Prints the test/* metrics, or nothing if there was no test. Up to 25 classes have a row each, with nan for a
-    class without images. The last row is the mean of the classes weighted by their images, which for the recall is the
-    accuracy."""
+    class without images. The last row has the means over the classes, weighted by their numbers of images. The weighted
+    mean of the recall is the accuracy."""
     if metrics.get("test/acc") is None:
         return
     table = Table("class", *(Column(name, justify="right") for name in ("accuracy (recall)", "precision", "F1")))

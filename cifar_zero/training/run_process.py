@@ -31,12 +31,13 @@ def start(
     extra_env: Mapping[str, str] | None = None,
     launcher: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Context manager that starts a run. At the end of the context a run that is still alive receives SIGINT, as from
-    Ctrl-C, and then its process group is killed. A second Ctrl-C of the user kills the group at once.
+    """Context manager that starts a run. At the end of the context, a run that is still alive receives SIGINT, as from
+    Ctrl-C, and has SAVING_SECONDS to end before its process group is killed. If the user presses Ctrl-C again, the
+    group is killed at once.
 
     Args:
-        program: Module that Python runs, and its first arguments. Modules in the user's directory do not replace
-            others.
+        program: Module that Python runs, and its first arguments. Modules in the user's directory cannot shadow other
+            modules.
         flags: Further arguments.
         log: File for the output of the run.
         extra_env: Environment variables to add.
@@ -70,8 +71,8 @@ def start(
 
 
 def failure(log: Path, code: int) -> str:
-    """Returns the last error message in a log, from a line that begins with error:. Without one, returns how the run
-    ended and the last line of the log. With --debug the whole log is printed."""
+    """Returns the last error message in a log, which is in a line that begins with `error:`. If there is no such line,
+    returns how the run ended and the last line of the log. With --debug the whole log is printed."""
     text = log.read_text(errors="replace")
     if DEBUG.intersection(sys.argv):
         sys.stderr.write(text)

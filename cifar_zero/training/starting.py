@@ -36,9 +36,9 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
     """Returns the run with the path of the checkpoint that it resumes. On several nodes or under torchrun, rank 0
     decides for all ranks; otherwise `resolve` has decided.
 
-    After torchrun has restarted the ranks, this is the newest checkpoint of the same run, whatever --resume names. If
-    none was written before the restart, the run begins again. Raises UsageError if there is no checkpoint, or if the
-    strategy cannot resume.
+    After torchrun has restarted the ranks, the run resumes from its own newest checkpoint, whatever --resume names. If
+    no checkpoint was written before the restart, the run begins again. Raises UsageError if there is no checkpoint to
+    resume, or if the strategy cannot resume.
     """
     if not rank_0_decides(run):
         return run
@@ -57,9 +57,9 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
     """Returns the `Dataset.identity` of the images of the checkpoint to resume. The data module compares it with the
     identity of its own images. Returns None for a new run.
 
-    Every rank must call it. Only rank 0 reads the checkpoint. It compares the checksums, and reads names and shapes
-    without the values of tensors. Raises UsageError if the checkpoint is damaged, incomplete or not trusted, or if its
-    version, recipe, model or classes differ.
+    Every rank must call it. Only rank 0 reads the checkpoint. It verifies the checksums, and reads the names and shapes
+    of tensors but not their values. Raises UsageError if the checkpoint is damaged, incomplete or not trusted, or if
+    its version, recipe, model or classes differ.
     """
 
     def checked_identity() -> Mapping[str, int] | None:
@@ -79,9 +79,9 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
 
 
 def agree_on_images(run: Run) -> Run:
-    """Returns the run with --data.source auto decided. Rank 0 prepares CIFAR-10, or the embedded digits if CIFAR-10 is
-    not available. The recipe then names the source, and on the digits the name of the run does too. Every rank must
-    call it."""
+    """Returns the run with a fixed image source, if --data.source is auto. Rank 0 prepares CIFAR-10, or the embedded
+    digits if CIFAR-10 is not available. The recipe then names the source. If the source is the digits, the name of the
+    run shows this too. Every rank must call it."""
     if run.data.source != "auto":
         return run
     return run.with_images_of(by_rank_0(lambda: data.prepare(run.data)))
@@ -131,8 +131,8 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 
 def record_places(run: Run, places: Sequence[Place], run_dir: Path | None) -> None:
-    """On several nodes or under torchrun, writes the places of the ranks into the run folder of rank 0, and checks that
-    all nodes share --out. All ranks raise UsageError if the nodes do not share it."""
+    """Writes the `Place` of each rank into the run folder of rank 0, and checks that all nodes share the directory
+    --out. If the nodes do not share it, all ranks raise UsageError. Does nothing on one node without torchrun."""
     if not rank_0_decides(run):
         return
     if run_dir is not None:

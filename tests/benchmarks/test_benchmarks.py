@@ -1,4 +1,4 @@
-"""Benchmarks: a reference loop that trains train.py's model, and one whole benchmark run."""
+"""Tests that the benchmarks' reference loop trains train.py's model, and runs one whole benchmark."""
 
 from __future__ import annotations
 

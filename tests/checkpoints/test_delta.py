@@ -1,4 +1,4 @@
-"""A delta file holds only the trained weights; with its base, every program reads the whole model."""
+"""A delta file holds only the trained weights. With the delta's base, every program reads the whole model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
-    """A checkpoint of a run that started from the base; the weights are made up."""
+    """Returns a checkpoint of a run that started from the base, with made-up weights."""
     config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
     net = build(config.recipe, 10)
     net.load_state_dict(torch.load(base), strict=False)
@@ -97,7 +97,7 @@ def test_the_programs_read_a_delta(
 
 def test_a_delta_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):
     weights = torch.load(base)
-    torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so that the base's own value does not matter
+    torch.save({**weights, "fc3.bias": torch.zeros(10)}, base)  # trained, so its value in the base does not matter
     apply_delta(base, delta)
     torch.save({**weights, "fc1.weight": weights["fc1.weight"] + 1e-6}, base)
     with pytest.raises(UsageError, match=r"does not belong to .* checksums"):

@@ -1,4 +1,5 @@
-"""An error while a rank writes or removes a checkpoint is reported, not raised: the other ranks would wait for it."""
+"""An error while a rank writes or removes a checkpoint is reported but not raised, because the other ranks would wait
+for the rank."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def test_a_checkpoint_that_cannot_be_pickled_is_reported_and_the_earlier_one_sta
     assert "last.ckpt could not be written: " in plugin.failure
     assert "lambda" in plugin.failure
     assert "The training continues" in capsys.readouterr().err
-    plugin.remove_checkpoint(before)  # Lightning asks for this when there is a newer one
+    plugin.remove_checkpoint(before)  # Lightning calls this when there is a newer checkpoint
     assert [path.name for path in tmp_path.iterdir()] == ["before.ckpt"]
 
 
@@ -30,4 +31,4 @@ def test_a_checkpoint_that_cannot_be_removed_is_reported(tmp_path: Path, capsys:
     plugin = AtomicCheckpointIO()
     plugin.remove_checkpoint(tmp_path / "file" / "last.ckpt")
     assert "last.ckpt could not be removed: Not a directory" in capsys.readouterr().err
-    assert not plugin.failure  # what had to be written was written
+    assert not plugin.failure  # it reports only a checkpoint that was not written

@@ -50,7 +50,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(change: str, checkpoint:
 
 
 def test_a_resumed_run_must_have_the_images_that_it_had(checkpoint: Path, tmp_path: Path):
-    """The images have as many classes as before, and there is one image more, so other images would be held out."""
+    """The images have as many classes as before. There is one image more, so other images would be held out."""
     images = ["--data.source", "synthetic", "--data.synthetic_size", "650", "--data.root", str(tmp_path)]
     flags = ["--resume", str(checkpoint), "--max_steps", "3", "--out", str(tmp_path / "out"), "--test_figures", "false"]
     done = run_program("train.py", *images, *FLAGS, *flags)

@@ -40,7 +40,7 @@ def continued(*flags: str) -> Settings:
 
 
 def test_a_resumed_run_needs_no_repeated_flags(tmp_path: Path):
-    """Its configuration is the earlier run's; recipes and flags override it."""
+    """A resumed run has the configuration of the earlier run, which recipes and flags override."""
     flags = ["--optimizer", "adam", "--optimizer.betas", "[0.8, 0.9]", "--schedule", "cosine", "--epochs", "9"]
     run, recipe = run_of(tmp_path, *flags), tmp_path / "recipe.yaml"
     recipe.write_text("log_interval: 7\nseed: 3\n")
@@ -72,7 +72,7 @@ def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_pat
 def test_a_requeued_slurm_job_resumes_its_own_run(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Requeued before its first checkpoint, it starts as it did the first time."""
+    """A job that is requeued before its first checkpoint starts as it did the first time."""
     another = checkpoint_of(tmp_path, "another")
     flags = [str(another) if flag == "another" else flag for flag in more]
     as_submitted = str(another) if "another" in more else ""
@@ -90,7 +90,7 @@ def test_a_requeued_slurm_job_resumes_its_own_run(
 
 
 def test_resume_last_takes_a_run_on_the_digits_only_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The run fell back from CIFAR-10 to the digits; a requeued SLURM job resumes its own run in any case."""
+    """The run fell back from CIFAR-10 to the digits. A requeued SLURM job resumes its own run in any case."""
     digits = checkpoint_of(tmp_path, "mine-digits-fallback")
     for source in ("auto", "cifar10"):
         with pytest.raises(UsageError, match=r"digits, not CIFAR-10: continue it with --resume .*-digits-fallback"):
@@ -107,7 +107,7 @@ def test_resume_last_takes_a_run_on_the_digits_only_if_asked_for(tmp_path: Path,
 
 @pytest.mark.parametrize("source", ["digits", "cifar10"])
 def test_a_run_that_chose_its_images_continues_on_them(source: SourceName):
-    """Whether or not CIFAR-10 is available by now."""
+    """This holds whether or not CIFAR-10 has become available."""
     config = command_line.parse(["--resume", "last.ckpt", "--data.source", "auto"])
     check_same_run(config, tree_of(command_line.parse(["--data.source", source])))
     found = config.with_images_of(source)

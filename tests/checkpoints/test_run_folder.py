@@ -1,4 +1,4 @@
-"""Run folders: each is claimed once, and any path to it finds its checkpoint."""
+"""Each run folder is claimed once, and any path to a run folder finds its checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_checkpoints_are_found_by_run_by_name_and_by_path(tmp_path: Path):
 
 
 def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
-    """A config.yaml further up, or next to a copy of a checkpoint, is another program's."""
+    """A config.yaml in a parent folder, or next to a copy of a checkpoint, may belong to another program."""
     (tmp_path / "config.yaml").write_text("of another program")
     run = tmp_path / "net" / "version_0"
     inside = [make(run / "checkpoints" / name, 100) for name in ("last.ckpt", "sharded.ckpt")]
@@ -56,7 +56,7 @@ def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
 
 
 def test_the_newest_checkpoint_is_the_last_of_the_last_run_whatever_a_copy_did_to_the_times(tmp_path: Path):
-    """The last run of a name may have begun at an earlier checkpoint than the end of the one before."""
+    """The last run of a name may have begun at an earlier checkpoint than the last one of the run before."""
     for run, name, when in (
         ("version_0", "last.ckpt", 400),
         ("version_1", "best-epoch01-step000030.ckpt", 300),

@@ -51,7 +51,8 @@ def adam_groups(groups: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def check(folder: Path, names: list[str]) -> None:
-    """Checks that float32 weights are those of the files plus 100, and Adam's mean of the gradient is the weight."""
+    """Checks that float32 weights equal the weights in the files plus 100, and that Adam's mean of the gradient equals
+    the weight."""
     found = read_folder(folder)
     assert [*found["state_dict"]] == names
     expected = [-1.0, *map(float, range(LOCAL * RANKS))]
@@ -66,11 +67,11 @@ NAMES = ["net.gate.wg.weight", *(f"net.experts.{number}.bias" for number in rang
 
 
 def test_experts_that_deepspeed_has_split_into_two_groups_are_assembled(tmp_path: Path):
-    """DeepSpeed splits from 178,956,971 parameters on, in the middle of a mixture."""
+    """DeepSpeed splits groups of 178,956,971 or more parameters, even in the middle of a mixture."""
     shards = {}
     for rank in range(RANKS):
         own = [float(LOCAL * rank + number) for number in range(LOCAL)]
-        gate = [-1.0] if rank == 0 else []  # sharded over both ranks, but the second one has nothing
+        gate = [-1.0] if rank == 0 else []  # sharded over both ranks, but the second rank's shard is empty
         flat = [torch.tensor(values) for values in (gate, own[:2], own[2:])]
         state = {number: {"exp_avg": values, "step": torch.tensor(7.0)} for number, values in enumerate(flat)}
         base = {"state": state, "param_groups": adam_groups([[0], [1], [2]])}

@@ -1,5 +1,5 @@
-"""configs/cluster/: the SLURM script runs with stubs of SLURM's programs; torchrun's own parser reads the manifest and
-the variables that the operator sets."""
+"""Tests configs/cluster/. The SLURM script runs with stubs of SLURM's programs. torchrun's own parser reads the
+manifest and the variables that the operator sets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ bad = bad or next((task.returncode for task in tasks if task.returncode), 0)
 sys.exit(bad if bad >= 0 else 128 - bad)
 """
 """Starts one task on each of two nodes and forwards the signal of --signal to them, as slurmstepd does. With
---kill-on-bad-exit=1 it ends the others when one fails: at once, where SLURM gives them some seconds."""
+--kill-on-bad-exit=1 it ends the other tasks when one fails. It ends them at once, whereas SLURM gives them some
+seconds."""
 
 SCONTROL = """#!/bin/sh
 if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$REQUESTS"; fi
@@ -97,7 +98,7 @@ def submit(tmp_path: Path, small_data: list[str]) -> Submit:
 
 
 def ended_by_slurm(job: subprocess.Popen[str], run: Path) -> str:
-    """Sends the job SIGUSR1 once its run has a checkpoint; returns what it has printed."""
+    """Sends the job SIGUSR1 once its run has a checkpoint, and returns what the job has printed."""
     wait_until(lambda: [*run.glob("checkpoints/*.ckpt")] or job.poll() is not None)
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=HANG_SECONDS)[0]
@@ -130,7 +131,7 @@ def pytorchjob() -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, s
 
 
 def trainjob() -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, str]]:
-    """The same of Kubeflow Trainer's (v2.3, pkg/runtime/framework/plugins/torch)."""
+    """Returns the same values for Kubeflow Trainer (v2.3, pkg/runtime/framework/plugins/torch)."""
     runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     trainer = job["spec"]["trainer"]
@@ -164,7 +165,7 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
 @pytest.mark.distributed
 @of_test_all
 def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
-    """Every command runs as written, for a few steps; both nodes of torchrun's commands are this machine."""
+    """Every command runs as written, for a few steps. Both nodes of torchrun's commands are this machine."""
     page = (ROOT / "docs" / "cluster.md").read_text()
     commands = re.findall(r"^\.venv/bin/(.+)$", page, re.MULTILINE)
     assert {line.split()[0] for line in commands} == {"torchrun", "deepspeed"}

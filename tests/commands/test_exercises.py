@@ -1,4 +1,4 @@
-"""The checker of docs/exercises.md: one right and one typical wrong answer to each exercise."""
+"""Tests the checker of docs/exercises.md with one right and one typical wrong answer to each exercise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPECTED = {
     14: "not (6144, 73728)",
     15: "ZeRO 2 trains it as DDP does",
 }
-"""What is said about the wrong answers."""
+"""The checker's messages for the wrong answers."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_answers_on_one_rank(number: int):
 
 @pytest.mark.distributed
 def test_answers_on_two_ranks(tmp_path: Path):
-    """All in the same two processes; the last answer waits for something that nobody sends."""
+    """All answers run in the same two processes. The last answer waits for a message that no rank sends."""
     stuck = tmp_path / "stuck.py"
     stuck.write_text(
         "from datetime import timedelta\nfrom torch import distributed\n\ndef average_gradients(model):\n"

@@ -1,4 +1,5 @@
-"""Damaged and hostile files: each causes one clear error or does no harm; `make test-all` makes 1000 of them."""
+"""Tests that each damaged or hostile file causes one clear error or does no harm. `make test-all` makes 1000 such
+files."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, trai
 from tests.users_code.evil import Evil
 
 MUTATIONS = 200 if WHOLE else 15
-"""Damaged copies of each kind of file."""
+"""Number of damaged copies of each kind of file."""
 
 SECONDS = 30
 """Longest time to read a file before it counts as hanging."""
@@ -73,7 +74,7 @@ def _no_hang() -> Iterator[None]:
 
 
 def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Callable[[Any], bool]) -> int:
-    """Damages copies of a file or folder; `same` checks what was read from a copy that was not refused.
+    """Damages copies of a file or folder. `same` checks what was read from a copy that was not refused.
 
     Returns how many copies were refused.
     """
@@ -127,7 +128,8 @@ def test_checkpoints(strategy: str, devices: int, small_data: list[str], tmp_pat
 
 
 def test_caches(tmp_path: Path):
-    """Damaged caches are made again. One wrong bit of an image may be overlooked: the result is still an image."""
+    """Damaged caches are made again. One wrong bit of an image may be overlooked, because the result is still an
+    image."""
     cache = tmp_path / "cache" / "synthetic-640"
 
     def read(path: Path) -> Any:

@@ -73,7 +73,8 @@ def test_zero_trains_what_ddp_trains():
 @pytest.mark.distributed
 @of_test_all
 def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
-    """The wheel is built from a clone. Its environment sees the packages of this one, and nothing of the repository."""
+    """The wheel is built from a clone. The environment of the wheel has the packages of the tests' environment, but
+    nothing of the repository."""
     clone, env, work = tmp_path / "clone", tmp_path / "env", tmp_path / "work"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     build = [*PIP, "wheel", *ALONE, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(clone)]

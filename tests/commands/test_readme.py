@@ -1,4 +1,4 @@
-"""The commands of the first pages run as written, on small data; flags and links of all pages exist."""
+"""The commands of the first pages run as written, on small data. Flags and links of all pages exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(document: Path, language: str = r"\w*") -> list[str]:
-    """Returns the code blocks of a document, of one language or of any."""
+    """Returns the code blocks of a document that are in one language, or in any language."""
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -81,11 +81,13 @@ def diagram() -> str:
 
 STARTS = r"(?:python|torchrun|deepspeed) (?:.*? )?(?=train\.py)|(?:\S+ .*?-m )?cifar.zero "
 LAUNCHED = rf"^(?:\.venv/bin/)?(?:{STARTS})(\w+)(?:\.py)? (.*)$"
-"""A line of a page that starts a command, also as `-m cifar_zero`: its name and its arguments."""
+"""A pattern for a line of a page that starts a command, also as `-m cifar_zero`. Its groups are the command's name and
+arguments."""
 
 
 def test_flags_in_all_pages_exist():
-    """train's parser takes its commands; flags of the other commands are in their help, or are train's."""
+    """The parser of train accepts the commands of train. Flags of the other commands are in their help, or are flags of
+    train."""
     flags_of = {name: run_program(name, "--help").stdout for name in PROGRAMS}
     flags_of["train"] = run_program("train", "--help", "all").stdout
     wrong, checked = [], 0
@@ -114,7 +116,8 @@ def test_flags_in_all_pages_exist():
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_commands(small_data: list[str], tmp_path: Path):
-    """Trainings take a few steps; those with the same number of ranks share their processes, one after the other."""
+    """Trainings take a few steps. Trainings with the same number of ranks share their processes, one after the
+    other."""
     small = ["--accelerator", "cpu", "--epochs", "1", "--max_steps", "4", "--batch_size", "16", "--out", str(tmp_path)]
     trainings: dict[int, list[list[str]]] = {1: [], 2: []}
     others: list[list[str]] = []
@@ -140,7 +143,7 @@ def test_commands(small_data: list[str], tmp_path: Path):
         for flags in runs:
             on_ranks(ranks, train_run, [*flags, "--test_figures", "false"], "")
     for arguments in others:
-        if arguments[0] != "compare" or WHOLE:  # half a minute each; others are run elsewhere
+        if arguments[0] != "compare" or WHOLE:  # half a minute each; other tests run the other commands
             assert_ok(run_program(*arguments))
 
 
@@ -158,7 +161,7 @@ def test_the_verdict_on_the_module_of_the_first_page(tmp_path: Path):
 @pytest.mark.timeout(3600)
 @of_test_all
 def test_commands_of_the_course(tmp_path: Path):
-    """Commands run in order, because later ones name the runs of earlier ones; trainings take a few steps."""
+    """Commands run in order, because later commands name the runs of earlier commands. Trainings take a few steps."""
     commands = re.findall(
         r"^\.venv/bin/(?:python|cifar-zero) (.+)$", (ROOT / "docs" / "course.md").read_text(), re.MULTILINE
     )
@@ -172,7 +175,8 @@ def test_commands_of_the_course(tmp_path: Path):
 
 
 def test_code_of_the_course():
-    """Its checkpointing has the gradients of the plain block; its LoRA begins with the output of the linear layer."""
+    """The course's checkpointing gives the gradients of the plain block. The course's LoRA layer begins with the output
+    of the linear layer."""
     names: dict[str, Any] = {"torch": torch, "nn": nn}
     for block in blocks(ROOT / "docs" / "course.md", "python")[:2]:
         exec(block, names)
@@ -249,7 +253,7 @@ def test_the_first_cell_of_the_notebook_finds_the_program_from_docs():
 @pytest.mark.distributed
 @of_test_all
 def test_cells_of_the_notebook(tmp_path: Path):
-    """The cells run in order, as one script that Lightning takes for a notebook; it prints three times that two
+    """The cells run in order, as one script that Lightning takes for a notebook. The script prints three times that two
     trainings agree."""
     book = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]

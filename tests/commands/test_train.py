@@ -1,4 +1,4 @@
-"""train.py and `cifar-zero evaluate`, started as a user starts them."""
+"""Tests train.py and `cifar-zero evaluate`, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> tuple[Path, str]:
-    """The run folder and the output of one plain run of two epochs."""
+    """Returns the run folder and the output of one plain run of two epochs."""
     out = tmp_path_factory.mktemp("out")
     flags = ["--batch_size", "16", "--log_interval", "10", "--accelerator", "cpu", "--out", str(out)]
     done = run_program("train.py", *small_data, *flags, "--test_figures", "true")
@@ -137,7 +137,7 @@ def test_torchs_loader_and_lightnings_loop_train_to_the_same_weights(run: tuple[
 
 
 def test_a_resumed_run_ends_as_if_never_stopped(run: tuple[Path, str], tmp_path: Path):
-    """It stopped after its first epoch of 36 steps. No flag is repeated."""
+    """The run stopped after its first epoch of 36 steps. No flag is repeated."""
     flags = ["--config", str(run[0] / "config.yaml"), "--out", str(tmp_path), "--name", "run"]
     flags += ["--test_figures", "false"]
     assert_ok(run_program("train.py", *flags, "--epochs", "1"))
@@ -210,7 +210,7 @@ def test_the_fallback_to_digits_is_reported_everywhere(tmp_path: Path, small_dat
 
 @pytest.mark.distributed
 def test_the_sources_own_configuration(small_data: list[str], tmp_path: Path):
-    """The engine gets its dictionary, and the flags are said once."""
+    """The engine gets the options of the file, and the corresponding flags are printed once."""
     file = "cifar_zero/config/deepspeed_examples.json"
     flags = ["--ds_config", file, "--devices", "2", "--accelerator", "cpu", "--log_interval", "4", "--max_steps", "8"]
     said = train_all({tmp_path: [*small_data, *flags]})
@@ -338,7 +338,7 @@ def test_a_signal_ends_an_evaluation(small_data: list[str], tmp_path: Path):
 @of_test_all
 @pytest.mark.distributed
 def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_data: list[str], tmp_path: Path):
-    """A checkpoint of stage 2 takes 0.8 MB; until the next one has replaced it, both are on the disk."""
+    """A checkpoint of stage 2 takes 0.8 MB. Until the next checkpoint has replaced it, both are on the disk."""
     flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
     flags += ["--max_steps", "90", "--epochs", "9"]
     with small_disk(tmp_path, "1200k") as disk:

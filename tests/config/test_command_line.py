@@ -15,7 +15,7 @@ from tests.support.helpers import ROOT, run_program
 
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 BOMB = "a0: &a0 [1, 1]\na1: &a1 [*a0, *a0]\na2: [*a1, *a1]\n"
-"""The start of a file whose aliases stand for more values than memory holds."""
+"""The start of a file with aliases that stand for more values than memory holds."""
 
 
 def test_later_recipes_and_flags_win(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""The messages for known failures of the libraries. The tests cause each failure that is possible without a GPU."""
+"""Tests the messages for known failures of the libraries. The tests cause each failure that is possible without a
+GPU."""
 
 # pyright: reportPrivateImportUsage=false
 # torch.distributed does not list its stores as exports, although they are documented.
@@ -26,7 +27,7 @@ from tests.support.helpers import HANG_SECONDS
 
 Patch = pytest.MonkeyPatch
 
-SHORT = timedelta(milliseconds=200)  # time limit of a wait that is in vain
+SHORT = timedelta(milliseconds=200)  # time limit of a wait that must time out
 LONG = timedelta(seconds=HANG_SECONDS)  # time limit of a wait that succeeds
 HOST = "127.0.0.1"
 

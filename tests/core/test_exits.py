@@ -1,4 +1,4 @@
-"""Ctrl-C during a program's imports, and signals that are ignored."""
+"""Tests Ctrl-C during a program's imports, and signals that are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny CIFAR archives in the published layout, and a web server on this machine."""
+"""Creates tiny CIFAR archives in the published layout, and runs a web server on this machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def md5(content: bytes) -> str:
 
 
 def publish(files: dict[str, bytes], published: type[CIFAR10], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torchvision's class accept these files, packed by `tar_gz`, as the published ones."""
+    """Makes torchvision's class accept these files, packed by `tar_gz`, as the published files."""
     sums = {name.partition("/")[2]: md5(content) for name, content in files.items()}
     for attribute in ("train_list", "test_list"):
         names = [name for name, _ in getattr(published, attribute)]
@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(self.server.content)))
         self.end_headers()
-        if self.headers.get("Method") != "HEAD":  # torchvision's question where the file is
+        if self.headers.get("Method") != "HEAD":  # torchvision first sends HEAD to locate the file
             self.server.tries += 1
             self.wfile.write(self.server.content)
 

@@ -1,4 +1,4 @@
-"""A web server on this machine that serves tiny CIFAR archives."""
+"""Provides a web server on this machine that serves tiny CIFAR archives."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.draws import GROUPS, Draws, draw
 from cifar_zero.data.loaders import MemoryLoader
 
-COUNT = 53  # divides by nothing
+COUNT = 53  # a prime number
 STORED = 60
 BATCH = 8
 SEED = 3
@@ -42,7 +42,7 @@ def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_split(images: NDArray[np.uint8]) -> Split:
-    """Returns 53 of 60 stored images in a random order; each image is its own class."""
+    """Returns 53 of 60 stored images in a random order. Each image is a separate class."""
     return Split(images, np.arange(STORED), np.random.default_rng(0).permutation(STORED)[:COUNT])
 
 
@@ -70,7 +70,7 @@ def by_position(
 
 
 def expected(split: Split, config: AugmentConfig, draws: Draws, position: int) -> tuple[NDArray[np.float32], Tensor]:
-    """Returns an augmented image, computed one by one with plain indexing."""
+    """Returns an augmented image, computed alone with plain indexing."""
     image, own_label = alone(split, config, draws, position), int(split.labels[position])
     if draws.partner is None or draws.box is None or draws.weight is None:
         return image, torch.tensor(own_label)

@@ -1,4 +1,5 @@
-"""The embedded digits: the same images everywhere, balanced, and a test set of other handwriting."""
+"""The embedded digits are the same images everywhere, their classes are balanced, and the test set has other
+handwriting."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def test_two_renderings_are_equal_and_balanced(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(digits, "TEST_PER_CLASS", 20)
     renderings = []
     for seed in (0, 1):
-        torch.manual_seed(seed)  # the run's seed has no say
+        torch.manual_seed(seed)  # the run's seed has no effect
         np.random.seed(seed)
         config = DataConfig("digits", root=str(tmp_path / str(seed)))
         dataset = data.load(config, data.prepare(config))

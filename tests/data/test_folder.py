@@ -1,4 +1,4 @@
-"""A user's folder of images: decoded correctly, refused clearly, and decoded again when it changes."""
+"""A user's folder of images is decoded correctly, refused clearly, and decoded again when it changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cifar_zero.data.cache import Dataset
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two classes of 3 train and 2 test images, of CIFAR's size, as PNG."""
+    """Returns a folder with two classes of 3 train and 2 test images, of CIFAR's size, as PNG."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 3), ("test", 2)):
         for name in ("cat", "dog"):
@@ -45,7 +45,7 @@ def test_pixels_labels_and_order(root: Path):
 
 def test_other_sizes_and_formats_are_resized_and_cut_to_the_centre(root: Path):
     wide = np.zeros((64, 192, 3), np.uint8)
-    wide[:, 64:128] = (200, 100, 50)  # the central square, all that is to be seen
+    wide[:, 64:128] = (200, 100, 50)  # the central square, to which the image is cut
     Image.fromarray(wide).save(root / "train" / "cat" / "wide.PNG")
     Image.fromarray(np.full((20, 10), 77, np.uint8)).save(root / "train" / "dog" / "grey.jpeg")
     dataset = prepare(root)

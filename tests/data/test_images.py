@@ -1,4 +1,4 @@
-"""Image files in the formats that users have."""
+"""Tests image files in the formats that users have."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):
             decode(tmp_path / "image.png")
 
 
-@pytest.mark.filterwarnings("error")  # Pillow's own, which would reach the console
+@pytest.mark.filterwarnings("error")  # Pillow's warning would reach the console
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path):
     """The files are PNG headers without pixels. An image whose pixels are read is reported as truncated."""
     for width, height in ((8192, 8193), (2**31 - 1, 1)):

@@ -1,4 +1,5 @@
-"""Another normalisation and larger images are the same in training, evaluation, exports and prediction."""
+"""Training, evaluation, exports and prediction apply the same normalisation and image size, if these are not the
+defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SIDE, MEAN, STD = 48, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folder of a run on images of 96 x 96 pixels that are scaled to 48, and the images."""
+    """Returns the folder of a run on images of 96 x 96 pixels that are scaled to 48 x 48, and the images."""
     root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("run")
     rng = np.random.default_rng(0)
     for split, count in (("train", 20), ("test", 5)):

@@ -14,12 +14,12 @@ from cifar_zero.data.augment import Augmentation, normalize
 from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder
 from cifar_zero.data.loaders import MemoryLoader, TorchLoader
 
-COUNT = 53  # divides by nothing
+COUNT = 53  # a prime number
 BATCH = 8
 
 
 def make_split() -> Split:
-    """Returns 53 of 60 stored images in a random order; each image's label is its row, which identifies it."""
+    """Returns 53 of 60 stored images in a random order. The label of an image is its row, which identifies it."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
     images.flags.writeable = False

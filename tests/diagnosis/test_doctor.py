@@ -26,7 +26,7 @@ from tests.support.helpers import (
 
 
 def lines_of(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
-    """Returns the printed findings: name -> status and text."""
+    """Returns the status and the text of each printed finding, by the name of its check."""
     found = re.findall(r"^(ok|warning|failed) +(\S+) +(\S.*)$", done.stdout, re.MULTILINE)
     return {name: (status, text) for status, name, text in found}
 

@@ -39,8 +39,9 @@ class States(Callback):
 
 def write_states(file: str, name: str, precision: str, strategy: str) -> None:
     """Trains FILE.py:NAME for two steps, as one of RANKS ranks of `helpers.on_ranks`. Rank 0 writes a JSON list of four
-    numbers of bytes in the second step, each the largest of all ranks: parameters, gradients, optimizer state, and the
-    peak of what operations of the forward and the backward pass allocate, including gradients and buckets."""
+    numbers of bytes in the second step. They are the sizes of parameters, gradients and optimizer state, and the peak
+    of what operations of the forward and the backward pass allocate, including gradients and buckets. Each number is
+    the largest of all ranks."""
     flags = ["--devices", str(RANKS), "--accelerator", "cpu", "--precision", precision, "--strategy", strategy]
     run = make_run(command_line.parse(flags))
     init_process_group(run)

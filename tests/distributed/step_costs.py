@@ -20,8 +20,8 @@ from cifar_zero.training.fast_loop import EpochLoop
 from tests.distributed.changes import optimizers_of_a_gpu, small_vit
 
 COUNTED = range(4, 8)
-"""Micro-batches of a run in which costs are counted. The first ones belong to the start of a training and are left
-out."""
+"""Micro-batches of a run in which costs are counted. The first micro-batches belong to the start of a training and are
+left out."""
 
 COPIES = ("copy_", "_to_copy", "clone")
 """Operators of aten that only copy a tensor, or convert its dtype or memory format."""
@@ -31,8 +31,8 @@ class StepCosts(TorchDispatchMode):
     """Counts, within the context, what torch's dispatcher receives in forward, backward and optimizer step.
 
     Attributes:
-        waits: How often each function made the host wait for a GPU. It waits to read a value, as by `item()` and
-            `bool(tensor)`, which count on the CPU too, and in DeepSpeed's `synchronize`.
+        waits: How often each function made the host wait for a GPU. The host waits when it reads a value, with `item()`
+            or `bool(tensor)` for example, and in DeepSpeed's `synchronize`. Reading a value is counted on the CPU too.
         operators: Number of calls of each operator of aten that computes, and so launches at least one kernel on a GPU.
             Views and allocations launch none and are left out.
         collectives: Number of calls of each collective operation of torch.distributed.
@@ -99,8 +99,9 @@ class Collectives(TorchDispatchMode):
 
 
 def counted_costs(patch: pytest.MonkeyPatch) -> None:
-    """Makes rank 0 write costs.json, the StepCosts of all COUNTED micro-batches, into the run folder. Optimizers are
-    those of a GPU. A block of images is one micro-batch, so that every step has the loader's whole cost."""
+    """Makes rank 0 write costs.json, the StepCosts of all COUNTED micro-batches, into the run folder. Ranks use the
+    optimizers that they would use on a GPU. A block of images is one micro-batch, so that every step has the loader's
+    whole cost."""
     optimizers_of_a_gpu(patch)
     patch.setitem(BLOCK_IMAGES, "cpu", 1)
     _count(patch, StepCosts, "costs.json")

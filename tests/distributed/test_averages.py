@@ -52,7 +52,7 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[str, Path]:
-    """The output directory of each run."""
+    """Returns the output directory of each run."""
     folder = tmp_path_factory.mktemp("runs")
     out = {name: folder / name.replace(", ", "-").replace(" ", "_") for name in RUNS}
     flags = {out[name]: [str(out.get(flag, flag)) for flag in flags] for name, flags in RUNS.items()}
@@ -91,7 +91,7 @@ def test_evaluate_and_export_use_the_average(runs: dict[str, Path], tmp_path: Pa
         return evaluate.evaluate(checkpoint, read_arguments(["--accelerator", "cpu", *flags]))
 
     assert tested()["test/loss"] == pytest.approx(loss, rel=1e-6)
-    assert tested("--ema", "0")["test/loss"] != pytest.approx(loss, rel=1e-6)  # the newest
+    assert tested("--ema", "0")["test/loss"] != pytest.approx(loss, rel=1e-6)  # the newest weights
     file = tmp_path / "net.safetensors"
     formats.export(checkpoint, file, "safetensors")
     assert largest_difference(read_safetensors(file)[0], last_weights(runs["stage 3"])) == 0

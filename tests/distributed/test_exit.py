@@ -1,4 +1,4 @@
-"""A run of two ranks, started as a user does, to its end: support/many_runs.py skips the exit."""
+"""Runs two ranks as a user starts them, including their exit, which support/many_runs.py skips."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts through train.py on real ranks, with and without expert parallelism, under every strategy that
-supports them: they train to the same weights, are saved, resumed, tested and read back."""
+"""Trains mixtures of experts with train.py on real ranks, with and without expert parallelism, under every strategy
+that supports them. They end with the same weights, and are saved, resumed, tested and read back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.helpers import (
 pytestmark = pytest.mark.distributed
 
 Run = tuple[str, str, int, int]
-"""Recipe, strategy, ranks, ep_size."""
+"""The recipe, strategy, number of ranks and ep_size of a run."""
 
 EP_SIZES = [(1, 1), (2, 1), (2, 2), (4, 2)]
 
@@ -40,11 +40,11 @@ RECIPES = {
     "top 2": ["--model.num_experts", "[4]", "--model.top_k", "2", "--model.noisy_gate_policy", "Jitter"],
 }
 RECIPES["pr_moe"] += ["--optimizer.lr", "0.05"]
-# Adam enlarges the rounding of small gradients until a token is routed to another expert: fewer steps.
+# Fewer steps, because Adam amplifies the rounding error of small gradients until a token is routed to another expert.
 RECIPES["top 2"] += ["--model.eval_capacity_factor", "1.5"]
 RECIPES["top 2"] += ["--optimizer", "adam", "--accumulate", "2", "--max_steps", "12"]
 RECIPES["top 2"] += ["--optimizer.weight_decay", "0.01"]
-# Far below the norm of any step's gradient, so that every update depends on the norm over all experts.
+# The limit is far below the norm of any step's gradient, so that every update depends on the norm over all experts.
 for flags in RECIPES.values():
     flags += ["--gradient_clip_val", "0.1"]
 
@@ -61,7 +61,7 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Run, Path]:
-    """The output directory of each run."""
+    """Returns the output directory of each run."""
     folder = tmp_path_factory.mktemp("runs")
     out = {run: folder / "-".join(map(str, run)) for run in RUNS}
     train_all({out[run]: [*small_data, *flags_of(run)] for run in sorted(RUNS, key=lambda run: run[2])})
@@ -75,7 +75,7 @@ def flags_of(run: Run) -> list[str]:
 
 @pytest.mark.parametrize("run", [run for run in RUNS if "deepspeed" in run[1]], ids=str)
 def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path]):
-    """Gate noise, token drops, accumulation and clipping are on; a rank draws the same noise under every strategy."""
+    """Gate noise, token drops, accumulation and clipping are on. A rank draws the same noise under every strategy."""
     recipe, _, ranks, _ = run
     expected = last_weights(runs[recipe, "ddp" if ranks > 1 else "baseline", ranks, 1])
     assert largest_difference(last_weights(runs[run]), expected) < (1e-4 if recipe == "top 2" else 1e-5)
@@ -114,7 +114,7 @@ def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, P
 
 
 Shape = tuple[str, int, int]
-"""Strategy, ranks, ep_size."""
+"""The strategy, number of ranks and ep_size of a run."""
 
 BEFORE, AFTER = 20, 45
 PAIRS: list[tuple[Shape, Shape]] = [(("deepspeed_stage_2", 2, 2), ("deepspeed_stage_0", 2, 1))]
@@ -129,12 +129,13 @@ RECIPE = [
     *("--optimizer.weight_decay", "0.01"),
     *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30"),
 ]
-"""No noise, drops or load-balancing loss, because they depend on the micro-batches; an epoch has 36 steps."""
+"""There is no noise, drop or load-balancing loss, because they depend on the micro-batches. An epoch has 36 steps."""
 
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Any, Path]:
-    """The output directories of the runs that were resumed in another shape, by pair, and of one never interrupted."""
+    """Returns the output directories of the runs that were resumed in another shape, by pair of shapes, and the output
+    directory of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("continued")
     begun = {shape: folder / "begun-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
     ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
@@ -151,6 +152,6 @@ def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_resumes_in_another_shape(pair: tuple[Shape, Shape], continued: dict[Any, Path]):
-    """Every expert keeps its weights, optimizer state and schedule: Adam without its state would differ at once."""
+    """Every expert keeps its weights, optimizer state and schedule. Adam without its state would differ at once."""
     found, whole = losses(continued[pair]), losses(continued["whole"])
     assert found == pytest.approx({step: whole[step] for step in range(BEFORE + 1, AFTER + 1)}, abs=1e-4)

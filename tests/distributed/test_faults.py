@@ -42,7 +42,7 @@ WITH_WORKERS = ["--data.loader", "torch", "--data.workers", "1"]
 
 
 class Run:
-    """A training on two ranks that does not end on its own, in the middle of its first epoch or later."""
+    """Runs a training on two ranks that does not end by itself, and is in the middle of its first epoch or later."""
 
     def __init__(self, out: Path, *flags: str):
         self._out = out
@@ -67,13 +67,13 @@ class Run:
         return (self._out / "output.txt").read_text()
 
     def processes(self) -> list[psutil.Process]:
-        """The launcher, the ranks and the processes forked from them."""
+        """Returns the launcher, the ranks and the processes forked from them."""
         return [
             process for process in psutil.process_iter(["cmdline"]) if str(self._out) in (process.info["cmdline"] or ())
         ]
 
     def listens(self) -> bool:
-        """Whether the port of its ranks' rendezvous is in use."""
+        """Returns whether the port of the ranks' rendezvous is in use."""
         sockets = psutil.net_connections("tcp")
         return any(socket.status == psutil.CONN_LISTEN and self._port in socket.laddr for socket in sockets)
 
@@ -126,7 +126,7 @@ def test_a_killed_rank_ends_the_run_which_resumes_exactly(
 @pytest.mark.distributed
 @of_test_all
 def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
-    """The other rank waits for it in a collective, until its time is over."""
+    """The other rank waits for the suspended rank in a collective, until the collective times out."""
     run = begin("--timeout", "10")
     run.ranks[1].suspend()
     assert run.launcher.wait(HANG_SECONDS) == 1
@@ -140,7 +140,7 @@ def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
 def test_a_terminated_launcher_saves_and_the_run_resumes(
     begin: Callable[..., Run], small_data: list[str], tmp_path: Path
 ):
-    """Only the launcher gets the signal, as from a supervisor that knows one process."""
+    """Only the launcher gets the signal, as from a supervisor that signals only the process that it started."""
     same = ["--strategy", "deepspeed_stage_2"]
     run = begin(*same)
     run.launcher.terminate()

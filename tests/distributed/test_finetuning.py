@@ -65,7 +65,7 @@ def out(base: Path, small_data: list[str], tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(("recipe", "strategy"), [run for run in RUNS if run[1] != "ddp"])
 def test_ends_with_the_weights_of_ddp(recipe: str, strategy: str, out: Path):
-    """Bit for bit, except with DeepSpeed's own Adam."""
+    """The weights agree bit for bit, except with DeepSpeed's own Adam."""
     found, expected = (last_weights(out / f"{recipe} {name}") for name in (strategy, "ddp"))
     assert largest_difference(found, expected) <= (1e-4 if strategy.endswith("offload") else 0)
 

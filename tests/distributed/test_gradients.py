@@ -18,7 +18,7 @@ STRATEGIES = ["ddp", "deepspeed_stage_3", *(["deepspeed_stage_1", "fsdp2"] if WH
 def test_equal_under_every_strategy(tmp_path: Path, small_data: list[str]) -> None:
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "32", "--accumulate", "2"]
     same += ["--log_gradients", "--log_interval", "3", "--gradient_clip_val", "0.05"]
-    # So small that float32 rounds every step away: the loss stays where it is.
+    # The learning rate is so small that float32 rounds every update to 0 and the loss does not change.
     same += ["--reduce_on_plateau", "1", "--optimizer.lr", "1e-12", "--trainer.limit_train_batches", "8"]
     train_all({tmp_path / name: [*same, "--epochs", "3", "--strategy", name] for name in STRATEGIES})
     norms = [f"grad_norm/{name}" for name, _ in models.build("net", 10).named_parameters()]

@@ -1,4 +1,5 @@
-"""cifar-zero plan's prediction of a rank's model states is what ranks measure, part by part."""
+"""Compares the model states per rank that cifar-zero plan predicts, part by part, with the model states that ranks
+measure."""
 
 from __future__ import annotations
 
@@ -59,9 +60,9 @@ def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
 @of_test_all
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_users_module_takes_what_is_predicted(precision: str, tmp_path: Path) -> None:
-    """Parameters and optimizer state to the byte, but for padding and step counters; whole gradients of the split
-    layer are not in the formula. The peak of all that the forward and the backward pass allocate is not predicted
-    exactly."""
+    """Parameters and optimizer state agree to the byte, except for padding and step counters. The formula leaves out
+    the whole gradients of the layer that is split. The peak of all that the forward and the backward pass allocate is
+    not predicted exactly."""
     flags = ["--module", str(MODULE), "--precision", precision, "--accelerator", "cpu", "--devices", "2"]
     plan = run_program("plan", *flags, "--json")
     assert plan.returncode == 0, plan.stderr

@@ -1,4 +1,5 @@
-"""Offloading to a disk trains as offloading to the CPU's memory does, which can resume its checkpoint."""
+"""A run with offload to a disk trains as a run with offload to CPU memory does. A run with offload to CPU memory can
+resume the checkpoint of a run with offload to a disk."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.support.helpers import WHOLE, largest_difference, last_weights, train
 
 
 def lacking() -> str:
-    """Returns what this machine lacks for offloading to a disk; empty if nothing."""
+    """Returns what this machine lacks for offloading to a disk, or an empty string if it lacks nothing."""
     try:
         check_nvme("/tmp")
     except UsageError as error:
@@ -31,11 +32,12 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", params=[1, *([2] if WHOLE else [])])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small_data: list[str]):
-    """The weights of a run on disk (nvme), one in memory (cpu), and one in memory that resumes half a run on disk."""
+    """Returns the weights of three runs: with offload to disk (nvme), with offload to memory (cpu), and with offload to
+    disk in the first half and to memory after a resume."""
     folder, ranks = tmp_path_factory.mktemp("nvme"), request.param
     disk = folder / "disk"
     disk.mkdir()
-    # 1.6 million parameters in one matrix: DeepSpeed leaves what is smaller than 1 MiB in memory.
+    # The model has 1.6 million parameters in one matrix, because DeepSpeed leaves tensors smaller than 1 MiB in memory.
     same = [*small_data, "--accelerator", "cpu", "--devices", str(ranks), "--batch_size", "16", "--model", "mlp"]
     same += ["--optimizer", "adamw", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
     nvme = [*same, "--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", str(disk)]

@@ -17,7 +17,7 @@ RATES = {"sgd": 0.05, "adadelta": 1.0, "adagrad": 0.01}
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
 
 RUNS = [("muon", "deepspeed_stage_0"), ("adagrad", "deepspeed_stage_3")]
-"""Optimizer, strategy."""
+"""The optimizer and the strategy of each run."""
 OFFLOADED: list[tuple[str, str]] = []
 if WHOLE:
     RUNS = [("muon", "deepspeed_stage_0"), *((name, stage) for name in OFFLOADED_BY for stage in STAGES)]
@@ -26,7 +26,7 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
-    """The folder of all runs."""
+    """Returns the folder of all runs."""
     folder = tmp_path_factory.mktemp("runs")
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "16", "--data.val_fraction", "0"]
     same += ["--logger", "none", "--trainer.limit_test_batches", "1"]
@@ -41,7 +41,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Pat
 
 
 def difference_from_ddp(folder: Path, name: str, strategy: str) -> float:
-    """Returns the largest difference to DDP's weights after training. The optimizer states must have the same names."""
+    """Returns the largest difference between a strategy's weights and DDP's weights after training. The optimizer
+    states must have the same names."""
     found, expected = (last_checkpoint(folder / f"{name}-{used}") for used in (strategy, "ddp"))
     for key in ("params", "param_names", "weight_decay", "lr"):
         groups = [[group[key] for group in one["optimizer_states"][0]["param_groups"]] for one in (found, expected)]

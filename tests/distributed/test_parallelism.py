@@ -28,12 +28,13 @@ SIZE = ["--data.source", "synthetic", "--data.synthetic_size", "64", "--data.val
 RECIPE = [*SIZE, "--batch_size", "8", "--gradient_clip_val", "0.5", "--log_interval", "1"]
 RECIPE += ["--optimizer.weight_decay", "0.01"]  # which makes two groups of parameters
 
-# Adam divides each gradient by its size: a larger eps keeps the rounding of the smallest ones small.
+# Adam divides each gradient by its size. A larger eps limits the effect of rounding in the smallest gradients.
 OPTIMIZERS = {"sgd": ["--optimizer.lr", "0.05"], "adamw": ["--optimizer.lr", "0.005", "--optimizer.eps", "1e-4"]}
 
 
 def difference_with_state(one: Any, other: Any) -> float:
-    """Returns the largest difference of weights and optimizer states. Checks that both have the same names."""
+    """Returns the largest difference of weights and optimizer states. Checks that both checkpoints have the same
+    names."""
     assert [*one["state_dict"]] == [*other["state_dict"]]
     pairs = [*zip(one["state_dict"].values(), other["state_dict"].values(), strict=True)]
     states = [checkpoint["optimizer_states"][0] for checkpoint in (one, other)]
@@ -46,8 +47,8 @@ def difference_with_state(one: Any, other: Any) -> float:
 
 @pytest.mark.parametrize(("optimizer", "ranks"), [("sgd", 2), pytest.param("adamw", 4, marks=of_test_all)])
 def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str, ranks: int, tmp_path: Path):
-    """Clipping is active, so every norm must be over all ranks. The strategies have the same global batch, but other
-    micro-batches."""
+    """Clipping is active, so every norm must be over all ranks. The strategies have the same global batch, but
+    different micro-batches."""
     relay = RELAYS[optimizer]
     same = [*RECIPE, "--optimizer", optimizer, *OPTIMIZERS[optimizer], "--model", "vit_tiny"]
     same += ["--devices", str(ranks), "--data.root", str(tmp_path / "data")]
@@ -69,7 +70,7 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
         content, metrics = last_checkpoint(out), metrics_of(out)
         assert {type(value) for value in content["state_dict"].values()} == {torch.Tensor}, name
         assert metrics["num_test"] == 64
-        # At most norms, patches and positions are whole on every rank: a tenth of so small a model.
+        # At most norms, patches and positions are whole on every rank. They are a tenth of this small model.
         replicas = 2 if name in COMBINED[1:] else 1
         assert sum(metrics["mem/model_state_rank_bytes"]) < 1.15 * replicas * expected["mem/model_state_rank_bytes"][0]
 

@@ -1,8 +1,8 @@
-"""Every recipe of configs/ trains through train.py as written, under the baseline and under ZeRO on two ranks.
+"""Trains every recipe of configs/ with train.py as written, under the baseline and under ZeRO on two ranks.
 
-Each takes its first steps on the digits with the recipe's own settings. A model made for a GPU has the size that the
-recipe names for a CPU; a transformer has three blocks. `make test` only builds each
-recipe (tests/test_tree.py), which takes seconds.
+Each run takes its first steps on the digits, with the recipe's own settings. A model made for a GPU has the size that
+the recipe names for a CPU, and a transformer has three blocks. `make test` only builds each recipe
+(tests/test_tree.py), which takes seconds.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SHORT += ["--data.source", "digits", "--trainer.limit_val_batches", "1", "--trai
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for the digits, rendered once."""
+    """Returns flags for the digits, which are rendered once."""
     return [*SHORT, "--data.root", str(tmp_path_factory.mktemp("digits"))]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: list[str]):
-    """The number of ranks, and the output directory of every recipe."""
+    """Returns the number of ranks, and the output directory of every recipe."""
     ranks: int = request.param
     folder = tmp_path_factory.mktemp(f"ranks_{ranks}")
     flags = {folder / recipe.stem: flags_of(recipe, ranks, data) for recipe in RECIPES}
@@ -47,7 +47,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
-    """Returns the recipe's flags with those it needs here: the ranks, a size for a CPU, and the number of steps."""
+    """Returns the recipe's flags, with the number of ranks, a model size for a CPU, and the number of steps."""
     where = ["--strategy", strategy_of(recipe, ranks), "--devices", str(ranks)]
     where += ["--model.ep_size", "1"] if ranks == 1 and "ep_size" in recipe.read_text() else []
     on_a_cpu = re.search(r"On a CPU: (--.*?)(?:\. |$)", recipe.read_text(), re.MULTILINE)
@@ -62,7 +62,8 @@ def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
 
 
 def strategy_of(recipe: Path, ranks: int) -> str:
-    """Returns the baseline on one rank; on two ZeRO 2, or ZeRO 0 if the recipe's optimizer needs whole tensors."""
+    """Returns the baseline on one rank. On two ranks, returns ZeRO 2, or ZeRO 0 if the recipe's optimizer needs whole
+    tensors."""
     cuts = command_line.parse(["--config", str(recipe)]).recipe.optimizer.name in OFFLOADED_BY
     return "baseline" if ranks == 1 else "deepspeed_stage_2" if cuts else "deepspeed_stage_0"
 
@@ -70,7 +71,8 @@ def strategy_of(recipe: Path, ranks: int) -> str:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_trains(recipe: Path, runs: tuple[int, Path]):
-    """The loss starts near that of a guess among ten classes and does not rise; debug_overfit overfits its batch."""
+    """The loss starts near the loss of a guess among ten classes, and does not rise. debug_overfit overfits its
+    batch."""
     ranks, folder = runs
     metrics, found = metrics_of(folder / recipe.stem), [*losses(folder / recipe.stem).values()]
     assert (metrics["strategy"], metrics["world_size"]) == (strategy_of(recipe, ranks), ranks)

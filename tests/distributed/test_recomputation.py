@@ -1,6 +1,6 @@
-"""Activation checkpointing through train.py on two real ranks keeps losses and weights bit for bit, also where every
-layer is sharded and gathered again for the second forward pass. `make test-all` has other strategies, and experts whose
-tokens are sent a second time."""
+"""Checks that activation checkpointing in train.py on two real ranks keeps losses and weights bit for bit, even if
+every layer is sharded and gathered again for the second forward pass. `make test-all` adds strategies, and experts
+whose tokens are sent a second time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
-    """The output directories of each recipe, without and with --activation_checkpointing."""
+    """Returns the output directories of each recipe, without and with --activation_checkpointing."""
     folder = tmp_path_factory.mktemp("runs")
     everything = folder / "everything.json"
     everything.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))

@@ -45,14 +45,14 @@ KILLED = [
     ("deepspeed_stage_3", 2, []),
     ("deepspeed_stage_1", 2, [*EXPERTS, "--model.ep_size", "2"]),
 ]
-"""Strategy, ranks, more flags."""
+"""The strategy, the number of ranks and further flags of each run that is killed."""
 
 Shape = tuple[str, int]
 STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
 ALL_SHAPES: list[Shape] = [("baseline", 1), *((stage, ranks) for stage in STAGES for ranks in (1, 2, 4))]
 OFFLOADED: Shape = ("deepspeed_stage_3_offload", 2)
 ACCUMULATING: Shape = ("ddp", 2)
-"""Takes two micro-batches a step, where the others take one: the middle of an epoch must be at the same step."""
+"""Takes two micro-batches per step, and the other shapes take one. The middle of an epoch must be at the same step."""
 
 FEW_PAIRS: list[tuple[Shape, Shape]] = [
     (("deepspeed_stage_3", 2), ("baseline", 1)),
@@ -71,7 +71,7 @@ RECIPE = [
     *("--augment.flip", "random"),
     *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30"),
 ]
-"""An epoch has 36 steps: both stops are in the middle of one, and the first is in the warm-up too."""
+"""An epoch has 36 steps. Both stops are in the middle of an epoch, and the first stop is in the warm-up too."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def flags_of(shape: Shape, steps: int, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reshaped(folder: Path, small_data: list[str]) -> dict[tuple[Shape, Shape], Path]:
-    """The output directories of the runs that were resumed in another shape."""
+    """Returns the output directories of the runs that were resumed in another shape."""
     begun = {shape: folder / "begun-{}-{}".format(*shape) for shape, _ in PAIRS}
     ended = {pair: folder / "ended-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
     train_all({out: [*small_data, *flags_of(shape, STOPPED_AT)] for shape, out in begun.items()})
@@ -161,7 +161,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(
 
 @pytest.mark.parametrize("strategy", ["baseline", pytest.param("deepspeed_stage_0", marks=of_test_all)])
 def test_each_group_resumes_with_its_own_learning_rate(strategy: str, folder: Path, small_data: list[str]):
-    """The schedule is constant: nothing else would restore the learning rates."""
+    """The schedule is constant, so that only the checkpoint can restore the learning rates."""
     rates = ["--optimizer", "muon_sgd", "--optimizer.lr", "0.01", "--optimizer.bias_lr", "0.002"]
     same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", *rates, "--optimizer.head_lr", "0.05"]
     begun, ended, whole = (folder / f"muon-{strategy}-{name}" for name in ("begun", "ended", "whole"))
@@ -188,7 +188,7 @@ def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: P
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), pytest.param(1, 2, marks=of_test_all)])
 def test_the_torch_loader_resumes_with_the_next_images(ranks: int, workers: int, folder: Path, small_data: list[str]):
-    """One run stops at the end of an epoch of 8 steps, one in the middle of the second."""
+    """One run stops at the end of an epoch of 8 steps, and another run in the middle of the second epoch."""
     loader = ["--data.loader", "torch", "--data.workers", str(workers), "--augment.flip", "none"]
     same = [*small_data, "--data.synthetic_size", "160", *RECIPE, *loader]
     same += ["--devices", str(ranks), "--strategy", "baseline" if ranks == 1 else "ddp"]

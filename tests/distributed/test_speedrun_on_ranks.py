@@ -10,14 +10,15 @@ import torch
 from tests.support.helpers import largest_difference, last_weights, of_test_all, train_all
 
 STRATEGIES = {"muon_sgd": ("ddp", "deepspeed_stage_0"), "sgd": ("ddp", "deepspeed_stage_3")}
-"""Muon needs whole tensors; the model and its computed first layer run under ZeRO-3 too."""
+"""The strategies of each optimizer. Muon needs whole tensors. The model and its computed first layer also run under
+ZeRO 3."""
 
 
 @of_test_all
 @pytest.mark.distributed
 @pytest.mark.parametrize("optimizer", STRATEGIES)
 def test_strategies_agree_and_the_first_layer_whitens(optimizer: str, tmp_path: Path, small_data: list[str]):
-    """Its filters are computed from the same images under both and stay fixed."""
+    """Both strategies compute the filters of the first layer from the same images, and the filters stay fixed."""
     same = ["--config", "configs/speedrun.yaml", *small_data, "--accelerator", "cpu", "--precision", "32-true"]
     same += ["--devices", "2", "--model.width", "0.05", "--batch_size", "64", "--epochs", "1", "--max_steps", "8"]
     same += ["--logger", "none", "--trainer.limit_test_batches", "1", "--schedule.total_steps", "8"]

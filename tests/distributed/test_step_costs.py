@@ -1,5 +1,5 @@
-"""What a training step costs the host, in exact counts: how often it waits for the device, which then idles, how many
-operators it calls, and how many bytes they copy. `pytest -s` prints the table of docs/performance.md."""
+"""Counts what a training step costs the host: how often the host waits for the device, which then idles, how many
+operators it calls, and how many bytes these operators copy. `pytest -s` prints the table of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 NORM = 1  # ZeRO reads whether the norm of all gradients is finite (is_invalid_grad_norm); no switch in 0.19.8
 SERIAL = 13  # fp16/unfused_optimizer.py reads it of each of the ten gradients, of their ranks, and two norms; no switch
 BATCH = {"net": 512, "resnet18": 16}
-"""Images of a step. With 16 images, a step of resnet18 takes less than a second on one core."""
+"""Number of images of a step. With 16 images, a step of resnet18 takes less than a second on one core."""
 
 Costs = dict[str, int]
 
@@ -35,7 +35,8 @@ OPERATORS_AND_BYTES = {
     "net ddp 32-true": (53, 3_566_728),
     "net deepspeed_stage_2 32-true": (106, 4_514_308),
 }
-"""Most operators of a step and most bytes that it copies, measured with torch 2.15.0 and DeepSpeed 0.19.8."""
+"""Largest numbers of operators of a step and of bytes that they copy, measured with torch 2.15.0 and DeepSpeed
+0.19.8."""
 MODELS = ["net"]
 if WHOLE:
     MODELS += ["resnet18"]
@@ -68,8 +69,8 @@ if WHOLE:
 
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Costs]]:
-    """The costs of all COUNTED steps, by model and loop: `bare`, `baseline`, or strategy and precision on two ranks.
-    Prints them per step at the end."""
+    """Returns the costs of all COUNTED steps, by model and loop. A loop is `bare`, `baseline`, or a strategy and
+    precision on two ranks. Prints the costs per step at the end."""
     folder, cache = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("images")
     # As many images as the steps need, so that no epoch begins while costs are counted.
     images = DataConfig(source="synthetic", cache=str(cache), synthetic_size=10 * max(BATCH[name] for name in MODELS))
@@ -99,7 +100,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Costs]
 
 
 def costs_of_bare_loop(model: str, images: DataConfig) -> Costs:
-    """Returns the costs of as many steps of the bare loop, tuned, as are COUNTED in a run."""
+    """Returns the costs of the tuned bare loop, for as many steps as are COUNTED in a run."""
     threads = torch.get_num_threads()
     totals: list[Costs] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -39,7 +39,8 @@ if WHOLE:
 STEPS, IMAGES = 12, 320
 RECIPES = {
     "plain": ["--optimizer", "sgd", "--optimizer.lr", "0.05"],
-    # In seed 0's random images two pixels under a max-pool nearly tie: rounding decides which gets the gradient.
+    # Not seed 0, whose random images have two pixels under a max-pool that nearly tie, so that rounding decides which
+    # of them gets the gradient.
     "accumulated": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer.lr", "0.05", "--seed", "1"],
     "accumulated adam": ["--accumulate", "2", "--gradient_clip_val", "1.0", "--optimizer", "adam"],
     "bfloat16": ["--precision", "bf16-mixed", "--optimizer.lr", "0.05"],
@@ -58,7 +59,7 @@ RUNS: set[Run] = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Path]:
-    """The output directory of each run, by strategy, ranks and recipe."""
+    """Returns the output directory of each run, by strategy, ranks and recipe."""
     folder = tmp_path_factory.mktemp("runs")
     out = {run: folder / "-".join(map(str, run)) for run in sorted(RUNS)}
     same = ["--data.source", "synthetic", "--data.synthetic_size", str(IMAGES), "--data.root", str(folder)]
@@ -82,7 +83,7 @@ def weights(runs: dict[Run, Path], *run: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("strategy", "devices"), sorted(PLAIN))
 def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: dict[Run, Path]):
-    """SGD without accumulation and clipping: weights agree bit for bit, offloaded or not."""
+    """With SGD, without accumulation and clipping, weights agree bit for bit, offloaded or not."""
     expected = weights(runs, "ddp", devices, "plain")
     assert largest_difference(weights(runs, strategy, devices, "plain"), expected) == 0
     start = models.build("net", 10).state_dict()
@@ -91,7 +92,8 @@ def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: dict[Ru
 
 @pytest.mark.parametrize("strategy", ACCUMULATED)
 def test_agrees_under_accumulation_and_clipping(strategy: str, runs: dict[Run, Path]):
-    """Stages 2 and 3 sum gradients over ranks before micro-batches, the others after: the rounding differs."""
+    """Rounding differs, because stages 2 and 3 sum gradients over ranks before they sum over micro-batches, and the
+    other strategies sum over ranks last."""
     expected = weights(runs, "ddp", 2, "accumulated")
     assert largest_difference(weights(runs, strategy, 2, "accumulated"), expected) < 1e-5
 
@@ -120,7 +122,7 @@ def test_ranks_do_not_change_the_maths(runs: dict[Run, Path]):
 
 @of_test_all
 def test_the_cpu_where_deepspeed_would_take_a_gpu(tmp_path: Path, small_data: list[str]):
-    """DeepSpeed's own choice on a machine with a GPU is CUDA, as here by the variable."""
+    """The environment variable makes DeepSpeed choose CUDA, as DeepSpeed does by itself on a machine with a GPU."""
     flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
     done = run_program(
         *("train.py", *small_data, *flags, "--max_steps", "2", "--out", str(tmp_path)), env={"DS_ACCELERATOR": "cuda"}

@@ -1,4 +1,4 @@
-"""The collectives that real ranks call in a step, next to the formulas of planning/traffic.py."""
+"""Compares the collectives that real ranks call in a step with the formulas of planning/traffic.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if WHOLE:
         "deepspeed_stage_3 bf16-mixed": SHARDED,
     }
 LARGE = "deepspeed_stage_3 as in a large model"
-"""This case keeps no gathered parameters, so that a small model gathers them a second time, as a large one does."""
+"""This case keeps no gathered parameters, so that a small model gathers them a second time, as a large model does."""
 RAW = {
     "bf16": {"enabled": True},
     "zero_optimization": {
@@ -44,7 +44,7 @@ RAW = {
     },
 }
 KINDS = {"allreduce_": "all_reduced", "_reduce_scatter_base_": "reduce_scattered", "_allgather_base_": "all_gathered"}
-SMALL = 16  # bytes up to which a message carries a norm or a loss
+SMALL = 16  # largest number of bytes of a message that carries a norm or a loss
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=of_test_all), pytest.param(8, marks=of_test_all)])

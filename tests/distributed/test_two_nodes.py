@@ -1,5 +1,5 @@
-"""Runs on two hosts with separate addresses, started by torchrun on each: they train as one host does, stop when the
-link between them is cut, and resume. Or a host is lost for good."""
+"""Runs train.py on two hosts with separate addresses, started by torchrun on each host. The hosts train as one host
+does, stop when the link between them is cut, and resume. In another test, one host is lost for good."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ pytestmark = [pytest.mark.distributed, of_test_all]
 
 STEPS = 45
 TIMEOUT_SECONDS = 30
-"""Timeout of a collective: long enough for two busy cores, and less than torchrun takes to count a host as lost."""
+"""Timeout of a collective. It is long enough for two busy cores, and shorter than the time after which torchrun counts
+a host as lost."""
 
 RENDEZVOUS = {"2": "keep_alive_max_attempt=36", "1:2": "last_call_timeout=15"}
-"""torchrun's --rdzv_conf, by --nnodes. torchrun counts a host as lost after 3 missed heartbeats, 5 s apart: when the
-link is fixed, both hosts would restart their ranks, and restart them again when they find each other. A host left alone
-would wait 30 s for others to join."""
+"""torchrun's --rdzv_conf for each --nnodes. By default torchrun counts a host as lost after 3 missed heartbeats, 5 s
+apart. Both hosts would then restart their ranks when the link is fixed, and again when they find each other. By default
+a host that is left alone waits 30 s for other hosts to join."""
 
 RECIPE = [
     *("--accelerator", "cpu", "--batch_size", "16", "--data.val_fraction", "0", "--epochs", "2"),
@@ -44,14 +45,15 @@ RECIPE = [
 """An epoch has 40 steps."""
 
 NETWORK = {"GLOO_SOCKET_IFNAME": DEVICE, OWN_STORE: "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-"""What docs/cluster.md says to set on each node: a host's own name resolves to its loopback address."""
+"""The environment variables that docs/cluster.md recommends for each node, because a host's own name resolves to its
+loopback address."""
 
 SLOW = "20mbit"
 """Sending the gradients of one step of Net takes about 0.1 s, so that there is time to cut the link in a step."""
 
 
 class Node:
-    """torchrun on a host, and what it has printed."""
+    """Runs torchrun on a host, and keeps what it has printed."""
 
     def __init__(self, host: Host, folder: Path, nodes: str, endpoint: Host, *flags: str):
         self.log = folder / f"{host.name}.log"
@@ -82,7 +84,7 @@ class Node:
         assert self.process.returncode == 0, self.output[-4000:]
 
     def says_that_it_lost_the_other(self) -> bool:
-        """Whether its output has the one-line error and no traceback."""
+        """Returns whether the output has the one-line error and no traceback."""
         lost = "error: this rank waited" in self.output or "error: another rank has ended" in self.output
         return lost and "Traceback (most recent call last)" not in self.output
 
@@ -94,7 +96,7 @@ def nodes_of(hosts: Hosts, folder: Path, nodes: str, *flags: str) -> tuple[Node,
 
 @pytest.fixture(scope="module")
 def on_one_host(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[str, torch.Tensor]:
-    """The weights of an uninterrupted run on two ranks of one host."""
+    """Returns the weights of an uninterrupted run on two ranks of one host."""
     out = tmp_path_factory.mktemp("one")
     train_all({out: [*small_data, *RECIPE, "--strategy", "ddp", "--devices", "2"]})
     return last_weights(out)
@@ -103,7 +105,7 @@ def on_one_host(tmp_path_factory: pytest.TempPathFactory, small_data: list[str])
 def test_a_run_resumes_after_a_cut_link_and_ends_as_on_one_host(
     tmp_path: Path, small_data: list[str], on_one_host: dict[str, torch.Tensor]
 ):
-    """The weights agree bit for bit; one rank can resume what was saved before the cut."""
+    """The weights agree bit for bit, and one rank can resume the checkpoint that was saved before the cut."""
     out = tmp_path / "out"
     flags = [*small_data, *RECIPE, "--save_every_n_steps", "10", "--out", str(out), "--name", "two"]
     with two_hosts() as hosts:

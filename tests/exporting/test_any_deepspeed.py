@@ -27,7 +27,7 @@ MODEL = "mp_rank_00_model_states.pt"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder that has the checkpoint of each case of CASES at RANKS/CASE."""
+    """Returns a folder with a checkpoint of each case in CASES, at RANKS/CASE."""
     folder = tmp_path_factory.mktemp("saved")
     for ranks in (1, 2) if WHOLE else (2,):
         on_ranks(ranks, save_all, str(folder / str(ranks)))

@@ -35,7 +35,8 @@ def make_loader(split: Split, stored: Stored, config: AugmentConfig | None) -> M
 
 
 def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> Stored:
-    """Returns images stored on the GPU if `share`, the allowed share of its free memory, is 1; on the host if 0."""
+    """Returns stored images. `share` is the share of the GPU's free memory that they may take. They are on the GPU if
+    it is 1, and on the host if it is 0."""
     monkeypatch.setattr(loader, "RESIDENT_SHARE", share)
     stored = Stored(split.images, GPU)
     assert stored.rows_device == (GPU if share else CPU)

@@ -26,7 +26,7 @@ SWITCHES = [
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", ["baseline", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp2"])
 def test_less_memory_and_the_same_loss(strategy: str, precision: str, small_data: list[str], tmp_path: Path):
-    """vit_tiny stores 9.5 MB of activations per image in float32, of which its blocks' inputs are 0.6 MB."""
+    """vit_tiny stores 9.5 MB of activations per image in float32. The inputs of its blocks are 0.6 MB of this."""
     same = [*small_data, "--model", "vit_tiny", "--batch_size", "64", "--max_steps", "8", "--optimizer.lr", "0.01"]
     same += ["--strategy", strategy, "--precision", precision]
     plain = metrics_of(same, tmp_path / "plain")

@@ -43,9 +43,9 @@ def distance(one: Weights, other: Weights) -> float:
 
 @pytest.mark.parametrize("name", ON_ONE_GPU)
 def test_on_one_gpu(name: str, small_data: list[str], tmp_path: Path):
-    """Every parameter has changed since the first step, and the final weights are near those without the option: 1 is
-    the distance of a model that is not updated. The distance is over all weights, as the keys' biases have no gradient
-    and follow rounding."""
+    """Every parameter has changed since the first step, and the final weights are near the weights without the option.
+    A model that is not updated has the distance 1. The distance is over all weights, because the biases of the keys
+    have no gradient and follow rounding."""
     stage_3 = ["--strategy", "deepspeed_stage_3"]
     first, expected = (trained(tmp_path / str(steps), small_data, steps, *stage_3) for steps in (1, STEPS))
     switched = trained(tmp_path / "switched", small_data, STEPS, *ON_ONE_GPU[name])

@@ -41,23 +41,24 @@ RUNS = [
     for recipe in (["vit"] if STRATEGIES[strategy].one_replica else ["sgd", "adam"])
 ]
 COMPARED_STEPS = 20
-"""After these steps the losses fall and training enlarges rounding, so that runs differ."""
+"""Number of steps whose losses are compared. Later the losses fall and training amplifies rounding error, so that runs
+differ."""
 BOUNDS = {"32-true": 2e-3, "bf16-mixed": 5e-3, "16-mixed": 1e-2}
-"""Largest difference of those losses from the baseline's in 32-true, where a GPU computes convolutions in TF32. On the
-CPU bfloat16's difference is 1.7e-3, and the losses of two neighbouring batches differ by 1e-2. In float16 the first
-steps may be skipped, until the scaler has found a scale."""
+"""Largest difference of the compared losses from the baseline's losses in 32-true, for each precision. In 32-true a GPU
+computes convolutions in TF32. On the CPU, bfloat16 differs by 1.7e-3, and the losses of two neighbouring batches differ
+by 1e-2. In float16 the first steps may be skipped, until the scaler has found a scale."""
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for the digits, rendered once for all tests."""
+    """Returns flags for the digits, which are rendered once for all tests."""
     root = tmp_path_factory.mktemp("digits")
     return ["--data.source", "digits", "--data.root", str(root), "--data.val_fraction", "0"]
 
 
 @pytest.fixture(scope="session")
 def baselines(tmp_path_factory: pytest.TempPathFactory, digits: list[str]) -> dict[str, dict[int, float]]:
-    """The baseline's losses of each recipe, by step."""
+    """Returns the baseline's losses of each recipe, by step."""
     out = tmp_path_factory.mktemp("baselines")
     return {recipe: losses(trained(out / recipe, digits, "baseline", "32-true", recipe)) for recipe in RECIPES}
 
@@ -98,8 +99,8 @@ def test_learns_and_agrees_with_the_baseline(
 def test_mixtures_of_experts(
     model: str, batch_size: int, steps: int, strategy: str, precision: str, digits: list[str], tmp_path: Path
 ):
-    """All experts are on one GPU: cifar-zero evaluate finds about the test loss of the run's own test, in float32. The
-    small model also learns; the transformer has too few steps."""
+    """All experts are on one GPU. In float32, cifar-zero evaluate finds about the same test loss as the run's own test.
+    The small model also learns, but the transformer has too few steps."""
     flags = ["--strategy", strategy, "--precision", precision, "--model", model, "--model.num_experts", "[4]"]
     flags += ["--optimizer", "adam", "--batch_size", str(batch_size), "--max_steps", str(steps)]
     flags += ["--gradient_clip_val", "1", "--out", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The launcher with real processes that start faster than a training."""
+"""Tests the launcher with real processes that start faster than a training."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_variables_of_slurm_are_converted():
     }
     there = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     assert rank_environment.variables({**SRUN, **there}).items() >= there.items()
-    # Cyclic distribution: task 1 is the first one of the second node.
+    # With cyclic distribution, task 1 is the first task of the second node.
     assert rank_environment.variables({**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})["RANK"] == "2"
 
 

@@ -1,4 +1,4 @@
-"""The course's models compared with torchvision's, at any image size, and their options."""
+"""Compares the course's models with torchvision's models, at any image size, and tests their options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of torchvision, by their names there."""
+"""Tests models of torchvision, under their names in torchvision."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def test_mistakes_are_one_clear_line(flags: str, message: str):
     ],
 )
 def test_no_option_names_a_file(kwargs: dict[str, Any]):
-    """Options can come from untrusted files: metadata of an export, a checkpoint's record, a recipe."""
+    """Options can come from untrusted files, such as the metadata of an export, the record of a checkpoint, or a
+    recipe."""
     with pytest.raises(ValueError, match=f"^kwargs.{next(iter(kwargs))} must be a number"):
         models.External({"depths": [2, (2, 6)], "qkv_bias": True, "init_values": None, **kwargs})

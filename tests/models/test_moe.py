@@ -1,4 +1,4 @@
-"""The mixture of experts compared with DeepSpeed's gate and with a slow loop over tokens."""
+"""Compares the mixture of experts with DeepSpeed's gate and with a slow loop over tokens."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_the_gate_routes_as_deepspeeds_does(case: Case, monkeypatch: pytest.Monk
 
 
 def by_hand(mixture: MixtureOfExperts, x: Tensor, capacity: int) -> Tensor:
-    """Computes the mixture token by token: all first choices in the batch's order, then second ones, while there is
-    room."""
+    """Computes the mixture token by token. All first choices come in the order of the batch, then all second choices,
+    until an expert's capacity is used up."""
     chosen: list[list[tuple[int, Tensor]]] = [[] for _ in x]
     room = [capacity] * len(mixture.experts)
     probabilities = (x @ mixture.gate.wg.weight.T).softmax(1)

@@ -1,4 +1,4 @@
-"""The tutorial's Net: its size and scores."""
+"""Tests the size and the scores of the tutorial's Net."""
 
 from typing import Any
 

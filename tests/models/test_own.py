@@ -1,4 +1,4 @@
-"""A model in the user's own file: trained, tested and exported, and imported only where the command line names it."""
+"""A model in the user's own file is trained, tested and exported, and is imported only if the command line names it."""
 
 from __future__ import annotations
 

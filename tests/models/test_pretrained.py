@@ -23,7 +23,7 @@ OFFLINE = {"https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Returns weights that are in torch's cache, in the file that torchvision would download."""
+    """Puts weights into torch's cache, in the file that torchvision would download, and returns them."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     for key, value in OFFLINE.items():
         monkeypatch.setenv(key, value)

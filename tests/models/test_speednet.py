@@ -1,4 +1,4 @@
-"""The model of the speed records compared with a second formulation of it."""
+"""Compares the model of the speed records with a second implementation of the same model."""
 
 from __future__ import annotations
 

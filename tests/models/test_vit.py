@@ -1,4 +1,4 @@
-"""The vision transformer compared with torch's layers, and its sizes."""
+"""Compares the vision transformer with torch's layers, and tests its sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def torch_layer(block: Any) -> nn.TransformerEncoderLayer:
 
 
 def test_the_model_computes_the_plain_formula():
-    """Its blocks are torch's encoder layers."""
+    """The reference has torch's encoder layers as blocks."""
     net: Any = ViT(7, OPTIONS)
     images = torch.randn(3, 3, 32, 32)
     rows = [images[:, :, y : y + 4, x : x + 4].flatten(1) for y in range(0, 32, 4) for x in range(0, 32, 4)]

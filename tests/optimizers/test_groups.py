@@ -1,4 +1,4 @@
-"""Parameter groups, and a checkpoint of other groups."""
+"""Tests parameter groups, and the loading of a checkpoint with other groups."""
 
 from __future__ import annotations
 

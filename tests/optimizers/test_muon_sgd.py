@@ -1,4 +1,4 @@
-"""muon_sgd compared with the formulas, one parameter after the other, with singular values by SVD in float64."""
+"""Compares muon_sgd with the formulas, one parameter after the other, with singular values by SVD in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""100 steps of each optimizer against its reference: torch's own class, or the paper's step written out."""
+"""Compares 100 steps of each optimizer with a reference, which is torch's own class or the step of the paper."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_is_torchs(name: str, kind: Any, options: dict[str, Any]):
 
 
 def test_lion_is_the_papers():
-    """Chen et al. 2023, algorithm 2, line by line."""
+    """The reference follows Chen et al. 2023, algorithm 2, line by line."""
     lr, first, second, decay = 0.001, 0.9, 0.99, 0.1
 
     def make(net: nn.Sequential) -> Callable[[], Any]:

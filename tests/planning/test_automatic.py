@@ -1,4 +1,4 @@
-"""--strategy auto: one choice for all ranks, printed in one line before anything is launched."""
+"""Tests that --strategy auto makes one choice for all ranks, and prints it in one line before anything is launched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cifar-zero plan, started as a user starts it."""
+"""Tests cifar-zero plan, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_thirteen_billion_parameters_take_little_memory():
-    """The process peaks at 0.84 GB, most of it torch's; the weights alone would take 52 GB."""
+    """The peak memory of the process is 0.84 GB, mostly used by torch. The weights alone would take 52 GB."""
     flags = ["--model", "vit_13b", "--devices", "8", "--device_memory", "80GB", "--optimizer", "adamw", "--json"]
     code = "import pathlib, runpy, sys\n"
     code += "try: runpy.run_module('cifar_zero', run_name='__main__')\n"
-    # Linux's ru_maxrss would be that of pytest, from which the process was forked.
+    # On Linux, ru_maxrss would be the value of pytest, from which the process was forked.
     code += (
         "finally: print(pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0], file=sys.stderr)"
     )

@@ -1,4 +1,4 @@
-"""Schedules compared with their references."""
+"""Compares schedules with their references."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""A strategy's choices for GPUs, tested on a machine that may have none."""
+"""Tests a strategy's choices for GPUs on a machine that may have no GPU."""
 
 from __future__ import annotations
 

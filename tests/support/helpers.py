@@ -37,7 +37,7 @@ from cifar_zero.core.console import next_to_python
 from tests.support.many_runs import train_run
 
 WHOLE = "TEST_ALL" in os.environ
-"""Whether `make test-all` runs the tests. It runs all of them in full, which takes hours."""
+"""Whether `make test-all` runs the tests. It runs all tests in full, which takes hours."""
 
 of_test_all = pytest.mark.skipif(not WHOLE, reason="of make test-all")
 
@@ -175,7 +175,8 @@ _RANKS: dict[int, Ranks] = {}
 
 def on_ranks(ranks: int, function: Callable[..., None], *arguments: object) -> str:
     """Calls a function on each of `ranks` ranks and returns what they printed. The ranks are started at the first call
-    and used again. The function has a name in its module, and JSON has the types of its arguments."""
+    and used again. The function must be an attribute of its module, and JSON must be able to represent its
+    arguments."""
     if ranks not in _RANKS or _RANKS[ranks].process.poll() is not None:
         _RANKS[ranks] = Ranks(ranks)
     return _RANKS[ranks].call(_name(function), *arguments)
@@ -259,7 +260,7 @@ def assert_ok(done: subprocess.CompletedProcess[str]) -> None:
 
 def run_folder_of(out: Path) -> Path:
     """Returns the only run folder under an output directory, or `out` itself if it is a run folder. Fails if the run
-    failed in `train_all`. The functions below take both kinds of folders too."""
+    failed in `train_all`. The functions below also take both kinds of folders."""
     assert not (out / "failed").exists(), (out / "failed").read_text()
     if (out / "config.yaml").exists():
         return out

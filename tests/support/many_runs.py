@@ -2,7 +2,7 @@
 
 `python -m tests.support.many_runs FOLDER RANKS` reads requests from N.json in the folder, with N counted from 0. A
 request is a list of a function's name, as `module:function`, and its arguments. Every rank calls the function. N.done
-is created when rank 0 has returned from it. The process group is kept from one request to the next.
+is created when the function has returned on rank 0. The process group is kept from one request to the next.
 """
 
 from __future__ import annotations

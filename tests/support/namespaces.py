@@ -26,7 +26,7 @@ PREFIX = "cifar-zero"
 found."""
 
 HOSTS_FILES = Path("/etc/netns")
-"""`ip netns exec NAME` replaces files of /etc by those in NAME's folder under this one (man ip-netns)."""
+"""`ip netns exec NAME` replaces files of /etc by the files in the subfolder NAME of this folder (man ip-netns)."""
 
 DEVICE = "eth0"
 """The network device of each host, which is its end of the link."""
@@ -42,20 +42,22 @@ class Host:
     """One of the two hosts."""
 
     name: str
-    """Name of its namespace, and its host name; the other host resolves it to `address`."""
+    """Name of the namespace, which is also the host name. The other host resolves it to `address`."""
 
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """Returns the command line that runs a command in this host; its process becomes the command itself."""
+        """Returns the command line that runs a command in this host. The process of this command line becomes the
+        command itself."""
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", AS_HOST, self.name, *command]
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command in this host; `options` are Popen's. It is killed when the hosts are removed."""
+        """Starts a command in this host with these `options` of Popen. The command is killed when the hosts are
+        removed."""
         return subprocess.Popen(self.command(*command), **options)
 
     def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Runs a command in this host to its end; `options` are subprocess.run's."""
+        """Runs a command in this host to its end with these `options` of subprocess.run."""
         return subprocess.run(self.command(*command), capture_output=True, text=True, **options)
 
     def end_all(self) -> None:
@@ -139,7 +141,8 @@ def _remove_leftovers() -> None:
 
 
 def _remove(host: Host) -> None:
-    """Kills all processes in a host and removes it and its end of the link; does nothing if it does not exist."""
+    """Kills all processes in a host, and removes the host and its end of the link. Does nothing if the host does not
+    exist."""
     host.end_all()
     subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
     shutil.rmtree(HOSTS_FILES / host.name, ignore_errors=True)

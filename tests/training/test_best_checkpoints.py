@@ -1,4 +1,4 @@
-"""--monitor and --save_top_k: the kept checkpoints are those of the best validations."""
+"""Tests that --monitor and --save_top_k keep the checkpoints of the best validations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tests.support.helpers import metrics_of, run_folder_of, train_all
 
 EPOCHS = 5
 RUNS = {"val/loss": ("--save_top_k 2", False, 2), "val/f1": ("", True, 1)}
-"""Further flags, whether high is good, and the number of checkpoints."""
+"""For each metric: further flags, whether a high value is good, and the number of kept checkpoints."""
 
 
 @pytest.fixture(scope="module")
 def trained(small_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The directory of the runs, and what they printed. One more run does not learn, stops early, and keeps none."""
+    """Returns the directory of the runs, and what they printed. One more run does not learn, stops early, and keeps no
+    best checkpoint."""
     out = tmp_path_factory.mktemp("out")
     same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", "--epochs", str(EPOCHS)]
     flags = {

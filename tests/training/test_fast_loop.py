@@ -22,7 +22,7 @@ COUNT, BATCH = 44, 8  # five whole steps per epoch
 
 
 class Logging(CIFARModule):
-    """Logs in the training step, as a user may."""
+    """Logs values in the training step, as a user's module may."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -35,7 +35,7 @@ class Logging(CIFARModule):
 
 
 class Recorder(Callback):
-    """Records each hook with the counters that it sees."""
+    """Records the counters at each call of a hook."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []

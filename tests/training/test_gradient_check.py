@@ -1,4 +1,4 @@
-"""--check_gradients on a right model and on one with a wrong derivative."""
+"""Tests --check_gradients on a correct model and on a model with a wrong derivative."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loggers of a run: CSV, and W&B without a connection."""
+"""Tests the loggers of a run, which are CSV and W&B without a connection."""
 
 import csv
 from pathlib import Path
@@ -12,7 +12,7 @@ FLAGS = ["--batch_size", "16", "--accelerator", "cpu", "--max_steps", "20", "--l
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """Returns variables with which W&B uses only the test's folder, and nobody is logged in."""
+    """Returns environment variables with which W&B uses only the test's folder and has no login."""
     own = {f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
     return {**own, "WANDB_DIR": str(folder), "NETRC": str(folder / "netrc"), "WANDB_API_KEY": "", **more}
 
@@ -52,7 +52,7 @@ def test_a_missing_login_is_reported_in_one_line(small_data: list[str], tmp_path
 
 
 def test_a_full_disk_does_not_end_the_training(small_data: list[str], tmp_path: Path):
-    """Neither losses.csv nor a logger, each of which is reported once; the results are printed."""
+    """Neither losses.csv nor a logger can be written. Each failure is reported once, and the results are printed."""
     flags = ["--batch_size", "2", "--max_steps", "280", "--log_interval", "1", "--accelerator", "cpu"]
     flags += ["--logger", "tensorboard", "csv", "--test_figures", "true"]
     with small_disk(tmp_path, "64k") as disk:

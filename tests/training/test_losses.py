@@ -1,4 +1,4 @@
-"""The losses of --loss, against their definitions."""
+"""Compares the losses of --loss with their definitions."""
 
 import pytest
 import torch

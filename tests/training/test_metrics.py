@@ -1,4 +1,4 @@
-"""Every metric of a split compared with scikit-learn's, on one rank and on two real ones, with the same scores."""
+"""Compares every metric of a split with scikit-learn's metric of the same scores, on one rank and on two real ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from cifar_zero.training.metrics import BINS, SplitMetrics
 reference: Any = sklearn.metrics  # Any: it has no annotations, and pyright misreads its docstrings
 
 ROWS = 2_999
-"""Not a multiple of two ranks or of the batch size."""
+"""Number of rows. Neither two ranks nor the batch size divide it."""
 
 BATCH_SIZE = 400
 CASES = {"ten classes": 10, "three, of which one has no images": 3}
@@ -36,7 +36,7 @@ def scores_and_labels(case: str) -> tuple[torch.Tensor, torch.Tensor]:
 def measure(case: str, rank: int, ranks: int) -> dict[str, Any]:
     """Returns a rank's metrics, from padded batches as the data module gives them."""
     scores, labels = scores_and_labels(case)
-    # The padding: if it counted, it would change every metric.
+    # These rows are padding. If padding counted, it would change every metric.
     scores = torch.cat([scores, 50 * torch.ones(1, CASES[case]).cumsum(1)])
     labels = torch.cat([labels, torch.tensor([IGNORED])])
     metrics = SplitMetrics(CASES[case], curves=True)
@@ -60,7 +60,7 @@ def measure_as_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module", params=RANKS)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The metrics of rank 0 in each case, with one or two ranks."""
+    """Returns the metrics of rank 0 in each case, with one or two ranks."""
     if request.param == 1:
         return {case: measure(case, 0, 1) for case in CASES}
     folder = tmp_path_factory.mktemp("ranks")
@@ -132,7 +132,7 @@ def test_the_curves_equal_those_of_scikit_learn(case: str, measured: dict[str, d
 
 @pytest.mark.parametrize("case", CASES)
 def test_calibration_by_brute_force(case: str, measured: dict[str, dict[str, Any]]):
-    """The formula of Guo et al. 2017, bin by bin."""
+    """The reference is the formula of Guo et al. 2017, computed bin by bin."""
     scores, labels = scores_and_labels(case)
     confidence, predicted = scores.double().softmax(1).max(1)
     error = 0.0

@@ -1,4 +1,5 @@
-"""--devices auto: as many GPUs as divide the batch, one process on the CPU, and what a launcher has started."""
+"""Tests --devices auto, which selects as many GPUs as divide the batch, one process on the CPU, or the ranks that a
+launcher has started."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ DIGITS = ["--data.source", "digits"]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):
-    """A function that simulates a number of GPUs."""
+    """Returns a function that simulates a number of GPUs."""
     for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     resolving._say_once.cache_clear()

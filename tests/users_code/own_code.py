@@ -53,7 +53,7 @@ def seven_scores() -> nn.Module:
 
 
 class Digits(LightningModule):
-    """Lightning's MNIST example with dropout, batch norm, an LSTM over the rows, and a frozen layer."""
+    """Extends Lightning's MNIST example by dropout, batch norm, an LSTM over the rows, and a frozen layer."""
 
     def __init__(
         self,
@@ -88,7 +88,8 @@ class Digits(LightningModule):
 
 
 class DigitsData(LightningDataModule):
-    """Random images with labels. Both the split in `setup` and the shuffling draw from torch's global random state."""
+    """Provides random images with labels. Both the split in `setup` and the shuffling draw from torch's global random
+    state."""
 
     def __init__(self, batch_size: int = 8, drop_last: bool = False):
         super().__init__()
@@ -107,7 +108,7 @@ class DigitsData(LightningDataModule):
 
 
 class Words(LightningTransformer):
-    """Lightning's demo of a language model, on random words, so that nothing is downloaded."""
+    """Trains Lightning's demo of a language model on random words, so that nothing is downloaded."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=50)
@@ -121,15 +122,15 @@ class Words(LightningTransformer):
 
 
 class Stream(IterableDataset):
-    """Images in a data set without a length."""
+    """Provides images in a data set without a length."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))
 
 
 class Alone(BoringModel):
-    """Lightning's smallest demo, on a stream of images. Fails at the start of a training if a module of an earlier
-    training is still in memory."""
+    """Trains Lightning's smallest demo on a stream of images. Fails at the start of a training if a module of an
+    earlier training is still in memory."""
 
     alive: ClassVar[WeakSet[Alone]] = WeakSet()
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class SendsSignal(Callback):
-    """Sends a signal once, from rank 0 in the given hook. The receiver `to` is "self" for rank 0 itself, "group" for
-    its process group including the launcher, as from a terminal, or "launcher" for the launcher alone, as from a
-    cluster."""
+    """Sends a signal once, from rank 0 in the given hook. The receiver `to` is "self", "group" or "launcher". They
+    stand for rank 0 itself, for its process group including the launcher (as a terminal signals), and for the launcher
+    alone (as a cluster signals)."""
 
     def __init__(self, hook: str, number: int, to: str):
         def send(trainer: Any, *args: Any, **kwargs: Any) -> None:

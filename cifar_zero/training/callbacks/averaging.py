@@ -1,5 +1,4 @@
-"""Averages that are evaluated and saved: batch norm statistics averaged over the ranks, and weights averaged over the
-training.
+"""Averages batch norm statistics over the ranks, and weights over the training. The averages are evaluated and saved.
 
 Lightning's own callback (WeightAveraging, 2.6.6) is not used. It copies the whole module before the strategy shards it,
 so it cannot average the shards of ZeRO 3, and DeepSpeed does not save what it adds to the state_dict of a checkpoint.
@@ -22,10 +21,10 @@ from cifar_zero.strategies import hooks_of
 class BatchNormStatistics(Callback):
     """Averages the running means and variances over the ranks before each validation, test and checkpoint.
 
-    In training a rank normalises by its own micro-batch, and no step reads the running statistics, which cover the
-    images that the rank has seen. Their average over the ranks covers all images. torch's DistributedDataParallel would
-    send the statistics of rank 0 to all other ranks in every step. DeepSpeed (0.19.8) would evaluate a different model
-    on each rank and save the model of rank 0.
+    In training, a rank normalises with the statistics of its own micro-batch, and no step reads the running statistics.
+    The running statistics of a rank cover only the images that this rank has seen. Their average over the ranks covers
+    all images. Without this callback, torch's DistributedDataParallel would send the statistics of rank 0 to all other
+    ranks in every step. DeepSpeed (0.19.8) would evaluate a different model on each rank and save the model of rank 0.
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -34,7 +33,8 @@ class BatchNormStatistics(Callback):
     on_test_start = on_validation_start
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Averages in place, and in the copies that the checkpoint may already have. Called on every rank."""
+        """Averages the module's statistics in place, and updates the copies that the checkpoint may already have.
+        Lightning calls this method on every rank."""
         average_statistics(pl_module)
         saved = checkpoint.get("state_dict", {})
         for name, buffer in pl_module.named_buffers():
@@ -47,10 +47,10 @@ class Averaging(Callback):
 
     The training continues with the unaveraged weights, and a checkpoint has both. The exponential average (Polyak and
     Juditsky 1992; Tarvainen and Valpola 2017) is updated after each optimizer step. The decay of a step is min(1 - 1 /
-    (step + 1), ema), as in mean teacher's code. The first 1 / (1 - ema) steps therefore count equally, and the model's
-    initial weights do not contribute to the average. Stochastic weight averaging (Izmailov et al. 2018) averages the
-    weights at the ends of epochs equally, and recomputes the batch norm statistics of the average on the training
-    images.
+    (step + 1), ema), as in the code of Mean Teacher. The first 1 / (1 - ema) steps therefore count equally, and the
+    model's initial weights do not contribute to the average. Stochastic weight averaging (Izmailov et al. 2018)
+    averages the weights at the ends of epochs equally, and recomputes the batch norm statistics of the average on the
+    training images.
 
     Args:
         ema: Decay of the exponential average. 0 selects stochastic weight averaging.
@@ -94,12 +94,12 @@ class Averaging(Callback):
     def averages(self, pl_module: LightningModule) -> dict[str, dict[str, Any]]:
         """Returns this rank's part of each average and the number of weights averaged in it, by the names of
         `averaged_tensors`."""
-        parts = zip(averaged_tensors(pl_module), self._averages, strict=False)  # no averages before the first
+        parts = zip(averaged_tensors(pl_module), self._averages, strict=False)  # no averages at first
         return {name: {"average": part, "averaged": self._count} for name, part in parts}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the averages under the names of the plain model. Under ZeRO 3 each rank adds its own shards. Called on
-        every rank."""
+        """Adds the averages to the checkpoint, under the names of the plain model. Under ZeRO 3 each rank adds its own
+        shards. Lightning calls this method on every rank."""
         if not self._count:
             return
         if self._stale:
@@ -127,8 +127,8 @@ class Averaging(Callback):
                 value = hooks.cut(value, part)
             self._averages.append(value.to(hooks.local(part).device, torch.float32, copy=True))
 
-    # Lightning calls these hooks in inference mode. It is off here, because ZeRO 3 gathers parameters that are trained
-    # afterwards.
+    # Lightning calls these hooks in inference mode. Inference mode is turned off here, because ZeRO 3 gathers
+    # parameters that are trained afterwards.
     @torch.inference_mode(False)
     @torch.no_grad()
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

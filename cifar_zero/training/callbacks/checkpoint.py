@@ -1,5 +1,5 @@
-"""Adds to a checkpoint what Lightning's own state lacks. With it a run resumes exactly, and the checkpoint can be read
-without its run folder. Also saves last.ckpt, the newest state of a run."""
+"""Adds to a checkpoint the state that Lightning does not save. With this state a run resumes exactly, and the
+checkpoint can be read without its run folder. Also saves last.ckpt, the newest state of a run."""
 
 import random
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ SCHEMA = 2  # version of the record; version 2 added the identity of the images
 
 class Resume(Callback):
     """Saves the configuration, the class names and every rank's random state in each checkpoint, and restores the
-    random states. A run that begins, or resumes on another number of ranks, gets random states drawn from seed, step
-    and replica."""
+    random states. If a run begins, or resumes on another number of ranks, its random states are derived from the seed,
+    the step and the index of the replica."""
 
     _states: Sequence[dict[str, Any]] = ()
     _schedule: str | None = None  # name of the schedule of the run that saved the checkpoint
@@ -56,7 +56,7 @@ class Resume(Callback):
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)
         random.seed(seed)
-        if len(self._states) == trainer.world_size:  # states of CPU processes have none of a GPU
+        if len(self._states) == trainer.world_size:  # a state saved on the CPU has no GPU state
             own = self._states[trainer.global_rank]
             torch.set_rng_state(own["torch"])
             random.setstate(own["python"])
@@ -67,10 +67,11 @@ class Resume(Callback):
 
 
 class LastCheckpoint(Checkpoint):
-    """Saves at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in mid-epoch.
-    Also saves in mid-epoch every `steps` optimizer steps, unless `steps` is 0. All ranks use the path of rank 0.
+    """Saves last.ckpt at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in
+    mid-epoch. Also saves in mid-epoch every `steps` optimizer steps, unless `steps` is 0. All ranks use the path of
+    rank 0.
 
-    ModelCheckpoint(save_last=True) is not used, because it saves the last state only together with a best one
+    ModelCheckpoint(save_last=True) is not used, because it saves the last state only together with a best checkpoint
     (Lightning 2.6.6).
     """
 
@@ -101,8 +102,8 @@ class LastCheckpoint(Checkpoint):
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
-    """Converts the counts of micro-batches to another --accumulate. Checkpoints are between steps, so the counts divide
-    evenly."""
+    """Converts the counts of micro-batches in a checkpoint from the --accumulate `before` to the --accumulate `now`.
+    Checkpoints are saved between steps, so the counts divide evenly."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         in_hand = progress["processed"] - progress["completed"]  # 1 if a hook saved at the end of a batch
         for key in ("ready", "started", "processed"):

@@ -10,14 +10,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 FLOPS_PER_THREAD = 50_000_000
-"""Floating-point operations of a micro-batch, forward and backward, that make a thread worth its synchronisation.
+"""Number of floating-point operations of a micro-batch, forward and backward, from which a thread is worth its
+synchronisation.
 
-Threads with little work wait for each other. On two cores a second thread gained 9 % for 4 images of Net and 5 % for
-16, and made a step 12 times slower while another program was using the cores.
+Threads with little work wait for each other. On two cores, a second thread gained 9 % for 4 images of Net and 5 % for
+16 images. While another program was using the cores, it made a step 12 times slower.
 """
 
 ONEDNN_FLOPS = 20_000_000
-"""Floating-point operations of a micro-batch below which torch's own convolutions are faster than oneDNN's.
+"""Number of floating-point operations of a micro-batch below which torch's own convolutions are faster than oneDNN's.
 
 A call of oneDNN has a fixed cost. Without oneDNN a step of Net was 28 % shorter for 2 images, 10 % shorter for 4 images
 (13 million operations), and longer from 8 images on. benchmarks/results/performance.md has the measurements (float32 on
@@ -60,12 +61,13 @@ class CPUKernels(Callback):
 
 
 def demote_network_threads() -> None:
-    """Makes gloo's network threads wait for the threads that they serve, on Linux if all threads share one core.
+    """Keeps gloo's network threads from displacing the threads that they serve. This is done on Linux if all threads
+    share one core.
 
     A network thread that finds its connection locked does not wait but retries without end (gloo in torch 2.15,
     transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as the thread that holds this lock has sent
-    something, and takes the only core from that thread until the next tick, 4 ms. With the policy SCHED_BATCH a thread
-    that wakes up does not displace a running thread, even if that belongs to another program.
+    something, and takes the only core from that thread until the next tick of the scheduler (4 ms). With the policy
+    SCHED_BATCH, a thread that wakes up does not displace a running thread, not even a thread of another program.
     benchmarks/results/performance.md has figures.
     """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) > 1:

@@ -23,7 +23,7 @@ class IntervalCallback(Callback):
     there."""
 
     _last_step: float = -1  # the step that is planned to be the last
-    _logged_step = 0  # step of the newest point, or at which the training began
+    _logged_step = 0  # step of the newest point, or the step at which the training began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged_step = trainer.global_step
@@ -82,7 +82,8 @@ class TrainingCurves(IntervalCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Keeps the learning rate and the gradient norm of a step that will be logged. DeepSpeed calls the hook for
-        every micro-batch. The last call before the step counts, when all gradients are added up."""
+        every micro-batch. Only the last call before the step counts, when the gradients of all micro-batches have been
+        summed."""
         if not self.is_point(trainer, trainer.global_step + 1):
             return
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
@@ -113,14 +114,15 @@ class TrainingCurves(IntervalCallback):
         self._learning_rate = self._gradient_norm = None
 
     def reduced_losses(self, trainer: Trainer) -> list[float]:
-        """Returns the mean over all ranks of each micro-batch's loss since the newest point. Every rank must call
+        """Returns the loss of each micro-batch since the newest point, averaged over all ranks. Every rank must call
         it."""
         # Lightning (2.6.6) passes on the loss divided by accumulate_grad_batches, under DeepSpeed too.
         own = torch.stack(self.losses) * trainer.accumulate_grad_batches
         return trainer.strategy.reduce(own, reduce_op="mean").tolist()
 
     def _write(self, trainer: Trainer, text: str, mode: str = "a") -> None:
-        """Writes text to losses.csv on rank 0. After the first error nothing is written, so that there is no gap."""
+        """Writes text to losses.csv on rank 0. After the first error nothing more is written, so that the file has no
+        gap."""
         if not self._writes_losses or not trainer.is_global_zero:
             return
         path = Path(trainer.default_root_dir) / run_folder.LOSSES
@@ -137,7 +139,7 @@ class GradientLogger(IntervalCallback):
     (`--log_gradients`)."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Logs the gradients of a step if a point is due. Every rank takes part."""
+        """Logs the gradients of a step if a point is due. Lightning calls this method on every rank."""
         hooks = hooks_of(trainer.strategy)
         if not self.is_point(trainer, trainer.global_step + 1) or not hooks.ends_step():
             return
@@ -155,9 +157,9 @@ class Experts(IntervalCallback):
     the device."""
 
     def __init__(self) -> None:
-        self._newest: list[Any] = []  # by gate, the `Routing` of the last micro-batch; all have the same size
-        # By micro-batch since the newest point, and by gate: the tokens of each expert, int64 (E,), and the
-        # load-balancing loss, a float32 scalar.
+        self._newest: list[Any] = []  # for each gate, its `Routing` of the last micro-batch; all have one size
+        # For each micro-batch since the newest point and each gate, this has the number of tokens of each expert, int64
+        # (E,), and the load-balancing loss, a float32 scalar.
         self._counted: list[list[tuple[Tensor, Tensor]]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:

@@ -27,8 +27,8 @@ MEMORY = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
 
 class EngineInfo(IntervalCallback):
     """Records what is trained, on which device, in which dtypes, and with how much memory. Writes the curve
-    mem/peak_gb, the peak of the rank with the most memory (10^9 bytes). Under DeepSpeed rank 0 also writes the engine's
-    configuration."""
+    mem/peak_gb, the peak of the rank with the most memory, in units of 10^9 bytes. Under DeepSpeed rank 0 also writes
+    the engine's configuration."""
 
     def __init__(self) -> None:
         self._state_step = self._applied_steps = 0
@@ -50,7 +50,8 @@ class EngineInfo(IntervalCallback):
             self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the settings in effect. With a gradient scaler, starts to count the steps that it does not skip."""
+        """Reads the settings in effect. With a gradient scaler, starts to count the steps that the scaler does not
+        skip."""
         super().on_train_start(trainer, pl_module)
         self._applied_steps = trainer.global_step
         # Model states are measured in the second step, when the optimizer has its state, or in a run's only step.
@@ -103,12 +104,12 @@ class EngineInfo(IntervalCallback):
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank so far, in bytes. On a GPU this is the memory of its tensors, on the CPU the
-    memory of the whole process."""
+    """Returns the peak memory of this rank so far, in bytes. On a GPU this is the memory of the tensors on that GPU. On
+    the CPU it is the memory of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":
-        # Not from getrusage, where a process starts with the peak of its parent.
+        # getrusage is not used, because its peak of a process begins at the peak of the parent process.
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # getrusage(2) of macOS returns bytes

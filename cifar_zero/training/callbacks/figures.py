@@ -21,12 +21,13 @@ from cifar_zero.training.loggers import write_to
 
 MISTAKE_ROWS, MISTAKE_COLUMNS = 4, 6  # rows and columns of the grid of mistakes
 
-LABELLED_CLASSES = 30  # the most classes whose names and counts are legible in a figure
+LABELLED_CLASSES = 30  # largest number of classes whose names and counts are legible in a figure
 
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS  # number of mistakes that the figure shows and the callback keeps
 
 Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Confidence (n,), images (n, 3, H, W), true labels (n,) and predicted labels (n,), the most confident first."""
+"""Tensors of n mistakes, the most confident first. They are confidence (n,), images (n, 3, H, W), true labels (n,) and
+predicted labels (n,)."""
 
 
 class TestFigures(Callback):
@@ -99,7 +100,7 @@ def _write(trainer: Trainer, figure: Figure, name: str) -> None:
 
 
 def confusion_figure(counts: Tensor, class_names: Sequence[str]) -> Figure:
-    """Draws the confusion matrix of counts (classes, classes), with true classes in rows and predicted ones in
+    """Draws the confusion matrix of counts (classes, classes), with true classes in rows and predicted classes in
     columns."""
     figure = Figure(figsize=(10, 9), layout="constrained")
     axes = figure.add_subplot()
@@ -119,7 +120,7 @@ def mistakes_figure(
     class_names: Sequence[str],
 ) -> Figure:
     """Draws a grid of wrongly classified RGB images (N, 3, H, W), in the order given. At most the first 24 are shown.
-    `true`, `predicted` and `confidence`, the probability of the predicted class, are (N,)."""
+    `true`, `predicted` and `confidence` have the shape (N,). `confidence` is the probability of the predicted class."""
     figure = Figure(figsize=(1.75 * MISTAKE_COLUMNS, 2.1 * MISTAKE_ROWS + 0.4), layout="constrained")
     figure.suptitle("most confident mistakes: true → predicted" if len(images) else "no mistakes")
     cells = list(figure.subplots(MISTAKE_ROWS, MISTAKE_COLUMNS).flat)
@@ -134,13 +135,13 @@ def mistakes_figure(
 
 
 def curve_figure(curves: Any, areas: Tensor, class_names: Sequence[str], title: str, axes: tuple[str, str]) -> Figure:
-    """Draws a curve of each class against the rest.
+    """Draws the one-vs-rest curve of each class.
 
     Args:
         curves: x and y coordinates of all curves, from 0 to 1.
         areas: Area under each curve for the legend, (classes,), NaN for a class without images.
         class_names: Names of the classes for the legend.
-        title: Name of the areas, to which the title adds their mean.
+        title: Name of the areas. The title of the figure adds the mean of the areas.
         axes: Names of the x-axis and the y-axis.
     """
     figure = Figure(figsize=(7.6, 4.8), layout="constrained")

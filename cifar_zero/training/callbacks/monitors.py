@@ -11,7 +11,7 @@ from cifar_zero.core.errors import RunError
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.callbacks.curves import TrainingCurves
 
-LEAST_SCALE = 1.0  # DeepSpeed's lowest loss scale; torch's scaler would halve it without end if all steps overflow
+LEAST_SCALE = 1.0  # DeepSpeed's lowest loss scale; if all steps overflow, torch's scaler halves its scale without end
 
 FIX = "lower --optimizer.lr or set --gradient_clip_val 1"
 
@@ -22,9 +22,9 @@ class Divergence(Callback):
     """Ends a run whose losses or weights are NaN or infinite, or whose float16 loss scale has reached its minimum.
 
     Losses are checked at each point of the curves, where they are on the host already, and before each checkpoint. No
-    training loss shows the effect of the last update, so the losses of validation and test are checked too, and the
-    weights before each checkpoint. The callback of the curves must come before this one. All checked values are the
-    same on every rank.
+    training loss shows the effect of the last update. Therefore the losses of validation and test are checked too, and
+    so are the weights before each checkpoint. The callback of the curves must come before this callback. All checked
+    values are the same on every rank.
     """
 
     def __init__(self, curves: TrainingCurves):
@@ -58,8 +58,8 @@ class Divergence(Callback):
     on_test_end = on_validation_end
 
     def _check(self, trainer: Trainer, losses: list[float]) -> None:
-        """Raises RunError unless all losses are finite. They belong to the newest micro-batches, the last one to the
-        newest step."""
+        """Raises RunError unless all losses are finite. `losses` has the losses of the newest micro-batches. Its last
+        element belongs to the newest step."""
         for number, loss in enumerate(losses):
             if not math.isfinite(loss):
                 step = trainer.global_step - (len(losses) - 1 - number) // trainer.accumulate_grad_batches
@@ -69,16 +69,16 @@ class Divergence(Callback):
 class ReduceOnPlateau(Callback):
     """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss.
 
-    torch's ReduceLROnPlateau is not used. It accepts none of DeepSpeed's optimizers, and Lightning (2.6.6) steps it
-    after the checkpoint of the epoch is written, so a resumed run would miss that validation. The optimizer state of
-    the checkpoint has the learning rate.
+    torch's ReduceLROnPlateau is not used. It accepts none of DeepSpeed's optimizers. Lightning (2.6.6) steps it after
+    the checkpoint of the epoch is written, so a resumed run would miss that validation. The lowered learning rate is in
+    the optimizer state of the checkpoint.
     """
 
     def __init__(self, patience: int):
         self._patience, self._best, self._waited = patience, math.inf, 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts a validation, and lowers the learning rate if it is time. All ranks do the same."""
+        """Counts a validation, and lowers the learning rate if the patience is exhausted. All ranks do the same."""
         loss = trainer.callback_metrics["val/loss"].item()
         self._waited += 1
         if loss < self._best:
@@ -102,15 +102,16 @@ class EarlyStop(EarlyStopping):
     """Stops the training as Lightning's EarlyStopping does, and prints one line when it stops. The metric is --monitor,
     which also selects the best checkpoint.
 
-    A resumed run continues the count with the patience that it is given, and ends at once if that is already exhausted.
-    An epoch that --max_steps cuts short has no validation and does not count. `patience` is in validations.
+    A resumed run continues the count with its own patience, and ends at once if this patience is already exhausted. An
+    epoch that --max_steps cuts short has no validation and does not count. `patience` is in validations.
     """
 
     def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):
         super().__init__(monitor, mode=mode, patience=patience, strict=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the count. Lightning (2.6.6) would restore the patience of the old run too."""
+        """Restores the count. Lightning (2.6.6) would also restore the patience of the run that saved the
+        checkpoint."""
         super().load_state_dict({**state_dict, "patience": self.patience})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

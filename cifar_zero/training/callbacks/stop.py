@@ -22,8 +22,8 @@ from cifar_zero.launch.collectives import gather
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
 EXCHANGE_SECONDS = 1.0
-"""Approximate time between two exchanges of requests to stop between the ranks. An exchange reduces two numbers, in
-less than a thousandth of this time."""
+"""Approximate time between two exchanges in which the ranks share their requests to stop. An exchange all-reduces two
+numbers, which takes less than a thousandth of this time."""
 
 
 class Interrupt(Callback):
@@ -31,9 +31,9 @@ class Interrupt(Callback):
 
     The ranks exchange their requests to stop about once a second, at the same optimizer step on every rank.
 
-    A second Ctrl-C ends the process at once, unless the checkpoint is written by then. A second signal from the cluster
-    changes nothing, because the cluster's signal arrives both directly and through the launcher. Before and after the
-    training a signal raises Stopped at once; see `exits.interrupt`.
+    A second Ctrl-C ends the process at once, unless the checkpoint has already been written. A second signal from the
+    cluster changes nothing, because the cluster's signal arrives both directly and through the launcher. Before and
+    after the training a signal raises Stopped at once; see `exits.interrupt`.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,13 @@ class Interrupt(Callback):
             self.signal = self._requested or signal.SIGTERM
             trainer.should_stop = True
             if not trainer.is_last_batch:
-                # Else Lightning validates, and a run resumed from a best checkpoint would skip the rest of the epoch.
+                # Otherwise Lightning validates, and a run resumed from a best checkpoint would skip the rest of the
+                # epoch.
                 trainer.limit_val_batches = 0
 
     def _is_requested(self, trainer: Trainer) -> bool:
-        """Returns whether any rank requests a stop, or False between two exchanges. Every rank must call it after each
-        step."""
+        """Returns whether any rank has requested a stop. Between two exchanges it returns False. Every rank must call
+        it after each step."""
         step, own = trainer.global_step, self._requested is not None
         if trainer.world_size == 1:
             return own
@@ -118,8 +119,8 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_group: bool) -> None:
-    """If a signal has stopped the training, checks that the run was saved, shuts the ranks down and raises Stopped. For
-    `destroy_group` see `shutdown`."""
+    """Raises Stopped if a signal has stopped the training, after it has checked that the run was saved and has shut the
+    ranks down. For `destroy_group` see `shutdown`."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:
         return
@@ -133,8 +134,8 @@ def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_grou
 
 
 def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
-    """Returns a message for the user on whether a run that a signal ended was saved and how to resume it. The message
-    is empty before the first step."""
+    """Returns a message for the user after a signal has ended a run. It states whether the run was saved and how to
+    resume it. The message is empty before the first step."""
     interrupt = _interrupt(trainer)
     if run_dir is None or not interrupt.has_started or not trainer.global_step:
         return ""
@@ -156,7 +157,7 @@ def _interrupt(trainer: Trainer) -> Interrupt:
 
 
 def check_saved(trainer: Trainer) -> None:
-    """Raises RunError if the newest checkpoint could not be written. Every rank calls it; only rank 0 records such a
+    """Raises RunError if the newest checkpoint could not be written. Every rank calls it, but only rank 0 records this
     failure."""
     plugin = trainer.strategy.checkpoint_io
     if isinstance(plugin, AtomicCheckpointIO) and plugin.failure:

@@ -1,4 +1,4 @@
-"""Measures speed and progress of a run: time per optimizer step, the part of it spent waiting for data, images and
+"""Measures speed and progress of a run: time per optimizer step, time spent waiting for data, images per second and
 FLOPs per second.
 
 FLOPs are counted on a copy of the model with shapes and no values (torch's meta device), so that the count does not
@@ -91,7 +91,7 @@ class Throughput(IntervalCallback):
             self._seconds += self._now() - self._clock_started
             self._clock_started = None
 
-    # After these hooks comes a validation, a checkpoint, or the start of the next epoch's loader.
+    # These hooks are followed by a validation, a checkpoint, or the start of the next epoch's loader.
     on_validation_start = on_save_checkpoint = on_train_epoch_end = _pause
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,7 +144,7 @@ FORMATS = {
     "perf/images_per_second": "Images/s: {:.0f}",
     "perf/tokens_per_second": "Tokens/s: {:.0f}",
 }
-"""Formats of the parts of a progress line, by the tags of the curves."""
+"""Format of each part of a progress line, by the tag of its curve."""
 
 
 class ProgressBar(TQDMProgressBar):
@@ -206,7 +206,7 @@ def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int 
     convolutions, as torch's FlopCounterMode does. What activation checkpointing recomputes is not included.
 
     Args:
-        recipe: The recipe, with the model and what is trained of it.
+        recipe: The recipe, which determines the model and its trained parameters.
         num_classes: Number of classes.
         batch_size: Number of images.
         side: Height and width of an image in pixels.
@@ -227,7 +227,7 @@ def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int 
 
 
 class Peak(NamedTuple):
-    """FLOP/s of one GPU without sparsity, two for each multiply-add."""
+    """The peak FLOP/s of one GPU without sparsity. A multiply-add counts as two operations."""
 
     float32: float  # outside the tensor cores
     tfloat32: float | None  # None before Ampere, when tensor cores had neither TF32 nor bfloat16
@@ -277,9 +277,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
-    """Returns the dense peak of one GPU, named as by torch.cuda.get_device_name, in FLOP/s; None if it is unknown. The
-    precision 32-true counts as TF32 where torch.get_float32_matmul_precision() allows TF32. For convolutions cuDNN uses
-    TF32 whatever that setting is, unless torch.backends.cudnn.allow_tf32 is off."""
+    """Returns the dense peak of one GPU in FLOP/s, or None if it is unknown. `device_name` is the name that
+    torch.cuda.get_device_name returns. The precision 32-true counts as TF32 where torch.get_float32_matmul_precision()
+    allows TF32. For convolutions cuDNN uses TF32 whatever that setting is, unless torch.backends.cudnn.allow_tf32 is
+    off."""
     peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
     if peak is None or " MIG " in device_name:
         return None

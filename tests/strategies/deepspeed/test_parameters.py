@@ -13,7 +13,7 @@ from cifar_zero.strategies.deepspeed import ZeROStrategy
 
 
 class Scaled(LightningModule):
-    """A linear layer, and a scale without dimensions."""
+    """Has a linear layer, and a scale without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ STEPS = 12
 def test_a_run_ends_with_the_weights_of_deepspeeds_own_loop(
     tmp_path: Path, small_data: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Large weight decay tells AdamW from Adam; a short warm-up and clipping change every step."""
+    """Large weight decay distinguishes AdamW from Adam. A short warm-up and clipping change every step."""
     content: dict[str, Any] = get_ds_config(1, "fp32") | {"gradient_clipping": 0.1}
     content["optimizer"]["params"] |= {"weight_decay": 0.5, "torch_adam": True}  # DeepSpeed's would be compiled
     content["scheduler"]["params"]["warmup_num_steps"] = 5

@@ -1,5 +1,5 @@
-"""Shared by the tests of callbacks: a real fit on random images, with the loop and the loader that users get, and its
-TensorBoard curves."""
+"""Provides the tests of callbacks with a real fit on random images, which uses the loop and the loader that users get,
+and with the TensorBoard curves of this fit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Change = Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
 
 
 class ChangedLoader(MemoryLoader):
-    """The memory loader, which applies `change` to each micro-batch."""
+    """Extends the memory loader, and applies `change` to each micro-batch."""
 
     change: Change
 
@@ -45,7 +45,8 @@ class ChangedLoader(MemoryLoader):
 
 
 class RandomImages(LightningDataModule):
-    """Random images with the interface of CIFARDataModule that callbacks use; the last test label is padding."""
+    """Provides random images, with the interface of CIFARDataModule that callbacks use. The last test label is
+    padding."""
 
     classes = CLASSES
     dataset = SimpleNamespace(name="synthetic")
@@ -88,7 +89,7 @@ class Run:
     events: EventAccumulator  # of TensorBoard
 
     def points(self, tag: str) -> dict[int, float]:
-        """Returns the points of a curve, value by step."""
+        """Returns the values of a curve by step."""
         points = [(event.step, event.value) for event in self.events.Scalars(tag)]
         assert len(points) == len(dict(points)), f"{tag} has two points at one step"
         return dict(points)
@@ -101,7 +102,7 @@ class Run:
 
 @pytest.fixture
 def fit(tmp_path: Path) -> Callable[..., Run]:
-    """A function that trains a configuration on `num_train` images, on the CPU in this process."""
+    """Returns a function that trains a configuration on `num_train` images, on the CPU in this process."""
 
     def run(
         settings: Settings,

@@ -1,4 +1,4 @@
-"""Averaged weights compared with averages computed step by step, on one device."""
+"""Compares averaged weights with averages that are computed step by step, on one device."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -30,7 +30,7 @@ class WithBatchNorm(CIFARModule):
 
 
 class Recorder(Callback):
-    """Keeps the weights after each step, and those that a validation sees."""
+    """Keeps the weights after each step, and the weights that a validation uses."""
 
     def __init__(self) -> None:
         self.trained: list[dict[str, Tensor]] = []
@@ -60,7 +60,7 @@ def run(fit: Callable[..., Any], settings: Settings, *more: Callback) -> tuple[A
 
 
 def test_exponential_average(fit: Callable[..., Any]):
-    """The first 1 / (1 - 0.8) = 5 steps count equally; each later step has weight 0.2."""
+    """The first 1 / (1 - 0.8) = 5 steps count equally. Each later step has weight 0.2."""
     config = make_settings(optimizer=LR, batch_size=8, accumulate=2, epochs=2)
     done, recorder = run(fit, config, Averaging(0.8, 0))
     assert len(recorder.trained) == 2 * STEPS
@@ -84,7 +84,7 @@ def test_exponential_average(fit: Callable[..., Any]):
 
 
 def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
-    """The average is over the last three of four epochs; batch norm statistics are those of all training images."""
+    """The average is over the last three of four epochs. The batch norm statistics cover all training images."""
     config = make_settings(optimizer=LR, batch_size=8, epochs=4)
     done, recorder = run(fit, config, Averaging(0, 0.5))
     ends = recorder.trained[2 * STEPS - 1 :: STEPS]
@@ -98,5 +98,5 @@ def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
     for name, value in averaged_tensors(net).items():
         torch.testing.assert_close(recorder.validated[name], value, rtol=0, atol=1e-6, msg=name)
     assert not torch.allclose(recorder.validated["net.1.running_mean"], ends[-1]["net.1.running_mean"], atol=1e-4)
-    # The pass over the images draws numbers for its dropout: training must continue as without it.
+    # The pass over the images draws numbers for its dropout. Training must continue as it would without this pass.
     assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])

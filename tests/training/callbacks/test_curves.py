@@ -1,4 +1,4 @@
-"""The training curves, and the steps at which their points are due."""
+"""Tests the training curves, and the steps at which their points are due."""
 
 import json
 import math
@@ -23,7 +23,7 @@ Fit = Callable[..., Any]
 
 
 class Witness(Callback):
-    """Records, at every micro-batch, what the curves summarise."""
+    """Records at every micro-batch the values that the curves summarise."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -38,8 +38,8 @@ class Witness(Callback):
 
 
 def config(**changes: Any) -> Settings:
-    """Returns a configuration of ten optimizer steps in two epochs of 40 images, a point every 4 steps, and a changing
-    learning rate."""
+    """Returns a configuration of ten optimizer steps in two epochs of 40 images. It has a point every 4 steps, and a
+    changing learning rate."""
     schedule = Choice("warmup_lr", {"warmup_num_steps": 20, "warmup_type": "linear"})
     options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": 2, "log_interval": 4, "schedule": schedule}
     return make_settings(**{**options, **changes})

@@ -28,7 +28,8 @@ class Poison:
 
 @pytest.mark.parametrize("log_interval", [4, 100])
 def test_the_step_is_named_at_any_log_interval(fit: Callable[..., Any], log_interval: int):
-    """A step has two micro-batches: micro-batch 9 is the first of step 5. From then on the weights are NaN too."""
+    """A step has two micro-batches, so that micro-batch 9 is the first one of step 5. From then on the weights are NaN
+    too."""
     config = make_settings(epochs=1, batch_size=4, accumulate=2, log_interval=log_interval)
     curves = TrainingCurves(writes_losses=False)
     with pytest.raises(RunError, match=r"from step 5 on: lower"):
@@ -51,7 +52,7 @@ def test_no_checkpoint_is_written_after_divergence(fit: Callable[..., Any], tmp_
 def test_the_last_update_diverges(
     held_out: str, batch_size: str, split: str, saved: list[str], small_data: list[str], tmp_path: Path
 ):
-    """No training loss shows it; without a validation, only the test does."""
+    """No training loss shows the divergence. Without a validation, only the test loss shows it."""
     flags = [*small_data, "--data.val_fraction", held_out, "--epochs", "1", "--logger", "none"]
     flags += ["--optimizer.lr", "1e30", "--batch_size", batch_size, "--accelerator", "cpu", "--out", str(tmp_path)]
     done = run_program("train.py", *flags)

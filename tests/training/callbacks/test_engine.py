@@ -1,4 +1,5 @@
-"""What EngineInfo counts in a fit; tests/commands/test_train.py reads the other values in the metrics.json of a run."""
+"""Tests what EngineInfo counts in a fit. tests/commands/test_train.py reads its other values in the metrics.json of a
+run."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from cifar_zero.training.callbacks.engine import EngineInfo
 
 
 def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Callable[..., Any]) -> None:
-    """float16 as on a GPU: the scaler halves its scale whenever it skips a step."""
+    """The run uses float16 as on a GPU. The scaler halves its scale whenever it skips a step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     run = fit(make_settings(epochs=1, batch_size=8), 80, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     totals = run.observer(EngineInfo).totals_of_run

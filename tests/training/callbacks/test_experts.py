@@ -33,7 +33,8 @@ def share_of_largest_entropy(routing: Routing) -> float:
 
 
 def test_the_curves_agree_with_the_routings(fit: Callable[..., Any]) -> None:
-    """Ten optimizer steps of two micro-batches of eight images; the experts have room for half of the tokens."""
+    """The run has ten optimizer steps of two micro-batches of eight images. The capacity of the experts is half of the
+    tokens."""
     witness = Witness()
     model = Choice("net_moe", {"num_experts": NUM_EXPERTS, "top_k": 2, "capacity_factor": 0.5})
     settings = make_settings(epochs=2, batch_size=16, accumulate=2, log_interval=4, model=model)

@@ -1,4 +1,4 @@
-"""The figures of the test, compared with all test images in one pass."""
+"""Compares the figures of the test with results of all test images in one pass."""
 
 from collections.abc import Callable
 from typing import Any

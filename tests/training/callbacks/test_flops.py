@@ -1,4 +1,4 @@
-"""FLOPs of a training step, and the dense peak of GPUs."""
+"""Tests the FLOPs of a training step, and the dense peak of GPUs."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Signals and early stopping end a training between two steps; the checkpoint saved then resumes at the next step."""
+"""Signals and early stopping end a training between two steps. The checkpoint that is saved there resumes at the next
+step."""
 
 import os
 import signal
@@ -43,7 +44,8 @@ class Terminate(Callback):
 def test_no_checkpoint_claims_that_an_interrupted_epoch_ended(
     step: int, kept: set[str], fit: Callable[..., Any], tmp_path: Path
 ):
-    """A checkpoint of a validation after the stop would claim it, and a resumed run takes the newest checkpoint."""
+    """If a validation followed the stop, its checkpoint would claim that the epoch ended, and a resumed run takes the
+    newest checkpoint."""
     folder = tmp_path / "kept"
     last, best = LastCheckpoint(folder / "last.ckpt"), ModelCheckpoint(folder, "best", monitor="val/acc", mode="max")
     stopped = fit(CONFIG, STEPS * 8, Terminate(step), Interrupt(), last, best, enable_checkpointing=True)

@@ -14,7 +14,7 @@ from cifar_zero.training.callbacks.throughput import Throughput
 
 
 class Clock:
-    """Replaces the time module: time advances only in `sleep`, so that the expected figures are exact."""
+    """Replaces the time module. Time advances only in `sleep`, so that the expected figures are exact."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -45,7 +45,8 @@ class Sleeper(CIFARModule):
 
 
 class SlowDisk(Callback):
-    """Makes writing a checkpoint take as long as ten steps; comes after the other callbacks, as Lightning's does."""
+    """Makes writing a checkpoint take as long as ten steps. It comes after the other callbacks, as Lightning's
+    ModelCheckpoint does."""
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         CLOCK.sleep(10 * STEP_SECONDS)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Migrated(LightningModule):
-    """Trains the classifier on the same samples; they are shifted and scaled where they are loaded."""
+    """Trains the script's classifier on the script's samples, which are shifted and scaled when they are loaded."""
 
     def __init__(self, dropout: float = 0.0, recompute: bool = False, norm: bool = True, scale: float = 1.0):
         super().__init__()
@@ -23,7 +23,8 @@ class Migrated(LightningModule):
         return F.cross_entropy(self.model(x - 1), labels)
 
     def configure_optimizers(self) -> Any:
-        """Returns AdamW without weight decay of biases, with another rate after each step."""
+        """Returns AdamW without weight decay of biases, and a schedule that changes the learning rate after each
+        step."""
         biases = [parameter for name, parameter in self.named_parameters() if name.endswith("bias")]
         matrices = [parameter for name, parameter in self.named_parameters() if not name.endswith("bias")]
         groups = [{"params": matrices}, {"params": biases, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""A training loop as people have it, with the options and the mistakes that a migration meets."""
+"""A typical training loop, with options and mistakes that occur in migrations."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Classifier(nn.Module):
-    """Two layers with batch norm and dropout; the first is recomputed if asked for."""
+    """Has two layers with batch norm and dropout. With `recompute`, activations of the first layer are recomputed."""
 
     def __init__(self, dropout: float = 0.0, recompute: bool = False, norm: bool = True):
         super().__init__()

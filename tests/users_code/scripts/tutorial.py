@@ -1,4 +1,4 @@
-"""The loop of the PyTorch tutorial "Training a Classifier", on images of noise."""
+"""Runs the training loop of the PyTorch tutorial "Training a Classifier" on images of noise."""
 
 import torch
 import torch.nn as nn
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(nn.Module):
-    """The tutorial's network."""
+    """The model of the tutorial."""
 
     def __init__(self):
         super().__init__()

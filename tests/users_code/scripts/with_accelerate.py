@@ -1,4 +1,4 @@
-"""A loop with Accelerate, which fetches batches ahead, and its module."""
+"""A training loop with Accelerate, which prefetches batches, and the LightningModule to which it was migrated."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def network() -> nn.Module:
-    """Returns two layers with dropout."""
+    """Returns a model of two layers with dropout."""
     return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
 
 
 class Migrated(LightningModule):
-    """The same training; accumulation and clipping are the Trainer's."""
+    """Trains like the loop. The Trainer accumulates and clips the gradients."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Migrated(LightningModule):
         return F.cross_entropy(self.layers(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        """Returns AdamW whose rate falls in each step."""
+        """Returns AdamW, with a learning rate that falls in each step."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 12)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

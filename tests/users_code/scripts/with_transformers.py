@@ -1,4 +1,4 @@
-"""A training by the Hugging Face Trainer, and its module."""
+"""A training with the Hugging Face Trainer, and the LightningModule to which it was migrated."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def network() -> nn.Module:
 
 
 class Migrated(LightningModule):
-    """The same training."""
+    """Trains like the Hugging Face Trainer."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Migrated(LightningModule):
         return self.model(**batch).loss
 
     def configure_optimizers(self) -> Any:
-        """Returns the Trainer's AdamW, whose rate falls to 0."""
+        """Returns the AdamW of the Hugging Face Trainer, with a learning rate that falls to 0."""
         from transformers import get_linear_schedule_with_warmup  # pyright: ignore[reportMissingImports]
 
         decayed: list[Any] = []
