@@ -89,8 +89,9 @@ class CIFARDataModule(LightningDataModule):
         if self._expected_identity not in (None, own):
             resume = self.settings.output.resume
             raise UsageError(
-                f"--resume {resume}: its run had {_counts(self._expected_identity)}, but {source} now has others, "
-                f"{_counts(own)}: give its data, or fine-tune it with --weights {resume} and without --resume"
+                f"--resume {resume}: the resumed run had {_counts(self._expected_identity)}, but {source} now has "
+                f"other images ({_counts(own)}): use the same images, or start a new run with --weights {resume} and "
+                "without --resume"
             )
 
     @property

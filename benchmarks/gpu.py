@@ -155,7 +155,7 @@ def main() -> int:
     """Measures what is missing and returns the exit code, which is 1 if a cell failed."""
     parser = exits.Parser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="cpu: a small rehearsal")
-    parser.add_argument("--minutes", type=float, default=60, help="stop in time (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=60, help="stop after this many minutes (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("comparisons/gpu"), help="results (default: %(default)s)")
     parser.add_argument("--images", type=Path, help="a folder of real images for the speed record's accuracy")
     given = harness.parse(parser)

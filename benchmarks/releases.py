@@ -42,8 +42,9 @@ def main() -> int:
     """Runs the acceptance with each release and returns the exit code, which is 1 if a release does not pass."""
     parser = exits.Parser(prog="python -m benchmarks.releases", description=__doc__)
     add = parser.add_argument
-    add("releases", nargs="+", metavar="RELEASE", help="of DeepSpeed: 0.18.4")
-    add("--folder", type=Path, default=Path("comparisons/releases"), help="keeps it all (default: %(default)s)")
+    add("releases", nargs="+", metavar="RELEASE", help="releases of DeepSpeed, such as 0.18.4")
+    folder = "folder for the installed releases, the reports and results.json (default: %(default)s)"
+    add("--folder", type=Path, default=Path("comparisons/releases"), help=folder)
     add("--strategies", nargs="+", metavar="NAME", default=[], help="default: all")
     add("--quick", action="store_true", help="only the three most sensitive recipes")
     given = parser.parse_args()

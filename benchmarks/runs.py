@@ -126,4 +126,4 @@ def last_json(stdout: str) -> Any:
     for line in reversed(stdout.splitlines()):
         if line.startswith("{") and line.endswith("}"):
             return json.loads(line)
-    raise RunFailed("printed no figures")
+    raise RunFailed("printed no line of JSON with its figures")

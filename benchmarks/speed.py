@@ -30,17 +30,18 @@ STEPS = {4: 2000, 64: 500, 512: 100}  # timed steps of `limit` at each batch siz
 def main() -> int:
     """Measures the chosen comparison and returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.speed", description=__doc__)
-    parser.add_argument("name", choices=CASES, help="what is measured")
+    parser.add_argument("name", choices=CASES, help="the comparison to measure")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of runs (default: 5)")
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="auto: the GPU if any")
     parser.add_argument("--steps", type=int, help="tutorial, limit, deepspeed: timed steps of a run")
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), help="deepspeed: default 0 1 2 3")
-    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), help="deepspeed: default 1, and 2 if there are")
+    ranks = "deepspeed: numbers of ranks (default: 1, and also 2 on the CPU or with two GPUs)"
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), help=ranks)
     given = harness.parse(parser)
     make, options = CASES[given.name]
     for option in ("steps", "stages", "ranks"):
         if getattr(given, option) is not None and option not in options:
-            raise UsageError(f"--{option} is not for {given.name}: leave it out")
+            raise UsageError(f"--{option} does not work with {given.name}: leave it out")
     with bench(given.accelerator) as place:
         return harness.compare(given.name, make(place, given), given)
 

@@ -85,7 +85,7 @@ def judge(comparison: Comparison) -> None:
         if not case.passed:
             case.remark += f"; in the baseline: {outcome}"
         elif outcome not in GOOD:
-            case.judge(outcome, f"now {case.kind} with plain PyTorch; in the baseline: {text}")
+            case.judge(outcome, f"now {case.kind} compared with plain PyTorch; in the baseline: {text}")
         else:
             old = {name.removeprefix(f"{key}/"): each for name, each in tensors.items() if name.startswith(f"{key}/")}
             verdict = compare(old, _sketches(case))

@@ -216,7 +216,8 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
     found = {case.strategy for case in cases if case.world_size == ranks}
     for name in strategies or DEFAULT[:1]:
         if Path(name).stem not in found:
-            raise UsageError(f"--strategies {name}: no case runs on {ranks} ranks: {refused.get(name, 'none fits')}")
+            why = refused.get(name, "no recipe of the acceptance uses this strategy")
+            raise UsageError(f"--strategies {name}: no case can be trained on {ranks} ranks: {why}")
     return cases
 
 

@@ -94,8 +94,7 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
     """Trains the cases of the acceptance. Returns the folder of the report, and the comparison. With --print_cases,
     prints the code path and the command of each case instead, and exits."""
     if rest or arguments.accumulate:
-        known = "--strategies, --devices, --seeds, --quick or --junit"
-        raise UsageError(f"--acceptance trains cases of its own: give only {known}")
+        raise UsageError(f"--acceptance defines the cases itself: leave out {' '.join(rest) or '--accumulate'}")
     if arguments.fuzz:
         if arguments.strategies or arguments.quick or arguments.seeds:
             mistake = "--fuzz draws strategies and recipes at random: leave out --strategies, --quick and --seeds"

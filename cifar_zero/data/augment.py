@@ -227,7 +227,8 @@ def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Ten
             for transform in transforms:
                 group = transform(group)
             if (group.shape, group.dtype) != ((len(members), *images.shape[1:]), images.dtype):
-                raise ValueError(f"returns {group.dtype} {tuple(group.shape)} for {len(members)} uint8 images")
+                returned = f"{group.dtype} {tuple(group.shape)} for {len(members)} images"
+                raise ValueError(f"must return uint8 images of the same shape, but returned {returned}")
             result[members] = group
     return result
 
@@ -249,4 +250,7 @@ def check_transform(config: AugmentConfig, side: int) -> None:
     except Exception as error:  # a user's code may raise anything
         raise UsageError(f"{flag}: {user_code.where(error)}{type(error).__name__}: {short(error)}") from error
     if not torch.equal(together[:1], alone):
-        raise UsageError(f"{flag}: treats an image differently alone than in a batch: draw random values once per call")
+        raise UsageError(
+            f"{flag}: its result for an image depends on the other images of the batch: draw random values once per "
+            "call"
+        )

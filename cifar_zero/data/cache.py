@@ -176,8 +176,8 @@ def _check_ours(folder: Path) -> None:
     foreign = sorted({entry.name for entry in folder.glob("*")} - ours)
     if foreign:
         raise UsageError(
-            f"{folder} would be replaced by decoded images, but it has {short(', '.join(foreign))}: choose another "
-            "directory with --data.cache DIR, or move this folder"
+            f"{folder} is the place for decoded images, but it contains other files ({short(', '.join(foreign))}): "
+            "choose another directory with --data.cache DIR, or move this folder"
         )
 
 

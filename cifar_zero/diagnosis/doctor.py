@@ -79,7 +79,8 @@ def main() -> int:
         print(line)
     result = "Nothing failed"
     if failures:
-        result = f"Not fit to train: {failures} failed"
+        unfit = "These nodes are not ready to train together" if options.nodes else "This machine is not ready to train"
+        result = f"{unfit}: {'1 check' if failures == 1 else f'{failures} checks'} failed"
     print(f"{result}; warnings: {statuses.count('warning')}.{closing}")
     return int(failures > 0)
 

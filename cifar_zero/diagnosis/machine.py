@@ -75,7 +75,9 @@ def cores(options: Options) -> Finding:
     """Checks whether there is a CPU core for each rank."""
     count = core_count()
     if count < options.ranks:
-        return warning(f"{count} for {options.ranks} ranks, which take turns", command("train", "--devices", count))
+        found, them = ("1 core", "it") if count == 1 else (f"{count} cores", "them")
+        found += f" for {options.ranks} ranks, which must share {them}"
+        return warning(found, command("train", "--devices", count))
     return ok(f"{count}, {count // options.ranks} for each of {options.ranks} ranks")
 
 
@@ -139,7 +141,7 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
 def all_reduce(options: Options) -> Finding:
     """Checks whether ranks on this machine can connect and sum a tensor. Each rank runs `cifar-zero doctor --nodes`."""
     if options.ranks == 1:
-        return ok("not needed: a single rank has no others to connect to")
+        return ok("not needed, because there is only one rank")
     if (fit := ranks_in_memory()) < options.ranks:
         return failed(f"not tried, because the memory is too small for {options.ranks} ranks", f"--ranks {max(1, fit)}")
     port = local_launcher.free_port()

@@ -45,7 +45,7 @@ def examine(options: Options) -> dict[str, Finding]:
         try:
             store.wait([f"arrival/{other}"], limit)
         except RuntimeError as error:
-            raise RunError(f"rank {other} did not come within {options.timeout:g} s") from error
+            raise RunError(f"rank {other} did not connect within {options.timeout:g} s") from error
         arrivals.append(json.loads(store.get(f"arrival/{other}")))
     hosts, lacks_gpu, software = zip(*arrivals, strict=True)
     backend, gpu = "gloo", None
@@ -119,5 +119,6 @@ def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) 
 def check_out(hosts: Sequence[str], out: str, apart: Sequence[int]) -> Finding:
     if apart:
         named = ", ".join(sorted({hosts[rank] for rank in apart}))
-        return failed(f"{named} cannot see what {hosts[0]} writes to {out}", "--out DIR on a disk that all nodes share")
+        found = f"{out} is not the same directory on {hosts[0]} and {named}"
+        return failed(found, "--out DIR on a disk that all nodes share")
     return ok(f"{out} is the same directory on all nodes")

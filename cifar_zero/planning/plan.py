@@ -140,7 +140,7 @@ def print_plan(needs: Sequence[MemoryEstimate]) -> None:
             )
         )
     print("states: on the device; device, host: the peak; batch: the largest micro-batch that fits")
-    print("sent: in an optimizer step, with ring collectives")
+    print("sent: GB that a rank sends in an optimizer step, with ring collectives")
     for need in needs:
         if need.refused:
             print(f"{need.strategy}: {need.refused}")

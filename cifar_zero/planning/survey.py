@@ -250,8 +250,8 @@ def recommended(needs: Sequence[MemoryEstimate], room: MemoryBudget) -> tuple[Me
     for place, (size, most) in least.lacking(room).items():
         missing.append(f"{gigabytes(size)} GB of {place} memory, of which {gigabytes(most)} GB are available")
     return None, (
-        f"nothing fits: {least.strategy}, which needs the least, needs {' and '.join(missing)}; use more devices, a "
-        "smaller --batch_size, a larger --accumulate or --activation_checkpointing"
+        f"no strategy fits: {least.strategy}, which needs the least device memory, needs {' and '.join(missing)}; use "
+        "more devices, a smaller --batch_size, a larger --accumulate or --activation_checkpointing"
     )
 
 

@@ -114,7 +114,7 @@ class StepCheck(Callback):
         elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
         if trainer.is_global_zero and elements > 10**7:
             size = decimal(elements * 8 * 2)  # weights and gradients in float64
-            say(f"step check: a checked step takes about four times as long and {size} of memory on each rank")
+            say(f"step check: a checked step takes about four times as long, and needs {size} more memory on each rank")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keeps the values that a replay needs: the weights and buffers before the step, and each micro-batch with its

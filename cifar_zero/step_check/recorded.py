@@ -91,8 +91,8 @@ def matched(script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames:
     theirs = [f"{name} {tuple(script[name].shape)}" for name, new in renamed.items() if new not in module]
     ours = [f"{name} {tuple(module[name].shape)}" for name in module if name not in renamed.values()]
     raise UsageError(
-        f"--script: the model has {', '.join(theirs[:3]) or 'no other weight'}, but the module "
-        f"{', '.join(ours[:3]) or 'no other weight'}: pass --rename OLD=NEW, prefixes of names"
+        f"--script: the script's model has {', '.join(theirs[:3]) or 'no other weight'}, but the module has "
+        f"{', '.join(ours[:3]) or 'no other weight'}: map prefixes of names with --rename OLD=NEW"
     )
 
 

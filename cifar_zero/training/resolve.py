@@ -66,7 +66,8 @@ def announce(run: Run) -> None:
 def warn_of_few_cores(ranks: int) -> None:
     """Warns if this computer has fewer cores than CPU ranks."""
     if ranks > (cores := core_count()):
-        say(f"warning: {ranks} CPU ranks take turns on {cores} cores: use --devices {cores} for a core per rank")
+        shared = "1 core" if cores == 1 else f"{cores} cores"
+        say(f"warning: {ranks} CPU ranks share {shared}: use --devices {cores} so that each rank has a core")
 
 
 def resolve_devices(settings: Settings) -> Settings:
@@ -101,7 +102,10 @@ def _most_devices(settings: Settings, gpus: int) -> int:
             run = make_run(settings.changed(devices=devices))
             rules.check(run)
             if run.placement.replicas > 1 and run.micro_batch < LEAST_MICRO_BATCH:
-                raise UsageError(f"a micro-batch of {run.micro_batch} is small for a GPU; --devices {devices} uses it")
+                raise UsageError(
+                    f"a micro-batch of {run.micro_batch} images is too small to keep a GPU busy; --devices {devices} "
+                    f"uses {devices} GPUs anyway"
+                )
         except UsageError as error:
             why_not_all = why_not_all or f": {error}"
             continue

@@ -124,7 +124,10 @@ def open_run(run: Run, weights: Match | None) -> Path:
     for code in (run.recipe.model.name, run.recipe.augment.transform):
         run_folder.keep_code(folder, code)
     if run.fell_back and run.output.resume:
-        say("WARNING: this run continues on the embedded handwritten digits INSTEAD OF CIFAR-10, as it started.")
+        say(
+            "WARNING: this run continues on the embedded handwritten digits INSTEAD OF CIFAR-10, because it began on "
+            "them."
+        )
     if weights is not None:
         say(weights.summary(folder))
     return folder
@@ -139,6 +142,6 @@ def record_places(run: Run, places: Sequence[Place], run_dir: Path | None) -> No
         write_json(run_dir / run_folder.RANKS, [asdict(place) for place in places])
     if hosts := sorted({places[rank].host for rank in ranks_on_another_disk(run_dir)}):
         raise UsageError(
-            f"--out {run.output.out}: {', '.join(hosts)} cannot see what {places[0].host} writes there: name a "
+            f"--out {run.output.out} is not the same directory on {places[0].host} and {', '.join(hosts)}: name a "
             "directory that all nodes share"
         )

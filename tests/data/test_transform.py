@@ -25,9 +25,9 @@ def test_a_run_trains_with_it_and_keeps_it(small_data: list[str], tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("brightest", "treats an image differently alone than in a batch"),
-        ("grey", "ValueError: returns torch.uint8 (4, 1, 32, 32) for 4 uint8 images"),
-        ("from_0_to_1", "ValueError: returns torch.float32 (4, 3, 32, 32) for 4 uint8 images"),
+        ("brightest", "its result for an image depends on the other images of the batch"),
+        ("grey", "of the same shape, but returned torch.uint8 (4, 1, 32, 32) for 4 images"),
+        ("from_0_to_1", "ValueError: must return uint8 images of the same shape, but returned torch.float32 (4, 3"),
         ("not_there", "own_code.py has no not_there"),
         ("Small", "own_code.py, line"),
     ],

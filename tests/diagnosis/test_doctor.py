@@ -107,7 +107,7 @@ def test_a_rank_that_never_answers_is_named():
         frozen.suspend()
         said, _ = doctor.communicate(timeout=HANG_SECONDS)
     assert doctor.returncode == 1
-    assert "rank 0: error: rank 1 did not come within 3 s" in said
+    assert "rank 0: error: rank 1 did not connect within 3 s" in said
     assert has_ended(frozen.pid)
 
 

@@ -57,9 +57,11 @@ def test_two_hosts_that_do_not_share_a_disk(hosts: Hosts, tmp_path: Path):
     assert found[0] == f"ok ranks 2 ranks on 2 nodes are connected: {hosts.a.name}, {hosts.b.name}"
     assert found[2] == "ok all-reduce 1 MiB over gloo, with the correct sum on every rank"
     assert found[3].startswith("ok versions the same on all nodes: torch 2")
-    assert found[4].startswith(f"failed out {hosts.b.name} cannot see what {hosts.a.name} writes to runs: --out DIR")
+    apart = f"runs is not the same directory on {hosts.a.name} and {hosts.b.name}"
+    assert found[4].startswith(f"failed out {apart}: --out DIR")
     assert found[5].startswith(
-        "Not fit to train: 1 failed; warnings: 0. Bandwidth is not measured: run all_reduce_perf"
+        "These nodes are not ready to train together: 1 check failed; warnings: 0. Bandwidth is not measured: run "
+        "all_reduce_perf"
     )
     assert not [*tmp_path.glob("*/*")]
 

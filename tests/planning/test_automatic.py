@@ -40,7 +40,7 @@ def test_less_memory_takes_another_strategy(monkeypatch: pytest.MonkeyPatch, cap
     assert "--strategy auto: fsdp2 needs" in capsys.readouterr().err
     monkeypatch.setattr(survey, "free_memory_bytes", lambda: 10**6)
     with pytest.raises(
-        UsageError, match=r"auto: nothing fits: .* GB of device memory, of which 0\.00 GB are available"
+        UsageError, match=r"auto: no strategy fits: .* GB of device memory, of which 0\.00 GB are available"
     ):
         settled(*flags)
 

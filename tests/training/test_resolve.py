@@ -74,7 +74,7 @@ def test_a_second_gpu_needs_a_micro_batch_that_is_worth_it(
     assert resolved("--batch_size", str(batch_size), "--accumulate", str(accumulate)).placement.devices == expected
     said = capsys.readouterr().err
     assert said.startswith(f"--devices auto: {expected} of 4 GPUs")
-    assert ("is small for a GPU; --devices 4 uses it" in said) == (expected < 4)
+    assert ("is too small to keep a GPU busy; --devices 4 uses 4 GPUs anyway" in said) == (expected < 4)
 
 
 @pytest.mark.parametrize(("bfloat16", "precision"), [(True, "bf16-mixed"), (False, "16-mixed")])
