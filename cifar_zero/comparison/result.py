@@ -43,7 +43,7 @@ def has_fallen(losses: Sequence[float]) -> bool:
 
 @dataclass
 class Curve:
-    """One metric of one run by optimizer step."""
+    """The values of one metric of one run, at some of its optimizer steps."""
 
     steps: list[int]  # optimizer steps, from 1
     values: list[float]
@@ -77,7 +77,7 @@ class FinishedRun:
 @dataclass
 class Variant:
     """One way to train, with its verdict. A variant is either a strategy, whose complete runs of `train` are compared,
-    or a case. A case is one short training, all of whose steps are checked."""
+    or a case. A case is one short run, in which every step is checked."""
 
     name: str  # short and unique, such as deepspeed_stage_2, or "deepspeed_stage_2, 4 micro-batches"
     strategy: str
@@ -91,14 +91,14 @@ class Variant:
     # Only variants with complete runs have these values.
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
     figures: dict[str, list[float]] = field(default_factory=dict)
-    """Values of the runs by their key in metrics.json. If a metric has a number per rank, the value is the largest
-    one."""
+    """Values of the runs, one per run, keyed by their names in metrics.json. If a metric has a number per rank, the
+    value is the largest one."""
     drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
 
     # Only cases have these values.
-    row: str = ""  # name of the case without the strategy, such as a row of the acceptance
+    row: str = ""  # name of the case without the strategy, such as the name of a row in `cases`
     why: str = ""  # the code path that the case executes
-    saved_as: str = ""  # name of the saved training that the case writes or continues, or empty
+    saved_as: str = ""  # name of the saved run that the case writes or resumes, or empty
     save_at: int = 0  # the optimizer step after which it is saved, or 0 if the case continues it
     seconds: float = 0.0  # duration of the training
 
@@ -129,7 +129,7 @@ class Variant:
 
 @dataclass
 class Comparison:
-    """The variants of one recipe, or the cases of the acceptance, with their verdicts."""
+    """The result of `cifar-zero compare`: the variants or cases that were trained or read, with their verdicts."""
 
     title: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
@@ -137,7 +137,8 @@ class Comparison:
     variants: list[Variant]  # the reference first
     machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Settings that the runs should share but do not. Each setting has its values by the variants' names."""
+    """Settings that the runs should share but do not. Each setting has a dictionary of its values, keyed by the
+    variants' names."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
     against: str = ""  # the file of the baseline that the cases are compared with, see `baseline`
     save_baseline: str = ""  # the file to which a new baseline is written
@@ -152,7 +153,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """The outcome in one sentence."""
+        """One sentence that says how many variants agree with the reference, and how many have each verdict."""
         kinds = [variant.kind for variant in self.variants if variant.kind != "reference"]
         agree = sum(kind in GOOD for kind in kinds)
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in SIGNS if kind in kinds)
@@ -163,7 +164,8 @@ class Comparison:
         return sentence
 
     def require(self, least: float) -> None:
-        """Fails each variant that agrees but has no test accuracy, or a mean test accuracy (0 to 1) below `least`."""
+        """Sets the verdict "too inaccurate" for each variant that agrees but whose mean test accuracy (0 to 1) is below
+        `least` or unknown."""
         for variant in self.variants:
             if not variant.passed:
                 continue
