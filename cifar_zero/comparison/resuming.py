@@ -24,7 +24,7 @@ class Continuation:
     at: int  # the optimizer step after which it is saved
     under: str = ""  # strategy of the resumed case; by default the strategy of the saved case
     ranks: int = 0  # number of ranks of the resumed case; by default the number of the saved case
-    row: str = ""  # resume only the cases of this row of the acceptance cases
+    row: str = ""  # resume only the acceptance cases of this row
     of: str = ""  # resume only the cases of this strategy and of its offloaded forms
     why: str = "restoring the checkpoint"  # the code path that the resumed case executes
 
