@@ -189,8 +189,8 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
 
     @property
     def replicas(self) -> int:
-        """Number of models that train on different images. Raises UsageError if the ranks cannot be divided into such
-        replicas."""
+        """Number of copies of the model that train on different images. Raises UsageError if the ranks cannot be
+        divided into such replicas."""
         replicas, left = divmod(self.world_size, self.ranks_per_model)
         if left:
             given = f"--{STRATEGIES[self.strategy].size} {self.ranks_per_model}"

@@ -43,8 +43,8 @@ class Inputs(NamedTuple):
     std: tuple[float, ...]
 
     def as_many(self, images: int) -> int:
-        """Returns how many images of this size have as many pixels as `images` images of CIFAR's size. The result is
-        at least 1."""
+        """Returns the number of images of this size that have as many pixels together as `images` images of CIFAR's
+        size. The result is at least 1."""
         return max(1, images * IMAGE_SHAPE[1] * IMAGE_SHAPE[2] // self.side**2)
 
 
@@ -100,7 +100,7 @@ class DataRecipe:
 
     @property
     def inputs(self) -> Inputs:
-        """Size and normalisation of the images that the model gets."""
+        """Size and normalisation of the images that the model is given."""
         return inputs(self.image_size, self.normalize)
 
 
@@ -163,7 +163,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class Training:
-    """training"""
+    """training: its length, batch size, loss, seed and initial weights"""
 
     epochs: int = limited(2, at_least=1, may_change_on_resume=True)
     """Number of passes over the training images."""
@@ -230,7 +230,7 @@ class Regularization:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """fine-tuning"""
+    """fine-tuning: the weights to start from, and the parameters to train"""
 
     weights: str = field(default="", metadata=MAY_CHANGE)
     """Start from existing weights: a run folder, a checkpoint of any strategy, a safetensors file, or a torch state

@@ -18,18 +18,19 @@ Owner = Literal["recipe", "placement", "output"]
 OWNERS: dict[Owner, type] = {"recipe": Recipe, "placement": Placement, "output": Output}
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-"""The registry for each `Choice` of the recipe, which is a name together with the options of that entry."""
+"""The registries from which the recipe chooses its model, optimizer and schedule. Each `Choice` is the name of an entry
+together with the options of that entry."""
 
 FALLBACK_SUFFIX = "-digits-fallback"
 """Suffix of the run's name if the run uses the embedded digits because CIFAR-10 was not available."""
 
 PLACED = ("model.ep_size",)
-"""Options of a model that decide where its parts are placed. They belong to the placement."""
+"""Options of a model that decide on which ranks its parts are. They belong to the placement."""
 
 
 def sections(part: type) -> dict[str, type]:
-    """Returns the sections of a part, such as zero and offload, with their types. The flags of a section have dotted
-    names."""
+    """Returns the class of each section of a recipe, placement or output class, keyed by the section's name. A section,
+    such as zero or offload, is a field that holds a dataclass of options. Its flags have dotted names."""
     return {
         option.name: option.default_factory
         for option in fields(part)
@@ -122,8 +123,8 @@ def tree_of(given: Settings) -> dict[str, Any]:
 
 
 def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns every option and its value by flag, for example data.root, optimizer.lr and seed. The value of `model` is
-    the model's name. Accepts settings, or the content of a recipe or of a checkpoint's record."""
+    """Returns the values of all options, keyed by flag, for example data.root, optimizer.lr and seed. The value of
+    `model` is the model's name. Accepts settings, the content of a recipe, or the options that a checkpoint records."""
     found: dict[str, Any] = {}
     if isinstance(given, Settings):
         given = tree_of(given)
@@ -141,10 +142,11 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def owner_of(flag: str) -> Owner:
-    """Returns the part that an option belongs to. Raises KeyError for an unknown option.
+    """Returns whether an option belongs to the recipe, the placement or the output. Raises KeyError for an unknown
+    option.
 
     Args:
-        flag: the option without dashes, for example seed, optimizer.lr or data.root.
+        flag: The option without dashes, for example seed, optimizer.lr or data.root.
     """
     if flag in PLACED:
         return "placement"
@@ -167,8 +169,8 @@ def may_change_on_resume(flag: str) -> bool:
 
 
 def check_no_consent(tree: Mapping[str, Any], source: str) -> None:
-    """Raises UsageError if options that were read from a file set `trust`, because no file may allow code to run.
-    `source` names the file in the error."""
+    """Raises UsageError if the options in `tree`, which were read from a file, set `trust`, because no file may allow
+    code to run. `source` names the file in the error."""
     if "trust" in tree:
         raise UsageError(f"{source} sets trust, which works only on the command line: remove it and add --trust")
 
