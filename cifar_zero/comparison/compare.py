@@ -56,8 +56,8 @@ examples:
 
 
 def main() -> int:
-    """Runs the comparison and prints the verdicts. Returns the exit code, which is 1 if a variant did not train or does
-    not agree."""
+    """Runs the comparison that the command line describes, prints the verdicts and writes the report. Returns the exit
+    code, which is 1 if a variant did not train or does not agree."""
     if sys.argv[1:2] == [WORKER]:
         return run_worker(Path(sys.argv[2]))
     arguments, rest = _parse()
@@ -178,7 +178,7 @@ def _rename(text: str) -> tuple[str, str]:
 
 
 def _ranks(arguments: Namespace) -> int:
-    """Returns the number of ranks that --devices gives. The default is one per GPU, or two on the CPU."""
+    """Returns the number of ranks that --devices gives. The default is one rank per GPU, or two ranks on the CPU."""
     devices = arguments.devices or ["0"]
     if len(devices) > 1 or not devices[0].isdecimal():
         raise UsageError(f"--devices {' '.join(devices)}: give one number for --acceptance, --module and --script")
@@ -201,7 +201,7 @@ def _with_resumes(arguments: Namespace, cases: list[Variant], resolve: Resolve) 
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Compares existing runs. Returns the folder of the report, and the comparison."""
+    """Compares finished runs, which --runs names. Returns the folder of the report, and the comparison."""
     axes = (arguments.strategies, arguments.devices, arguments.accumulate, arguments.seeds)
     if rest or any(axis is not None for axis in axes):
         raise UsageError("--runs only reads finished runs: leave out the training flags")

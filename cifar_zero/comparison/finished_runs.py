@@ -72,7 +72,7 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
     variant.drift = max(drifts, key=len)
     if not any(drifts):
         return "bit-identical", "losses and weights equal the reference's"
-    # Steps may equal plain PyTorch's bit by bit although the trainings differ, if the reference sums in another order.
+    # Steps may equal plain PyTorch's bit by bit although the runs differ, if the reference sums in another order.
     return "not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"]
 
 

@@ -134,7 +134,7 @@ def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path
     environment, rank = dict(os.environ), rank_environment.global_rank()
 
     def train_and_check(flags: list[str], check: StepCheck) -> Verdict:
-        os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
+        os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
         # With TF32, the error bounds of a float32 case would be a thousand times as wide on a GPU (torch's "CUDA
         # semantics").
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):

@@ -74,9 +74,9 @@ def plan(
 
 
 def resolved(flags: Sequence[str]) -> Run:
-    """Returns a run with the placement, length, clipping and seed of a case. Its model and images do not matter,
-    because the user's module and data are trained instead. Raises UsageError if the case cannot be trained on this
-    machine."""
+    """Returns a run with the placement, length, clipping and seed of a case, whose flags come from `plan`. The run's
+    model and images do not matter, because the user's module and data are trained instead. Raises UsageError if the
+    case cannot be trained on this machine."""
     settings = command_line.settings_of_arguments(read_given(flags).ours)
     strategy, ranks = settings.placement.strategy, settings.placement.world_size
     if STRATEGIES[strategy].one_replica:

@@ -30,12 +30,12 @@ SIGNS: dict[VerdictKind, str] = {
 
 PLAIN = "plain PyTorch"  # the reference of a comparison whose variants are checked step by step
 
-FLAT = 0.01  # a training counts as learning if its loss falls by more than this share of the first loss
+FLAT = 0.01  # a run counts as learning if its loss falls by more than this share of the first loss
 
 
 def has_fallen(losses: Sequence[float]) -> bool:
-    """Returns whether the loss has fallen by more than FLAT of the first loss, from the mean over the first quarter of
-    the steps to the mean over the last quarter. There must be a loss."""
+    """Returns whether the loss has fallen by more than the share FLAT of the first loss. The fall is measured from the
+    mean over the first quarter of the steps to the mean over the last quarter. `losses` must not be empty."""
     quarter = max(1, len(losses) // 4)
     fall = statistics.fmean(losses[:quarter]) - statistics.fmean(losses[-quarter:])
     return fall > FLAT * abs(losses[0])
@@ -55,7 +55,7 @@ class Curve:
         return dict(zip(self.steps, self.values, strict=True))
 
     def difference(self, other: "Curve") -> "Curve":
-        """Returns the absolute difference of two curves at the steps that both have."""
+        """Returns the absolute difference of this curve and another one, at the steps that both have."""
         mine, others = self.by_step, other.by_step
         steps = [step for step in mine if step in others]
         return Curve(steps, [abs(mine[step] - others[step]) for step in steps])
@@ -82,7 +82,7 @@ class Variant:
     name: str  # short and unique, such as deepspeed_stage_2, or "deepspeed_stage_2, 4 micro-batches"
     strategy: str
     world_size: int
-    flags: list[str] = field(default_factory=list)  # flags of the training
+    flags: list[str] = field(default_factory=list)  # flags with which it is trained
     command: str = ""  # the command that trains it again
     kind: VerdictKind = "not judged"
     remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
@@ -100,7 +100,7 @@ class Variant:
     why: str = ""  # the code path that the case executes
     saved_as: str = ""  # name of the saved run that the case writes or resumes, or empty
     save_at: int = 0  # the optimizer step after which it is saved, or 0 if the case continues it
-    seconds: float = 0.0  # duration of the training
+    seconds: float = 0.0  # duration of the run
 
     @property
     def passed(self) -> bool:
@@ -109,12 +109,12 @@ class Variant:
 
     @property
     def continues(self) -> bool:
-        """Whether the case continues a saved training."""
+        """Whether the case resumes a saved run."""
         return bool(self.saved_as) and not self.save_at
 
     @property
     def outcome(self) -> str:
-        """The verdict with its numbers in one line, or the reason why there is none."""
+        """The verdict with its numbers in one line, or the reason why there is no verdict."""
         return ": ".join(filter(None, [f"{SIGNS[self.kind]} {self.kind}", self.remark, self.drift]))
 
     def judge(self, kind: VerdictKind, remark: str = "") -> None:
@@ -142,7 +142,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
     against: str = ""  # the file of the baseline that the cases are compared with, see `baseline`
     save_baseline: str = ""  # the file to which a new baseline is written
-    stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
+    stopped_by: int = 0  # number of the signal that ended the comparison early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
     command: str = field(default_factory=lambda: console.command("compare", *sys.argv[1:]))  # repeats the comparison
 
