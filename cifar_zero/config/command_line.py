@@ -1,9 +1,9 @@
 """Parses the command line and YAML recipes into a checked `Settings` with jsonargparse, without torch or Lightning.
 
 The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
---optimizer.betas '[0.8, 0.999]'`). Their names are therefore read first, and the parser is built for them. Until then,
-options are untyped values in one flat mapping by flag. Recipes, a DeepSpeed configuration and flags override this
-mapping in turn.
+--optimizer.betas '[0.8, 0.999]'`). The names of model, optimizer and schedule are therefore read first, and the parser
+is built for them. Until then, options are untyped values in one flat mapping, keyed by flag. Recipes, a DeepSpeed
+configuration and flags override this mapping in turn.
 """
 
 import sys

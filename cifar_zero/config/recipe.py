@@ -1,6 +1,6 @@
-"""The recipe: the options that decide the maths of a training, wherever it runs. The docstring under each field is its
-`--help` text; numbers are at least 0 unless `limited` sets other limits. A resumed run keeps its recipe, except for the
-fields with `may_change_on_resume`."""
+"""The recipe: the options that decide what a run computes, on whatever devices it is trained. The docstring under each
+field is its `--help` text; numbers are at least 0 unless `limited` sets other limits. A resumed run keeps its recipe,
+except for the fields with `may_change_on_resume`."""
 
 import math
 from dataclasses import dataclass, field
@@ -247,8 +247,8 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class Recipe(FineTuning, Regularization, Training):
-    """The options that decide the maths of a training. The defaults are those of the PyTorch tutorial, plus a
-    validation split."""
+    """The options that decide what a run computes. The defaults are those of the PyTorch tutorial, plus a validation
+    split."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataRecipe = field(default_factory=DataRecipe)

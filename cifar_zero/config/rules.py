@@ -111,7 +111,7 @@ def _check_images(settings: Settings) -> None:
 
 
 def of_validation(settings: Settings) -> list[str]:
-    """Returns the options that need a validation and differ from their default."""
+    """Returns the names of the options that need a validation and differ from their default."""
     given, defaults = flat(settings), flat(Settings())
     names = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k")
     return [name for name in names if given[name] != defaults[name]]
@@ -179,8 +179,8 @@ def _lacks(package: str) -> bool:
 
 
 def check_nvme(path: str) -> None:
-    """Raises UsageError if the directory is missing, or if the computer lacks libaio, against which DeepSpeed compiles
-    its asynchronous I/O."""
+    """Raises UsageError if the directory `path` for NVMe offloading is missing or not writable, or if the computer
+    lacks libaio, against which DeepSpeed compiles its asynchronous I/O."""
     refuse(
         {
             "--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk": not path,

@@ -64,12 +64,12 @@ class Settings:
 
     @property
     def data(self) -> DataConfig:
-        """The data options of the recipe and of the placement together."""
+        """The data options, which belong to the recipe and to the placement, in one object."""
         return DataConfig(**vars(self.recipe.data), **vars(self.placement.data))
 
     @property
     def run_name(self) -> str:
-        """The run's --name, or <model>-<strategy> if that is empty."""
+        """The run's --name, or <model>-<strategy> if --name is empty."""
         return self.output.name or f"{self.recipe.model_name}-{self.placement.strategy_name}"
 
     @property
@@ -78,8 +78,8 @@ class Settings:
         return self.data.source == "digits" and self.run_name.endswith(FALLBACK_SUFFIX)
 
     def with_images_of(self, source: SourceName) -> Self:
-        """Returns the settings with --data.source auto replaced by `source`. If that is digits, the run's name gets
-        FALLBACK_SUFFIX."""
+        """Returns the settings with --data.source auto replaced by `source`. If `source` is digits, the run's name gets
+        FALLBACK_SUFFIX. Settings with another --data.source are returned unchanged."""
         if self.data.source != "auto":
             return self
         name = self.output.name
@@ -109,16 +109,16 @@ def make_settings(**options: Any) -> Settings:
 
 
 def settings_of(tree: Mapping[str, Any]) -> Settings:
-    """Returns the settings from a dictionary that `tree_of` made. Raises TypeError if it has unknown options, because
-    another version of the program wrote it, and UsageError if it sets `trust`."""
+    """Returns the settings from a dictionary that `tree_of` made. Raises TypeError if the dictionary has unknown
+    options, because another version of the program wrote it, and UsageError if it sets `trust`."""
     check_no_consent(tree, "the checkpoint's configuration")
     types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(REGISTRIES, Choice)}
     return make_settings(**{key: types[key](**value) if key in types else value for key, value in tree.items()})
 
 
 def tree_of(given: Settings) -> dict[str, Any]:
-    """Returns all options by name, with sections as dictionaries. A checkpoint records this dictionary, and config.yaml
-    shows it."""
+    """Returns all options, keyed by name, with sections as dictionaries. A checkpoint records this dictionary, and
+    config.yaml shows it."""
     return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output), "data": asdict(given.data)}
 
 
