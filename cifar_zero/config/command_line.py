@@ -136,8 +136,8 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
 
 
 def _allow_code(given: Mapping[str, Any]) -> None:
-    """Loads the user's code that the command line itself names, which may be a model or a transform of the images. The
-    run may then use this code."""
+    """Loads the user's code that the command line itself names, so that the run may use it. The code is a model or a
+    transform of the images."""
     if transform := given.get("augment.transform"):
         user_code.allow(transform, "--augment.transform")
     model = given.get("model", "")
