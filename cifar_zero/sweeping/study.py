@@ -38,9 +38,7 @@ NUMBER = r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")  # LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP
 TRIALS = 20  # number of settings that Optuna chooses without --trials
 
-Space = dict[
-    str, BaseDistribution
-]  # the possible values of each option; listed values stay text, as on the command line
+Space = dict[str, BaseDistribution]  # possible values of each option; listed values stay text, as on the command line
 
 
 def run(arguments: Namespace, rest: list[str]) -> int:
