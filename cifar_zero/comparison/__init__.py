@@ -11,8 +11,8 @@ __all__ = ["StepCheck", "assert_agrees"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports StepCheck on first access, because it imports torch and Lightning, which would slow down --help of
-    compare."""
+    """Imports and returns `StepCheck` on first access. An import at the top of this file would load torch and
+    Lightning, and slow down `cifar-zero compare --help`. Raises AttributeError for any other name."""
     if name != "StepCheck":
         raise AttributeError(name)
     from cifar_zero.step_check.callback import StepCheck

@@ -1,11 +1,11 @@
-"""Saves and reads the baselines of `cifar-zero compare --save_baseline FILE` and `--against FILE`. A comparison with a
-baseline shows whether trainings still compute the same after a change of the machine, the driver, or the release of
-torch or DeepSpeed.
+"""Saves and reads baselines, for `cifar-zero compare --save_baseline FILE` and `--against FILE`. A baseline holds
+values of every training step of a comparison, see `SketchCheck`. A comparison with a baseline shows whether training
+still computes the same values after a change of the machine, of the driver, or of the release of torch or DeepSpeed.
 
-Two correct trainings differ by rounding and drift apart. The replay of a step in float64 from the same weights does
-not. A step therefore agrees with the baseline if two conditions hold. The loss, the gradient and the update of its
-replay agree with the baseline's replay. And on both machines, the step check found that the strategy computes what the
-replay computes, up to rounding.
+Two correct runs differ by rounding, and the difference grows from step to step. Two replays of one step in float64,
+from the same weights, do not drift apart. A step therefore agrees with the baseline if two conditions hold. The loss,
+the gradient and the update of its replay agree with the baseline's replay. And on both machines, the step check found
+that the strategy computes what the replay computes, up to rounding.
 """
 
 import json
@@ -27,20 +27,21 @@ SKETCHES = "sketches"
 """Key in `Variant.check`. Its value is the path of the file that holds `SketchCheck.sketches`."""
 
 EXACT = 1e-6
-"""Relative differences between two values of float64 replays count only if they are larger than this number. float64
-rounds at 1e-16. Some values round at 1e-7, because a module may compute in float32 even in the replay, and because
+"""A relative difference between a value of two float64 replays counts only if it is larger than this number. float64
+rounds at 1e-16, but some values round at 1e-7 for two reasons. A module may compute in float32 even in the replay. And
 torch's optimizer computes the update in float32, where rounding is relative to the weights."""
 
 SENSITIVITY = 1e4
-"""If the first weights deviate from the baseline's weights, all values may deviate by this multiple of the weights'
-relative deviation. Another kind of CPU draws weights that differ in their last bits. In the acceptance cases, between
-AVX-512 and SSE (torch 2.15), gradients then deviate up to 200 times as far in bfloat16, and updates up to 2,000 times
-as far with Adam."""
+"""If the weights before the first step deviate from the baseline's weights, every other value may deviate by the
+weights' relative deviation times this factor. The weights deviate if another kind of CPU draws initial weights that
+differ in their last bits. In the acceptance cases (`cases`), between AVX-512 and SSE (torch 2.15), gradients then
+deviate up to 200 times as far as the weights in bfloat16, and updates up to 2,000 times as far with Adam."""
 
 
 def apply(comparison: Comparison) -> None:
-    """Judges the trained cases by the baseline `comparison.against`, if there is one. If `comparison.save_baseline` is
-    set, also writes the steps of the cases and the environment to this file, as a new baseline."""
+    """Compares the trained cases with the baseline `comparison.against`, if it is set, and sets their verdicts. If
+    `comparison.save_baseline` is set, and no signal has stopped the comparison, also writes a new baseline to this
+    file. The new baseline holds the steps and verdicts of the cases, and the environment."""
     if comparison.against:
         judge(comparison)
     if not comparison.save_baseline or comparison.stopped_by:
@@ -58,9 +59,10 @@ def apply(comparison: Comparison) -> None:
 
 
 def read(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the metadata and the tensors of the baseline `comparison.against`. The tensors are the steps of
-    `SketchCheck.sketches` under the names IDENTITY/KEY. Raises UsageError if the file is damaged, if it is not a
-    baseline, or if it has none of these cases on this number of ranks."""
+    """Returns the metadata and the tensors of the baseline `comparison.against`. The tensors are the values of
+    `SketchCheck.sketches` for each case. Their keys are IDENTITY/KEY, where IDENTITY is the case's `identity`, and KEY
+    the key in `sketches`. Raises UsageError if the file is damaged or is not a baseline, or if it has none of the
+    comparison's cases on the first case's number of ranks."""
     tensors, metadata = read_safetensors(Path(comparison.against))
     if "baseline" not in metadata:
         raise UsageError(f"--against {comparison.against} is not a baseline: write one with --save_baseline")
@@ -72,7 +74,9 @@ def read(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def judge(comparison: Comparison) -> None:
-    """Judges the cases by the baseline, and notes what has changed in the environment."""
+    """Compares the cases with the baseline `comparison.against` and sets their verdicts. A case that the baseline lacks
+    keeps its verdict. Adds notes on what has changed in the environment since the baseline was saved, and on cases that
+    are missing on one side."""
     about, tensors = read(comparison)
     comparison.reference = f"the baseline {comparison.against}"
     left, new = about["cases"], []
@@ -101,12 +105,13 @@ def judge(comparison: Comparison) -> None:
 
 
 def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
-    """Judges the steps of a training by the baseline. It stops at a step that cannot be judged, and at a step after the
-    first whose weights differ from the baseline's weights in any bit.
+    """Compares the steps of a case with the same steps in the baseline, and returns the verdict. The comparison stops
+    at the first step that cannot be judged. It also stops, from the second step on, if the weights before the step
+    differ from the baseline's weights in any bit.
 
     Args:
-        old: The sketches of the baseline.
-        new: The sketches of the training.
+        old: `SketchCheck.sketches` of the case in the baseline.
+        new: `SketchCheck.sketches` of the case that was trained now.
     """
     verdict, steps = Verdict(), len(new["weights"])
     shapes, others = ({key: values.shape for key, values in sketches.items()} for sketches in (old, new))
@@ -129,8 +134,15 @@ def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
 
 
 def _findings(step: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor], bound: float) -> Iterator[Finding]:
-    """Yields how far each value of the float64 replay of a step deviates from the baseline. `step` counts from 0.
-    `bound` is the relative deviation that is allowed in addition to rounding."""
+    """Compares the float64 replay of a step with the baseline's replay of this step, and yields a `Finding` for each
+    value.
+
+    Args:
+        step: Index of the step, from 0.
+        old: `SketchCheck.sketches` of the case in the baseline.
+        new: `SketchCheck.sketches` of the case that was trained now.
+        bound: Relative deviation that is allowed in addition to rounding.
+    """
     weights, whole = (float(old[key][step].norm()) for key in ("weights", "found"))
     for key in sorted(old, key=lambda key: key != "loss/"):  # loss first: a wrong loss explains the rest
         kind, is_exact, name = key.partition("/")
@@ -142,8 +154,8 @@ def _findings(step: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor], b
 
 
 def identity(case: Variant) -> str:
-    """Returns a key that is equal for the same case in two comparisons. The key consists of the case's flags, with
-    paths reduced to file names."""
+    """Returns a key for a case, which is equal for the same case in two comparisons. The key consists of the case's
+    flags, with paths reduced to file names."""
     return " ".join(Path(flag).name for flag in case.flags)
 
 

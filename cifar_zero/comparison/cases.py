@@ -1,5 +1,5 @@
-"""Defines the cases of `cifar-zero compare --acceptance`. They are short trainings that execute the parts of DeepSpeed
-where errors have been found."""
+"""Defines the cases of `cifar-zero compare --acceptance`, called acceptance cases. They are short runs that execute the
+parts of DeepSpeed where errors have been found."""
 
 import math
 import random
@@ -22,7 +22,7 @@ from cifar_zero.core.hardware import gpu_count
 from cifar_zero.training.resolve import resolve
 
 STEPS = 4
-"""Number of optimizer steps of a case, all of which are checked. A wrong gradient shows at the first step and a stale
+"""Number of optimizer steps in a case. All of them are checked. A wrong gradient shows at the first step, and a stale
 state at the second."""
 
 BATCH = 32
@@ -34,11 +34,11 @@ COMMON = [
 ]
 
 FALLING = "--schedule exponential --schedule.gamma 0.85"
-"""Flags of an exponential schedule. Each step has another learning rate, and the first step already moves the
+"""Flags of an exponential schedule. The learning rate differs from step to step, and the first step already changes the
 weights."""
 
 WARMUP = "--schedule warmup_lr --schedule.warmup_num_steps 4 --schedule.warmup_min_lr 0.002"
-"""Flags of DeepSpeed's WarmupLR, as in DeepSpeedExamples' CIFAR-10 program."""
+"""Flags of DeepSpeed's schedule WarmupLR, which DeepSpeedExamples' CIFAR-10 program uses."""
 
 SGD = "--optimizer sgd --optimizer.lr 0.02"  # does not hide a wrong scale of the gradient, as Adam does
 ADAMW = "--optimizer adamw --optimizer.lr 0.005 --optimizer.weight_decay 0.5"  # only matrices decay: two groups
@@ -57,17 +57,18 @@ ALL_STAGES = "0123"
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe of the acceptance, which is meant to execute a certain code path."""
+    """A recipe that is chosen to execute a certain code path of a strategy. `make_case` combines it with a strategy,
+    which gives one acceptance case."""
 
     name: str
-    why: str  # the code path that it executes
+    why: str  # the code path that the recipe executes
     flags: str
     accumulate: int = 1
-    one_rank: bool = False  # train on one rank too
+    one_rank: bool = False  # whether the row is also trained on one rank
     schedule: str = FALLING
-    stages: str = ALL_STAGES  # ZeRO stages that train the row; other families train only rows with ALL_STAGES
+    stages: str = ALL_STAGES  # its ZeRO stages; strategies of other families train only rows with ALL_STAGES
     ema: float = 0.0  # decay of an average of the weights; strategies that support no average train without it
-    raw: str = ""  # a file in CONFIGURATIONS that trains the row, instead of the strategies
+    raw: str = ""  # a file in CONFIGURATIONS under which the row is trained, instead of the strategies
 
 
 ROWS = (
@@ -130,7 +131,8 @@ ROWS = (
         raw="deepspeed_stage_3_all_reduce.json",
     ),
 )
-"""The first four rows train under every strategy. --quick trains only the first QUICK rows."""
+"""The recipes of the acceptance cases. Every strategy trains the first four rows. With --quick, only the first QUICK
+rows are trained."""
 
 QUICK = 3
 
@@ -158,15 +160,15 @@ RESUMES = (
         why="shards that are joined without their padding; weights that no optimizer has",
     ),
 )
-"""Rows whose trainings are also saved and then continued in new processes. Each has the code path that the continuation
-executes."""
+"""Rows whose cases are also saved after a step, and then resumed in new processes. `why` is the code path that the
+resumed case executes."""
 
 WITHOUT = ("baseline", "fsdp", "tensor_parallel", "pipeline")
-"""Strategies without cases: plain PyTorch, an alias of fsdp2, and two strategies that train only vision
+"""Strategies without acceptance cases: plain PyTorch, an alias of fsdp2, and two strategies that train only vision
 transformers."""
 
 DEFAULT = [name for name in STRATEGIES if name not in WITHOUT]
-"""Strategies that are tested by default, unless this machine cannot train them."""
+"""Strategies that the acceptance cases test by default. A strategy that this machine cannot train is left out."""
 
 RECIPE = {
     "steps": str(STEPS),
@@ -176,25 +178,25 @@ RECIPE = {
 """Settings that all cases share, as the report shows them."""
 
 DRAWN_RECIPES = ((EDGE_CASES, "32-true"), (NET, "32-true"), (EXPERTS, "32-true"), (NET, "bf16-mixed"))
-"""Models, each with a precision. With this precision, rounding is small enough for most gradients of the model to be
-judged."""
+"""Models for random cases, each with a precision at which rounding is small enough for most gradients of the model to
+be judged."""
 
 DRAWN_OPTIMIZERS = (SGD, ADAMW, "--optimizer adam", "--optimizer lion", "--optimizer adagrad")
 DRAWN_SECTIONS: dict[str, Any] = {"zero.": ZeROConfig, "offload.": OffloadConfig, "": ComputeOptions}
 NOT_DRAWN = {"compile", "cuda_graphs", "activation_checkpointing"}
-"""Options that are not drawn. With compile or cuda_graphs, each training takes a minute. activation_checkpointing needs
-blocks to recompute, which these models do not have."""
+"""Options that random cases leave at their defaults. With compile or cuda_graphs, each case takes a minute.
+activation_checkpointing needs blocks to recompute, which these models do not have."""
 
 
 def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 1) -> list[Variant]:
-    """Returns the cases that this machine can train, grouped by number of ranks.
+    """Returns the acceptance cases that this machine can train, grouped by number of ranks.
 
     Args:
         strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in DEFAULT that
             can train on this machine.
         ranks: The largest number of ranks. Some rows are trained on one rank too.
-        quick: Whether to return only the first QUICK rows.
-        seeds: Number of trainings of each case, with seeds counted from 0.
+        quick: Whether to return only cases of the first QUICK rows.
+        seeds: Number of cases for each row and strategy. Their seeds are counted from 0.
 
     Raises:
         UsageError: If a strategy is unknown, or none of its cases can train on `ranks` ranks on this machine.
@@ -222,9 +224,14 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
 
 
 def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
-    """Returns the strategies that train a row. They are the ZeRO stages that the row names. If the row names all
-    stages, strategies of other families train it too. A row with a raw configuration is trained with this configuration
-    only, and not at all if `strategies` are given."""
+    """Returns the strategies under which a row is trained. These are the DeepSpeed strategies whose ZeRO stage is in
+    `row.stages`. If `row.stages` has all stages, they include strategies of other families. A row with a raw
+    configuration is trained only under this configuration, and not at all if `strategies` are given.
+
+    Args:
+        row: The row to train.
+        strategies: Names of strategies to choose from, or raw DeepSpeed configurations. The default is DEFAULT.
+    """
     if row.raw:
         return [] if strategies else [str(CONFIGURATIONS / row.raw)]
     found = []
@@ -237,12 +244,14 @@ def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
 
 
 def resolved(flags: Sequence[str]) -> Run:
-    """Returns the resolved run of a case's flags. Raises UsageError if the run cannot be trained on this machine."""
+    """Returns the resolved run for the flags of a case. Raises UsageError if the run cannot be trained on this
+    machine."""
     return resolve(command_line.parse(flags))
 
 
 def make_case(row: Row, strategy: str, ranks: int, seed: int = 0) -> Variant:
-    """Returns the case of a row under a strategy. Raises UsageError if the case cannot be trained on this machine."""
+    """Returns the case that trains a row under a strategy. Raises UsageError if the case cannot be trained on this
+    machine."""
     micro_batches = row.accumulate * ranks
     batch = math.ceil(BATCH / micro_batches) * micro_batches
     flags = [*COMMON, *command_line.strategy_flags(strategy), "--devices", str(ranks), "--seed", str(seed)]
@@ -265,12 +274,13 @@ def cases_by_strategy(
 
     Args:
         strategies: Names of strategies, or raw DeepSpeed configurations.
-        default: Names of strategies that replace an empty list. Strategies that cannot train on this machine are left
-            out.
+        default: Names of strategies to use if `strategies` is empty. Strategies that cannot train on this machine are
+            left out.
         ranks: Number of ranks.
         flags: Flags of all cases.
         row: Name of the cases in the report's table of cases and strategies.
-        resolve: Raises UsageError if a case cannot train on this machine.
+        resolve: Function that is called with the flags of each case. It raises UsageError if the case cannot train on
+            this machine.
 
     Raises:
         UsageError: If one of the given strategies cannot train on this machine.
@@ -302,8 +312,8 @@ def random_cases(count: int, ranks: int) -> list[Variant]:
 
 
 def _random_case(number: int, ranks: int) -> Variant:
-    """Returns the random case with this number, which seeds the draws. Options that the case's strategy does not
-    support are left out. Raises UsageError if the case cannot be trained."""
+    """Returns a random case. `number` seeds the random choices. Options that the case's strategy does not support are
+    left out. Raises UsageError if the case cannot be trained."""
     draw = random.Random(number)
     strategy, size, accumulate = draw.choice(DEFAULT), draw.choice([1, ranks]), draw.choice([1, 2, 4])
     model, precision = draw.choice(DRAWN_RECIPES)
@@ -319,7 +329,8 @@ def _random_case(number: int, ranks: int) -> Variant:
 
 
 def _options(draw: random.Random) -> Iterator[str]:
-    """Yields the flags of about half of the options for ZeRO, offload and computation, with random values."""
+    """Chooses about half of the options for ZeRO, offloading and computation at random, and yields the flag of each
+    with a random value."""
     for prefix, section in DRAWN_SECTIONS.items():
         for option in fields(section):
             value: Any = f"{draw.uniform(0.1, 1):.2f}"

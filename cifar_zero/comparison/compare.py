@@ -29,8 +29,8 @@ from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.launch import rank_environment
 
 TRAIN = "cifar_zero.comparison.jobs:train_recipe"
-"""The function that each rank calls to train a case of --acceptance, or to train this project's module on the steps of
---script."""
+"""The function that each rank calls to train a case of --acceptance, or to train this project's module on the recorded
+steps of --script."""
 
 EPILOG = """\
 Each training is checked in place. At some of its steps, and with --acceptance and --module at all of them, the loss,
@@ -56,8 +56,8 @@ examples:
 
 
 def main() -> int:
-    """Runs the comparison and prints the verdicts. Returns the exit code, which is 1 if a variant did not train or does
-    not agree."""
+    """Runs the comparison that the command line describes, prints the verdicts and writes the report. Returns the exit
+    code, which is 1 if a variant did not train or does not agree."""
     if sys.argv[1:2] == [WORKER]:
         return run_worker(Path(sys.argv[2]))
     arguments, rest = _parse()
@@ -91,8 +91,13 @@ def main() -> int:
 
 
 def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains the cases of the acceptance. Returns the folder of the report, and the comparison. With --print_cases,
-    prints the code path and the command of each case instead, and exits."""
+    """Trains the acceptance cases, or the random cases of --fuzz. Returns the folder of the report, and the comparison.
+    With --print_cases, prints the code path and the command of each case instead, and exits.
+
+    Args:
+        arguments: The options of compare.
+        rest: The other words of the command line. They are refused, because the cases have their own flags.
+    """
     if rest or arguments.accumulate:
         raise UsageError(f"--acceptance defines the cases itself: leave out {' '.join(rest) or '--accumulate'}")
     if arguments.fuzz:
@@ -113,7 +118,8 @@ def of_cases(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compariso
 
 
 def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains a user's module under each strategy. Returns the folder of the report, and the comparison."""
+    """Trains a user's module under each strategy. `rest` has options of train and arguments of the user's classes.
+    Returns the folder of the report, and the comparison."""
     if arguments.seeds is not None:
         raise UsageError("--seeds does not work with --module, which trains each strategy once: leave it out")
     flags = [*_module_flags(arguments), *rest]
@@ -135,14 +141,14 @@ def _module_flags(arguments: Namespace) -> list[str]:
 
 
 def _baselines(arguments: Namespace) -> dict[str, Any]:
-    """Returns the file of the baseline to read and the file of the baseline to write. A file is empty if its option is
+    """Returns the options --against and --save_baseline as arguments of `Comparison`. A path is empty if its option is
     not given."""
     return {name: getattr(arguments, name) for name in ("against", "save_baseline")}
 
 
 def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Records a training script and trains a module on its steps. Returns the folder of the report, and the
-    comparison."""
+    """Records the first steps of a training script, and trains a module on these steps. `rest` has options of train and
+    arguments of the user's classes. Returns the folder of the report, and the comparison."""
     if arguments.seeds or arguments.accumulate:
         raise UsageError("--seeds and --accumulate do not work with --script, which sets both: leave them out")
     name = Path(shlex.split(arguments.script)[0]).name
@@ -171,7 +177,7 @@ def _rename(text: str) -> tuple[str, str]:
 
 
 def _ranks(arguments: Namespace) -> int:
-    """Returns the number of ranks that --devices gives. The default is one per GPU, or two on the CPU."""
+    """Returns the number of ranks that --devices gives. The default is one rank per GPU, or two ranks on the CPU."""
     devices = arguments.devices or ["0"]
     if len(devices) > 1 or not devices[0].isdecimal():
         raise UsageError(f"--devices {' '.join(devices)}: give one number for --acceptance, --module and --script")
@@ -180,8 +186,8 @@ def _ranks(arguments: Namespace) -> int:
 
 def _with_resumes(arguments: Namespace, cases: list[Variant], resolve: Resolve) -> list[Variant]:
     """Returns the cases, followed by cases that resume them. --resume_at, --resume_under and --resume_devices define
-    how cases are resumed. Without --resume_at, RESUMES defines this for the acceptance. If a baseline is read or
-    written, no case is resumed."""
+    after which step, under which strategies and on how many ranks cases are resumed. Without --resume_at, RESUMES
+    defines this for the acceptance cases. If a baseline is read or written, no case is resumed."""
     if any(_baselines(arguments).values()):  # a resumed training keeps no sketches for a baseline
         return cases
     resumes: Sequence[Continuation] = RESUMES
@@ -194,7 +200,7 @@ def _with_resumes(arguments: Namespace, cases: list[Variant], resolve: Resolve) 
 
 
 def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Compares existing runs. Returns the folder of the report, and the comparison."""
+    """Compares finished runs, which --runs names. Returns the folder of the report, and the comparison."""
     axes = (arguments.strategies, arguments.devices, arguments.accumulate, arguments.seeds)
     if rest or any(axis is not None for axis in axes):
         raise UsageError("--runs only reads finished runs: leave out the training flags")
@@ -211,7 +217,8 @@ def of_runs(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison
 
 
 def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains the variants and compares them. Returns the folder of the runs and of the report, and the comparison."""
+    """Trains the variants and compares their runs. `rest` has the options of train for all variants. Returns the folder
+    of the runs and of the report, and the comparison."""
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
     if arguments.trust:
         rest = [*rest, "--trust"]
@@ -231,8 +238,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
 
 
 def _how_to_compare(folder: Path) -> str:
-    """Returns a hint for a comparison that was stopped. The hint is the command that compares the finished runs, or the
-    folder of the runs if fewer than two are finished."""
+    """Returns a hint to print if a comparison was stopped. The hint is the command that compares the finished runs, or
+    the folder of the runs if fewer than two are finished."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"

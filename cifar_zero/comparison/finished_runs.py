@@ -17,7 +17,7 @@ from cifar_zero.training.results import FALLBACK
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
 """Shared settings that are shown at the top of a report."""
 
-Weights = Mapping[str, Tensor]  # tensors by the names of the plain model's state_dict, including buffers
+Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain model's state_dict names
 
 
 def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
@@ -72,7 +72,7 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
     variant.drift = max(drifts, key=len)
     if not any(drifts):
         return "bit-identical", "losses and weights equal the reference's"
-    # Steps may equal plain PyTorch's bit by bit although the trainings differ, if the reference sums in another order.
+    # Steps may equal plain PyTorch's bit by bit although the runs differ, if the reference sums in another order.
     return "not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"]
 
 
@@ -81,7 +81,7 @@ FIRST_LOSS = 0.02
 images. No precision explains a larger difference, because even bfloat16 has 8 bits."""
 
 UNCHECKED = {"outcome": "not judged", "used": 0.0, "text": "no step was checked (--check_steps)"}
-"""Replaces the missing step check of a run."""
+"""Stands in for the step check of a run that has none."""
 
 OUTCOMES = ("bit-identical", "within rounding", "not judged", "different")
 """Possible outcomes of a step check, from the best to the worst."""
@@ -89,7 +89,14 @@ OUTCOMES = ("bit-identical", "within rounding", "not judged", "different")
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
     """Describes how far the losses and the last weights of a run are from the losses and weights of the reference.
-    Returns an empty text if they are equal bit by bit."""
+    Returns an empty text if they are equal bit by bit.
+
+    Args:
+        reference: The reference's run with the same seed.
+        other: The run to compare with the reference.
+        trust: Whether to load checkpoints that could run code.
+        notes: Receives a note for each run whose weights cannot be read.
+    """
     expected, steps = reference.losses.steps, other.losses.steps
     parts = []
     if expected != steps:
@@ -113,8 +120,9 @@ def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[
 
 
 def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
-    """Returns the weights of a run's last checkpoint, but not the average of the weights that --ema stores. If they
-    cannot be read, adds a note and returns None."""
+    """Returns the weights in a run's last checkpoint. If --ema stored an average of the weights, the weights themselves
+    are returned, not the average. If the checkpoint cannot be read, adds a note to `notes` and returns None. With
+    `trust`, a checkpoint that could run code is loaded too."""
     try:
         checkpoint = last_checkpoint(run)
         if not checkpoint.exists():
@@ -126,8 +134,8 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
 
 
 def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
-    """Returns the numbers in the runs' metrics by key, with one number per run. If a metric has a number per rank, the
-    largest one is returned."""
+    """Returns the numbers in the metrics of the runs. Each key of metrics.json has a list with one number per run. If a
+    run has a number per rank, its largest one is returned."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for key, value in run.metrics.items():

@@ -1,4 +1,4 @@
-"""Trains the cases of one launch, one after the other, and checks every step. Each rank executes this code, and
+"""Trains several cases in the same ranks, one after the other, and checks every step. Each rank executes this code.
 `launches` starts the ranks."""
 
 import gc
@@ -41,7 +41,14 @@ steps."""
 
 
 def train_recipe(flags: list[str], folder: Path, check: StepCheck) -> None:
-    """Trains a case as one rank of its run, without output. `flags` are flags of the train command."""
+    """Trains a case on this rank, without output, and checks its steps.
+
+    Args:
+        flags: Flags of the train command.
+        folder: Folder for temporary files.
+        check: Callback that checks the steps. If it has a checkpoint, training resumes from this checkpoint. If it is a
+            `ScriptCheck`, training starts from the script's weights and uses the script's batches.
+    """
     if check.checkpoint is not None:
         flags = [*flags, "--resume", str(check.checkpoint)]
     run = resolved(flags)
@@ -72,19 +79,21 @@ def quiet_trainer(run: Run, folder: Path, callbacks: Sequence[Any], elements: in
 
 
 class Free(Callback):
-    """Frees an engine and all its tensors at the end of a training, before the next training in this process."""
+    """Frees the strategy's engine and all its tensors at the end of a case, before this process trains the next
+    case."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         hooks_of(trainer.strategy).free()
 
 
 def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck:
-    """Returns the check of a case. Raises RunError if the case continues a training that was not saved.
+    """Returns the callback that checks the steps of a case. Raises RunError if the case resumes a run that was not
+    saved.
 
     Args:
-        case: The fields of the case, see `Variant`.
-        folder: Holds saved trainings and the recorded steps of a script, if there are any.
-        sketches: Whether the check keeps sketches.
+        case: The fields of the case's `Variant`.
+        folder: Holds the saved runs and the recorded steps of a script, if there are any.
+        sketches: Whether to keep the sketches that a baseline needs, see `SketchCheck`.
     """
     if case["saved_as"]:
         saved = folder / SAVED / case["saved_as"]
@@ -100,14 +109,16 @@ def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck
 
 
 def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path, sketches: bool) -> None:
-    """Trains cases one after the other. Rank 0 writes the verdict of each case. A case with a fault is trained once
-    more, to find the first module whose output is wrong.
+    """Trains cases one after the other. Rank 0 writes the verdict of each case. If a fault is found, the case is
+    trained once more, to find the first module whose output is wrong. Cases that are saved, resumed or compared with a
+    script are trained only once.
 
     Args:
-        jobs: The fields of each case, see `Variant`, by the path of the file that receives its verdict.
+        jobs: The cases to train. A key is the path of the file that receives the verdict, and the value has the fields
+            of the case's `Variant`.
         train: The function that trains a case.
-        folder: Receives temporary files and saved trainings, and may hold the recorded steps of a script.
-        sketches: Whether to write the sketches of each case next to its verdict.
+        folder: Receives temporary files and saved runs, and may hold the recorded steps of a script.
+        sketches: Whether to write the sketches of each case next to its verdict, see `SketchCheck`.
     """
     quieten()
     # Each CPU optimizer of DeepSpeed starts a process that reads the CPU's vendor, which takes 1.1 s (0.19.8,
@@ -123,7 +134,7 @@ def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path
     environment, rank = dict(os.environ), rank_environment.global_rank()
 
     def train_and_check(flags: list[str], check: StepCheck) -> Verdict:
-        os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a training
+        os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run
         # With TF32, the error bounds of a float32 case would be a thousand times as wide on a GPU (torch's "CUDA
         # semantics").
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):

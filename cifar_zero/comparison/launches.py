@@ -22,9 +22,9 @@ from cifar_zero.training import run_process
 from cifar_zero.training.resolve import warn_of_few_cores
 
 TRAININGS = 500
-"""Maximum number of trainings in one launch, after which the ranks are started again. Each of 120 trainings under
-random placements left 0.36 MB in a rank, because torch and DeepSpeed keep process groups, and with them modules (torch
-2.15, DeepSpeed 0.19.8)."""
+"""Maximum number of cases that one launch trains. After them, new ranks are started, because memory is not freed. Each
+of 120 cases under random placements left 0.36 MB in a rank, because torch and DeepSpeed keep process groups, and with
+them modules (torch 2.15, DeepSpeed 0.19.8)."""
 
 WORKER = "train-jobs"
 """First argument of `cifar-zero compare` in a process that `_launch` starts. The second argument is the path of the
@@ -44,18 +44,19 @@ def run_worker(file: Path) -> int:
 
 
 def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool = False) -> Comparison:
-    """Trains the cases of a comparison, sets their verdicts, and returns the comparison. If the comparison names
-    baselines, they are read or written. After Ctrl-C, only the finished cases have verdicts.
+    """Trains the cases of a comparison, sets their verdicts, and returns the comparison. If `against` or
+    `save_baseline` of the comparison is set, this baseline is read or written. After Ctrl-C, only the finished cases
+    have verdicts.
 
     Args:
         comparison: Its variants are the cases to train. Launches for different numbers of ranks run at the same time.
-            Cases that continue a saved training come last, in new processes.
+            Cases that resume a saved run are trained last, in new processes.
         folder: Receives the logs.
         train: MODULE:NAME of the function that trains a case, see `jobs.Train`.
         of_user: Whether a user's module is trained. If its first case is refused, all others would be refused too.
 
     Raises:
-        UsageError: If the first training of a user's module is refused, or the baseline has none of these cases.
+        UsageError: If the first case of a user's module is refused, or the baseline has none of these cases.
     """
     sketches = bool(comparison.against or comparison.save_baseline)
     if comparison.against:
@@ -102,8 +103,8 @@ def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool 
 
 
 def _in_turn(launches: Sequence[Generator[int]]) -> Iterator[int]:
-    """Runs several launches at the same time, because one trains while another one starts. Yields the values that the
-    launches yield."""
+    """Runs several launches at the same time, so that one can train while another one starts. Yields what the launches
+    yield, see `_launch`."""
     with ExitStack() as stack:
         running = [stack.enter_context(closing(launch)) for launch in launches]
         while running:
@@ -120,11 +121,17 @@ def _launch(
     cases: Sequence[Variant], folder: Path, train: str, refusing: Variant | None, sketches: bool
 ) -> Generator[int]:
     """Starts the ranks that train the cases, and sets the verdicts and times of the cases. All cases have the same
-    number of ranks. Yields 1 for each case that was trained, and 0 while a case is being trained. The first case's time
-    includes the start of the ranks.
+    number of ranks. Yields 1 for each case that was trained, and 0 while a case is being trained. The time of the first
+    case includes the start of the ranks.
 
-    The ranks are started again after TRAININGS trainings, and after each training that failed. Raises UsageError if the
-    case `refusing` is refused.
+    The ranks are started again after TRAININGS cases, and after each case that failed to train.
+
+    Args:
+        cases: The cases to train.
+        folder: Receives the logs and the verdicts.
+        train: MODULE:NAME of the function that trains a case, see `jobs.Train`.
+        refusing: If this case is refused, UsageError is raised.
+        sketches: Whether to write the sketches that a baseline needs.
     """
     ranks, todo = cases[0].world_size, [*cases]
     while todo:

@@ -2,8 +2,8 @@
 `assert_agrees`.
 
 The user's code provides the module, the data, the loss, the optimizer and the schedule. This program sets the strategy,
-the ranks, precision, accumulation and clipping. Each training is checked in place, step by step, so that no training
-needs another one as its reference.
+the ranks, precision, accumulation and clipping. Each step is checked during training by a replay with plain PyTorch, so
+that no second run is needed as a reference.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 STEPS = 20  # optimizer steps by default
 
 DEFAULT = [name for name, spec in STRATEGIES.items() if spec.family == "deepspeed" and not spec.super_offload]
-"""Strategies that are compared by default, unless this machine cannot train them."""
+"""Strategies that are compared by default. A strategy that cannot train on this machine is left out."""
 
 TRAIN = "cifar_zero.comparison.own_module:train_module"  # the function that trains a case in a rank
 
@@ -74,9 +74,9 @@ def plan(
 
 
 def resolved(flags: Sequence[str]) -> Run:
-    """Returns a run with the placement, length, clipping and seed of a case. Its model and images do not matter,
-    because the user's module and data are trained instead. Raises UsageError if the case cannot be trained on this
-    machine."""
+    """Returns a run with the placement, length, clipping and seed of a case, whose flags come from `plan`. The run's
+    model and images do not matter, because the user's module and data are trained instead. Raises UsageError if the
+    case cannot be trained on this machine."""
     settings = command_line.settings_of_arguments(read_given(flags).ours)
     strategy, ranks = settings.placement.strategy, settings.placement.world_size
     if STRATEGIES[strategy].one_replica:
@@ -104,8 +104,15 @@ def compare(cases: list[Variant], title: str, folder: Path, **baselines: Any) ->
 
 
 def train_module(flags: list[str], folder: Path, check: StepCheck) -> None:
-    """Trains a user's module as one rank, without output. Raises UsageError if the module uses manual optimization or
-    several optimizers, or if the user's code fails."""
+    """Trains a user's module on this rank, without output, and checks its steps. Raises UsageError if the module uses
+    manual optimization or several optimizers, or if the user's code fails.
+
+    Args:
+        flags: The flags of a case from `plan`.
+        folder: Folder for temporary files.
+        check: Callback that checks the steps. If it has a checkpoint, training resumes from this checkpoint. If it is a
+            `ScriptCheck`, training starts from the script's weights.
+    """
     from lightning.pytorch import LightningModule, seed_everything
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy
@@ -155,14 +162,15 @@ def assert_agrees(
     module_options: Mapping[str, Any] | None = None,
     datamodule_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Trains a LightningModule under each strategy in new processes, and checks each step. It is meant for tests.
+    """Trains a LightningModule under each strategy in new processes, and compares each step with plain PyTorch. It is
+    meant for tests.
 
     Args:
         module: A class at the top level of a file or of an importable module.
         datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
         strategies: Names of strategies of train. The default is every strategy in DEFAULT that can train on this
             machine.
-        devices: Number of ranks. They are on GPUs if there are any.
+        devices: Number of ranks. They use GPUs if there are any.
         steps: Number of optimizer steps.
         accumulate: Number of micro-batches per step.
         precision: Precision of the training, by Lightning's names.
@@ -171,7 +179,7 @@ def assert_agrees(
         datamodule_options: Arguments of the data module's class.
 
     Raises:
-        AssertionError: If a training does not agree with plain PyTorch. The message names the first difference.
+        AssertionError: If a strategy does not agree with plain PyTorch. The message names the first difference.
         UsageError: If a strategy cannot train on this machine.
     """
     flags = ["--max_steps", str(steps), "--precision", precision, "--gradient_clip_val", str(gradient_clip_val)]

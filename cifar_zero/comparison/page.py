@@ -1,5 +1,5 @@
-"""Writes report.html, which contains all its plots, and also writes the plots as image files. The plots draw the curves
-of all variants in the same axes."""
+"""Writes the report of a comparison as report.html, which includes the plots, and also writes the plots as image files.
+Each plot draws the curves of all variants in the same axes."""
 
 import base64
 import math
@@ -24,7 +24,7 @@ STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "
 """matplotlib's options for the plots. Mathematical notation is not parsed, so that a $ in a name stays a $."""
 
 REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
-"""Style of the reference's curve, which is drawn under the others."""
+"""Style of the reference's curve, which is drawn under the other curves."""
 
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#92dadd")
 """Eight colours that colour-blind readers can distinguish, from Petroff 2021 (https://arxiv.org/abs/2107.02270). The
@@ -62,15 +62,15 @@ def write_page(comparison: Comparison, folder: Path) -> None:
 
 
 def shade(variant: Variant) -> float:
-    """Returns how dark a case's cell is, from 0 to 1. The darkness is on a logarithmic scale of the share of the case's
-    error bound that was used."""
+    """Returns how dark the cell of a case is in the report's table, from 0 to 1. The darkness is on a logarithmic scale
+    of the share of the case's error bound that was used."""
     used = variant.check.get("used") or 0.0
     return min(1.0, max(0.0, 1 + math.log10(used) / 4)) if used else 0.0
 
 
 def loss_plot(comparison: Comparison) -> Figure:
-    """Plots the loss of each run by step, and below it the difference from the reference's run with the same seed. The
-    comparison must have a run."""
+    """Plots the loss of each run by step. Below it, plots the difference of this loss from the loss of the reference's
+    run with the same seed. At least one variant must have a run."""
     by_seed = comparison.variants[0].by_seed
     most = max(len(run.losses.steps) for variant in comparison.variants for run in variant.runs)
     size = math.ceil(most / POINTS)
@@ -102,7 +102,8 @@ def loss_plot(comparison: Comparison) -> Figure:
 
 
 def accuracy_plot(comparison: Comparison) -> Figure | None:
-    """Plots the validation accuracy by step and by time, with one line per seed. Returns None without validation."""
+    """Plots the validation accuracy by step and by time, with one line per seed. Returns None if no run was
+    validated."""
     steps: list[Line] = []
     seconds: list[Line] = []
     for variant in comparison.variants:
@@ -136,7 +137,8 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
 
 
 def _points(curve: Curve, size: int) -> tuple[Array, Array]:
-    """Returns x and y of a curve with one point for every `size` steps, at the mean of these steps."""
+    """Returns x and y of a curve with one point for every `size` steps. The point is the mean of these steps and of
+    their values."""
     return _means(curve.steps, size), _means(curve.values, size)
 
 

@@ -20,8 +20,8 @@ MEASURED = ("dataset", "num_train")
 """Keys of metrics.json that describe what was trained, in addition to the recipe."""
 
 ENVIRONMENT = ("precision", "accelerator", "device_name", "git_commit", "versions")
-"""Keys of metrics.json whose differences are shown, but do not prevent a verdict, because a comparison tests their
-effect."""
+"""Keys of metrics.json whose values may differ between runs. The report shows their differences, but the runs are
+judged all the same, because a comparison tests the effect of these differences."""
 
 PLACEMENT = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
 
@@ -59,8 +59,8 @@ def last_checkpoint(run: FinishedRun) -> Path:
 
 
 def read_losses(file: Path) -> Curve:
-    """Returns the loss of each optimizer step as it was computed, without rounding. Raises ValueError if the file has
-    no losses, is damaged or is cut off."""
+    """Returns the loss of each optimizer step from a file of losses, without rounding. Raises ValueError if the file
+    has no losses, is damaged or is cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
@@ -74,8 +74,9 @@ def read_losses(file: Path) -> Curve:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Returns TensorBoard's curves of a run by tag, or an empty dictionary if another logger was used. Seconds count
-    from the start of the event file, which Lightning opens when training begins."""
+    """Returns TensorBoard's curves of a run, keyed by tag, or an empty dictionary if another logger was used. The times
+    of a curve, in seconds, are measured from the start of the event file, which Lightning opens when training
+    begins."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     if not any(folder.glob("events.out.tfevents.*")):
@@ -93,15 +94,15 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def shared(run: FinishedRun) -> dict[str, Any]:
-    """Returns, by dotted name, the settings that all runs of a comparison should share. They are a run's recipe, its
-    data and its environment. The seed is left out, because runs are compared seed by seed."""
+    """Returns the settings that all runs of a comparison should share, keyed by their dotted names. They are a run's
+    recipe, its data and its environment. The seed is left out, because runs with the same seed are compared."""
     recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe" and key != "seed"}
     return {**recipe, **flat({key: run.metrics.get(key) for key in (*MEASURED, *ENVIRONMENT)})}
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
-    """Returns the settings in which the first runs of the variants differ. Each setting has its values by the variants'
-    names."""
+    """Returns the settings in which the first runs of the variants differ. Each setting has a dictionary of its values,
+    keyed by the variants' names."""
     runs = {variant.name: shared(variant.runs[0]) for variant in variants if variant.runs}
     found = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
@@ -112,7 +113,8 @@ def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
 
 
 def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
-    """Returns the settings whose difference makes a verdict on two variants meaningless."""
+    """Returns the names of the settings in `differences` that differ between the variants `one` and `other` and make a
+    verdict on them meaningless. Settings in ENVIRONMENT do not."""
     found = []
     for setting, values in differences.items():
         if setting.split(".")[0] not in ENVIRONMENT and values.get(one) != values.get(other):
@@ -121,8 +123,8 @@ def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str
 
 
 def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
-    """Returns names for variants with these values of PLACEMENT. A name lists the values that vary between the
-    variants. If none varies, the name is the strategy."""
+    """Returns a name for each variant. `placements` has the values of PLACEMENT for each variant. A name lists the
+    values that vary between the variants. If none varies, the name is the strategy."""
     named: list[tuple[str, ...]] = []
     for strategy, ranks, nodes, micro_batches in placements:
         sizes = counted(ranks, "rank", "ranks"), counted(nodes, "node", "nodes")
@@ -137,7 +139,8 @@ def counted(number: int, one: str, many: str) -> str:
 
 
 def grouped(runs: Sequence[FinishedRun]) -> list[Variant]:
-    """Returns the variants of existing runs, baseline first. Runs that differ only in the seed are one variant."""
+    """Groups finished runs into variants and returns the variants, baseline first. Runs that differ only in the seed
+    are one variant."""
     groups: dict[tuple[str, int], list[FinishedRun]] = {}
     repeats: Counter[tuple[str, int]] = Counter()
     for run in runs:

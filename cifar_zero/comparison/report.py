@@ -32,7 +32,7 @@ Table = dict[str, list[str]]  # the cells of each column by its title, in the or
 
 
 def number(value: float) -> str:
-    """Returns three significant digits, with a thousands separator: 0.0123, 1.23, 4,329."""
+    """Returns a number with three significant digits and a thousands separator: 0.0123, 1.23, 4,329."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -77,8 +77,8 @@ ON_THE_CONSOLE |= {"memory": MEMORY["peak"], "accuracy (%)": ACCURACY["test accu
 
 
 def figures(comparison: Comparison, columns: Figures) -> Table:
-    """Returns a table of the figures of all variants. A cell lists the values of all seeds. Columns without values are
-    left out."""
+    """Returns a table of the variants' figures. `columns` defines its columns. A cell lists the values of all seeds.
+    Columns without values are left out."""
     table: Table = {}
     for title, (key, form) in columns.items():
         found = [variant.figures.get(key, []) for variant in comparison.variants]

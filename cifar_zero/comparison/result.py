@@ -30,12 +30,12 @@ SIGNS: dict[VerdictKind, str] = {
 
 PLAIN = "plain PyTorch"  # the reference of a comparison whose variants are checked step by step
 
-FLAT = 0.01  # a training counts as learning if its loss falls by more than this share of the first loss
+FLAT = 0.01  # a run counts as learning if its loss falls by more than this share of the first loss
 
 
 def has_fallen(losses: Sequence[float]) -> bool:
-    """Returns whether the loss has fallen by more than FLAT of the first loss, from the mean over the first quarter of
-    the steps to the mean over the last quarter. There must be a loss."""
+    """Returns whether the loss has fallen by more than the share FLAT of the first loss. The fall is measured from the
+    mean over the first quarter of the steps to the mean over the last quarter. `losses` must not be empty."""
     quarter = max(1, len(losses) // 4)
     fall = statistics.fmean(losses[:quarter]) - statistics.fmean(losses[-quarter:])
     return fall > FLAT * abs(losses[0])
@@ -43,7 +43,7 @@ def has_fallen(losses: Sequence[float]) -> bool:
 
 @dataclass
 class Curve:
-    """One metric of one run by optimizer step."""
+    """The values of one metric of one run, at some of its optimizer steps."""
 
     steps: list[int]  # optimizer steps, from 1
     values: list[float]
@@ -55,7 +55,7 @@ class Curve:
         return dict(zip(self.steps, self.values, strict=True))
 
     def difference(self, other: "Curve") -> "Curve":
-        """Returns the absolute difference of two curves at the steps that both have."""
+        """Returns the absolute difference of this curve and another one, at the steps that both have."""
         mine, others = self.by_step, other.by_step
         steps = [step for step in mine if step in others]
         return Curve(steps, [abs(mine[step] - others[step]) for step in steps])
@@ -77,12 +77,12 @@ class FinishedRun:
 @dataclass
 class Variant:
     """One way to train, with its verdict. A variant is either a strategy, whose complete runs of `train` are compared,
-    or a case. A case is one short training, all of whose steps are checked."""
+    or a case. A case is one short run, in which every step is checked."""
 
     name: str  # short and unique, such as deepspeed_stage_2, or "deepspeed_stage_2, 4 micro-batches"
     strategy: str
     world_size: int
-    flags: list[str] = field(default_factory=list)  # flags of the training
+    flags: list[str] = field(default_factory=list)  # flags with which it is trained
     command: str = ""  # the command that trains it again
     kind: VerdictKind = "not judged"
     remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
@@ -91,16 +91,16 @@ class Variant:
     # Only variants with complete runs have these values.
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
     figures: dict[str, list[float]] = field(default_factory=dict)
-    """Values of the runs by their key in metrics.json. If a metric has a number per rank, the value is the largest
-    one."""
+    """Values of the runs, one per run, keyed by their names in metrics.json. If a metric has a number per rank, the
+    value is the largest one."""
     drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
 
     # Only cases have these values.
-    row: str = ""  # name of the case without the strategy, such as a row of the acceptance
+    row: str = ""  # name of the case without the strategy, such as the name of a row in `cases`
     why: str = ""  # the code path that the case executes
-    saved_as: str = ""  # name of the saved training that the case writes or continues, or empty
+    saved_as: str = ""  # name of the saved run that the case writes or resumes, or empty
     save_at: int = 0  # the optimizer step after which it is saved, or 0 if the case continues it
-    seconds: float = 0.0  # duration of the training
+    seconds: float = 0.0  # duration of the run
 
     @property
     def passed(self) -> bool:
@@ -109,12 +109,12 @@ class Variant:
 
     @property
     def continues(self) -> bool:
-        """Whether the case continues a saved training."""
+        """Whether the case resumes a saved run."""
         return bool(self.saved_as) and not self.save_at
 
     @property
     def outcome(self) -> str:
-        """The verdict with its numbers in one line, or the reason why there is none."""
+        """The verdict with its numbers in one line, or the reason why there is no verdict."""
         return ": ".join(filter(None, [f"{SIGNS[self.kind]} {self.kind}", self.remark, self.drift]))
 
     def judge(self, kind: VerdictKind, remark: str = "") -> None:
@@ -129,7 +129,7 @@ class Variant:
 
 @dataclass
 class Comparison:
-    """The variants of one recipe, or the cases of the acceptance, with their verdicts."""
+    """The result of `cifar-zero compare`: the variants or cases that were trained or read, with their verdicts."""
 
     title: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
@@ -137,11 +137,12 @@ class Comparison:
     variants: list[Variant]  # the reference first
     machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Settings that the runs should share but do not. Each setting has its values by the variants' names."""
+    """Settings that the runs should share but do not. Each setting has a dictionary of its values, keyed by the
+    variants' names."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
     against: str = ""  # the file of the baseline that the cases are compared with, see `baseline`
     save_baseline: str = ""  # the file to which a new baseline is written
-    stopped_by: int = 0  # number of the signal that ended the trainings early; 0 if none did
+    stopped_by: int = 0  # number of the signal that ended the comparison early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
     command: str = field(default_factory=lambda: console.command("compare", *sys.argv[1:]))  # repeats the comparison
 
@@ -152,7 +153,7 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """The outcome in one sentence."""
+        """One sentence that says how many variants agree with the reference, and how many have each verdict."""
         kinds = [variant.kind for variant in self.variants if variant.kind != "reference"]
         agree = sum(kind in GOOD for kind in kinds)
         counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in SIGNS if kind in kinds)
@@ -163,7 +164,8 @@ class Comparison:
         return sentence
 
     def require(self, least: float) -> None:
-        """Fails each variant that agrees but has no test accuracy, or a mean test accuracy (0 to 1) below `least`."""
+        """Sets the verdict "too inaccurate" for each variant that agrees but whose mean test accuracy (0 to 1) is below
+        `least` or unknown."""
         for variant in self.variants:
             if not variant.passed:
                 continue

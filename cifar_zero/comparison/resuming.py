@@ -1,4 +1,4 @@
-"""Plans the trainings of `cifar-zero compare` that are saved after a step and resumed in new processes."""
+"""Plans the cases of `cifar-zero compare` that are saved after a step and resumed in new processes."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,26 +12,26 @@ from cifar_zero.config.strategy_rules import why_not_resumed
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 
-SAVED = "resumed"  # folder of the saved trainings, in the comparison's folder
+SAVED = "resumed"  # folder of the saved runs, in the comparison's folder
 
 Resolve = Callable[[Sequence[str]], Run]  # returns the run of a case's flags; raises UsageError if it cannot run
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Where and how a training is continued."""
+    """Describes which cases are saved and resumed, after which step, and under which strategy and number of ranks."""
 
     at: int  # the optimizer step after which it is saved
-    under: str = ""  # strategy of the continuation; by default the strategy of the saved training
-    ranks: int = 0  # number of ranks of the continuation; by default the number of the saved training
-    row: str = ""  # continue only the cases of this row of the acceptance
-    of: str = ""  # continue only the cases of this strategy and of its offloaded forms
-    why: str = "restoring the checkpoint"  # the code path that the continuation executes
+    under: str = ""  # strategy of the resumed case; by default the strategy of the saved case
+    ranks: int = 0  # number of ranks of the resumed case; by default the number of the saved case
+    row: str = ""  # resume only the acceptance cases of this row
+    of: str = ""  # resume only the cases of this strategy and of its offloaded forms
+    why: str = "restoring the checkpoint"  # the code path that the resumed case executes
 
 
 def with_continuations(cases: Sequence[Variant], resume: Continuation, resolve: Resolve) -> list[Variant]:
-    """Returns the cases, followed by the cases that continue them as `resume` describes. Raises UsageError if no case
-    can be continued and `resume` names no row."""
+    """Returns the cases, followed by the cases that resume them as `resume` describes. Raises UsageError if no case can
+    be resumed and `resume` names no row."""
     found, refused = [*cases], None
     for case in cases:
         matches = case.row.startswith(resume.row) and case.strategy.startswith(resume.of)
@@ -47,8 +47,8 @@ def with_continuations(cases: Sequence[Variant], resume: Continuation, resolve: 
 
 
 def _continuation(case: Variant, resume: Continuation, resolve: Resolve) -> Variant:
-    """Marks a case to be saved, and returns the case that continues it. The number of micro-batches per step, over all
-    ranks, stays the same."""
+    """Marks a case to be saved, and returns the case that resumes it. The number of micro-batches per step, over all
+    ranks, stays the same. Raises UsageError if the case cannot be resumed as `resume` describes."""
     ranks = resume.ranks or case.world_size
     before = resolve(case.flags)
     parts, left = divmod(case.world_size * before.placement.accumulate, ranks)

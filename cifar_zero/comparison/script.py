@@ -1,8 +1,8 @@
 """`cifar-zero compare --script OLD.py` checks whether a LightningModule trains as an old training script does.
 
 The script is run once, unchanged, and its first optimizer steps are recorded. Then the module is trained from the
-script's weights on its batches, under plain PyTorch and under each strategy. Every step is checked twice. The module
-must compute the script's step, and the strategy must compute the module's step.
+script's weights on the script's batches, under plain PyTorch and under each strategy. Every step is checked twice. The
+module must compute the same values as the script, and the strategy must compute the same values as the module.
 """
 
 import json
@@ -27,25 +27,25 @@ RECORDER = ("cifar_zero.comparison.trace",)
 
 @dataclass
 class Recording:
-    """Describes the recorded training of a script in plain data."""
+    """Describes the recorded steps of a script in plain data."""
 
-    model: str = ""  # name of its class
+    model: str = ""  # name of the class of the script's model
     steps: int = 0  # recorded optimizer steps
     accumulate: int = 1  # micro-batches per step
     batch_size: int = 1  # samples per micro-batch
     precision: str = "32-true"  # Lightning's name of autocast's precision
     gradient_clip_val: float = 0.0  # max_norm of the script's call of clip_grad_norm_, or 0 without a call
-    renames: dict[str, str] = field(default_factory=dict)  # new prefixes of weight names, by the old prefixes
+    renames: dict[str, str] = field(default_factory=dict)  # maps old prefixes of weight names to new prefixes
     own_data: bool = False  # the module trains on its own loader
     is_recipe: bool = False  # the module is CIFARModule, not a user's
 
     def write(self, folder: Path) -> None:
-        """Writes the description next to the recorded steps."""
+        """Writes the description into `folder`, next to the recorded steps."""
         (folder / "recording.json").write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def read(folder: Path) -> "Recording":
-        """Reads a description that `write` has written."""
+        """Returns the description that `write` has written into `folder`."""
         return Recording(**json.loads((folder / "recording.json").read_text()))
 
 
@@ -82,10 +82,10 @@ def record(script: str, steps: int, folder: Path) -> Recording:
 
 
 def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Sequence[str]) -> list[Variant]:
-    """Returns the cases to train. The first is plain PyTorch on one rank. The strategies on `ranks` ranks follow.
+    """Returns the cases to train. The first case is plain PyTorch on one rank. The strategies on `ranks` ranks follow.
 
     Args:
-        recording: Describes the script's training. The module has the same precision, accumulation and clipping, unless
+        recording: Describes the script's steps. The module has the same precision, accumulation and clipping, unless
             `flags` override them.
         strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in
             `own_module.DEFAULT` that can train on this machine.

@@ -33,11 +33,12 @@ PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}  # Lightn
 
 
 class Recorded(BaseException):
-    """Ends the script after its last recorded step. It is not an Exception, because the script could catch that."""
+    """Raised to end the script after its last recorded step. It does not derive from Exception, because the script
+    could catch an Exception."""
 
 
 class Recorder:
-    """Records the steps of a process that has only one optimizer."""
+    """Records the optimizer steps of the script that runs in this process. The script must have only one optimizer."""
 
     def __init__(self, folder: Path, steps: int):
         self.folder, self.steps = folder, steps
@@ -46,7 +47,7 @@ class Recorder:
         self._model: Any = None
         self._step: ScriptStep | None = None
         self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)
-        """Batches, each with its epoch and the random state before the epoch."""
+        """The fetched batches, each with its epoch and the random state before this epoch."""
         self._iterators = 0
         self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
         self._random_state: Any = None  # random state before the first module call since the last backward pass
@@ -55,7 +56,8 @@ class Recorder:
         self._loss_scale = 1.0
 
     def install(self) -> None:
-        """Installs hooks on optimizer steps, and wraps the other functions of torch that training scripts call."""
+        """Installs hooks on optimizer steps. Also wraps the other torch functions whose calls are recorded: calls of
+        modules, `Tensor.backward`, iteration over a DataLoader, `GradScaler.scale` and `clip_grad_norm_`."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         _around(nn.Module, "__call__", self._call)
@@ -118,8 +120,8 @@ class Recorder:
             self._depth -= 1
 
     def _trained_on(self) -> tuple[Any, int, Any]:
-        """Returns the batch of the forward pass, with its epoch and random state. It is the oldest fetched batch that
-        contains a tensor which a module has received. If there is none, it is the last fetched batch."""
+        """Returns the batch of the forward pass, with its epoch and the random state before this epoch. It is the
+        oldest fetched batch of which a module has received a tensor. If there is none, it is the last fetched batch."""
         if not self._fetched:
             raise UsageError("--script: its loop must take its batches from a torch DataLoader")
         while len(self._fetched) > 1 and not self._was_seen(self._fetched[0][0]):
@@ -171,7 +173,7 @@ class Recorder:
 
 
 def main() -> int:
-    """Records the steps of a script and returns the exit code."""
+    """Records the first optimizer steps of a script and returns the exit code."""
     folder, steps, script, *arguments = sys.argv[1:]
     recorder = Recorder(Path(folder), int(steps))
     recorder.install()
@@ -191,9 +193,10 @@ def main() -> int:
 
 
 def model_of(optimizer: Any) -> nn.Module:
-    """Returns the module that has the most of an optimizer's parameters. If several modules have equally many, it is
-    the one with the most parameters in total. If there are still several, it is the one with the fewest submodules,
-    which has no wrappers around it. Raises UsageError if no module has any of the optimizer's parameters."""
+    """Returns the module that contains the largest number of an optimizer's parameters. If several modules have equally
+    many, it is the one with the most parameters in total. If there are still several, it is the one with the fewest
+    submodules, which has no wrappers around it. Raises UsageError if no module has any of the optimizer's
+    parameters."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def rank(module: nn.Module) -> tuple[int, int, int]:
@@ -208,7 +211,8 @@ def model_of(optimizer: Any) -> nn.Module:
 
 
 def _around(owner: Any, name: str, call: Any) -> None:
-    """Replaces a function by one that calls `call` with the original function and its arguments."""
+    """Replaces the function `name` of `owner` with a function that passes the original function and its arguments to
+    `call`."""
     original = getattr(owner, name)
 
     @wraps(original)
@@ -219,12 +223,13 @@ def _around(owner: Any, name: str, call: Any) -> None:
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns copies of a model's weights and buffers on the CPU, by name."""
+    """Returns copies of a model's weights and buffers on the CPU, keyed by name."""
     return _copied(dict(model.named_parameters())), _copied(dict(model.named_buffers()))
 
 
 def _copied(tensors: Any) -> Any:
-    """Returns a copy of nested tensors on the CPU. Mappings of other libraries become dictionaries in it."""
+    """Returns a nested structure in which each tensor is a copy on the CPU. Mappings of other libraries become
+    dictionaries."""
     if isinstance(tensors, Mapping):
         return {key: _copied(value) for key, value in tensors.items()}
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), tensors)

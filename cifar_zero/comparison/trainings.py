@@ -17,8 +17,8 @@ from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve, warn_of_few_cores
 
 CHECKED_STEPS = 20
-"""Number of optimizer steps of each training that are checked in place, spread over all steps. --check_steps overrides
-it."""
+"""Number of optimizer steps of each run that a step check compares with plain PyTorch, spread over all steps.
+--check_steps overrides it."""
 
 
 @dataclass
@@ -31,18 +31,18 @@ class Planned:
     launcher: Sequence[str] = ()  # see `run_process.start`
 
     def flags_of(self, seed: int) -> list[str]:
-        """Returns the flags of train for a seed, without --out and --name."""
+        """Returns the flags of train for the run with this seed, without --out and --name."""
         return [*self.variant.flags, "--seed", str(seed)]
 
     def run_name(self, seed: int) -> str:
-        """Returns the name of the run of a seed, which is also the name of its folder and of its curves."""
+        """Returns the name of the run with this seed, which is also the name of its folder and of its curves."""
         name = self.variant.name.replace(", ", "-").replace(" ", "_")
         return name if len(self.seeds) == 1 else f"{name}-seed_{seed}"
 
 
 def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
-    """Trains the variants, seed by seed, into a folder, and returns them. A run that failed or cannot be read is left
-    out, and its variant is judged as not trained."""
+    """Trains a run of each variant for each of its seeds, with `folder` as the directory for run folders. Returns the
+    variants. A run that failed or cannot be read is left out, and its variant gets the verdict "not trained"."""
     trainings = [(each, seed) for each in planned for seed in each.seeds]
     for number, (each, seed) in enumerate(trainings, 1):
         name = each.run_name(seed)
@@ -62,7 +62,14 @@ def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
 def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Path:
     """Trains one run and returns its folder. The run has a separate process group, and no process of this group is left
     afterwards. Raises RunError with the run's last error line if the run failed. KeyboardInterrupt and Stopped are
-    raised only after the run has ended."""
+    raised only after the run has ended.
+
+    Args:
+        name: Name of the run.
+        flags: Flags of train, without --out and --name.
+        folder: Directory for the run folder and the log.
+        launcher: See `run_process.start`.
+    """
     log = folder / f"{name}.log"
     where = ["--out", str(folder), "--name", name]
     with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
@@ -137,8 +144,14 @@ def plan(
 
 
 def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[str]:
-    """Returns flags that set the sizes of other strategies to 0 for this strategy. A size, such as
-    --tensor_parallel_size, belongs to one strategy, but its flag is given for all variants."""
+    """Returns flags that set the size options of other strategies to 0 for one strategy. A size option, such as
+    --tensor_parallel_size, belongs to one strategy, but is given for all variants.
+
+    Args:
+        strategy: The strategy that gets the flags.
+        strategies: All strategies of the comparison.
+        given: Names of the flags that are given for all variants.
+    """
     sizes = {STRATEGIES[name].size for name in strategies if name in STRATEGIES}
     own = STRATEGIES[strategy].size if strategy in STRATEGIES else None
     flags = []
@@ -149,7 +162,7 @@ def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[st
 
 
 def prepare(planned: Sequence[Planned]) -> None:
-    """Checks the Trainer options and the pretrained weights of each variant, and prepares the images. This comes before
+    """Checks the Trainer options and the pretrained weights of each variant, and prepares the images. Call it before
     the first run."""
     from cifar_zero import data
     from cifar_zero.training import build, starting

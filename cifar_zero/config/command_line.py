@@ -1,9 +1,9 @@
 """Parses the command line and YAML recipes into a checked `Settings` with jsonargparse, without torch or Lightning.
 
 The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
---optimizer.betas '[0.8, 0.999]'`). Their names are therefore read first, and the parser is built for them. Until then,
-options are untyped values in one flat mapping by flag. Recipes, a DeepSpeed configuration and flags override this
-mapping in turn.
+--optimizer.betas '[0.8, 0.999]'`). The names of model, optimizer and schedule are therefore read first, and the parser
+is built for them. Until then, options are untyped values in one flat mapping, keyed by flag. Recipes, a DeepSpeed
+configuration and flags override this mapping in turn.
 """
 
 import sys
@@ -43,8 +43,8 @@ from cifar_zero.models import MODELS
 from cifar_zero.models.user_model import register_user_model
 
 EarlierRun = Callable[[Settings], dict[str, Any] | None]
-"""A function that returns the options, by flag, of the earlier run that a command line continues, or None for a new
-run. Its argument holds the options of the command line that identify the earlier run."""
+"""A function that returns the options of the earlier run that a command line continues, keyed by flag, or None for a
+new run. Its argument holds the options of the command line that identify the earlier run."""
 
 ONLY_FLAGS = ("config", "print_config", "help")
 """Options of the command line that a recipe cannot set."""
@@ -59,12 +59,14 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
     """Returns the settings of a command line. Recipes (`--config`) override the defaults in their order, and flags
     override the recipes. `--help` and `--print_config` print and exit.
 
-    Raises UsageError for an unknown key, a value of the wrong type, or an unreadable recipe.
-
     Args:
-        earlier_run: returns the options of an earlier run. Recipes and flags override these options. Under another
-            strategy, the earlier run's strategy options do not apply. `--strategy auto` keeps the earlier run's
-            strategy.
+        arguments: The options of the command line.
+        earlier_run: Returns the options of the earlier run that the command line continues, if there is one. Recipes
+            and flags override these options. Under another strategy, the earlier run's strategy options do not apply.
+            `--strategy auto` keeps the earlier run's strategy.
+
+    Raises:
+        UsageError: If an option is unknown, a value has the wrong type or makes no sense, or a recipe cannot be read.
     """
     given = {**arguments.options}
     asked_help, prints = given.pop("help", None), given.pop("print_config", False)
@@ -116,8 +118,8 @@ def dump(given: Settings) -> str:
 
 
 def read_recipe(file: str | Path) -> dict[str, Any]:
-    """Returns the options, by flag, of a recipe or of a run's config.yaml. Raises UsageError if the file cannot be a
-    recipe."""
+    """Returns the options of a recipe or of a run's config.yaml, keyed by flag. Raises UsageError if the file cannot be
+    a recipe."""
     tree = plain_data.read_yaml(Path(file), f"--config {file}")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
@@ -134,7 +136,8 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
 
 
 def _allow_code(given: Mapping[str, Any]) -> None:
-    """Allows the user's code that the command line itself names, which may be a model or a transform of the images."""
+    """Loads the user's code that the command line itself names, so that the run may use it. The code is a model or a
+    transform of the images."""
     if transform := given.get("augment.transform"):
         user_code.allow(transform, "--augment.transform")
     model = given.get("model", "")
@@ -143,8 +146,8 @@ def _allow_code(given: Mapping[str, Any]) -> None:
 
 
 def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the options of recipes and of the command line together. Later sources override earlier ones, and each
-    source overrides the DeepSpeed configuration that it names."""
+    """Merges the options of recipes and of the command line, and returns them. Later sources override earlier ones, and
+    each source overrides the DeepSpeed configuration that it names."""
     options: dict[str, Any] = {}
     for source in sources:
         file = str(source.get("ds_config", ""))
@@ -155,7 +158,8 @@ def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
-    """Returns options overridden by others. A new model, optimizer or schedule drops the options of the old one."""
+    """Returns `options`, overridden by the options `by`. If `by` chooses another model, optimizer or schedule, the
+    options of the old one are dropped."""
     for key in REGISTRIES:
         if key in by and by[key] != options.get(key, by[key]):
             options = {option: value for option, value in options.items() if not option.startswith(f"{key}.")}
@@ -176,8 +180,8 @@ def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
 
 
 def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns those options of an earlier run that also apply under the given strategy. `--strategy auto` is removed
-    from `given`."""
+    """Returns the options of the earlier run, `base`, that the new run keeps. If the command line, `given`, chooses
+    another strategy, the strategy options are left out. `--strategy auto` is removed from `given`."""
     if given.get("strategy") == AUTO:
         del given["strategy"]
     if all(given.get(key, base.get(key)) == base.get(key) for key in ("strategy", "ds_config")):
@@ -204,9 +208,10 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-@cache  # one acceptance run parses a hundred command lines
+@cache  # one compare --acceptance parses a hundred command lines
 def _parser(names: tuple[str, ...], with_help: bool) -> ArgumentParser:
-    """Returns the parser of train with the options of a model, an optimizer and a schedule, which are given by name."""
+    """Returns the parser of the train command. `names` are the names of the chosen model, optimizer and schedule, whose
+    options become flags. The parser can print help texts only if `with_help` is true."""
     set_parsing_settings(docstring_parse_attribute_docstrings=with_help)  # they take a third of the time
     parser = ArgumentParser(
         prog=command("train"),

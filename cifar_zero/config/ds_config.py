@@ -80,8 +80,8 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
 
 
 def options_of(file: str) -> dict[str, Any]:
-    """Returns the options of train that a DeepSpeed configuration file sets, by flag. Raises UsageError if the file is
-    refused (see `_read`), or if its optimizer or scheduler has no counterpart in this project."""
+    """Returns the options of train that a DeepSpeed configuration file sets, keyed by flag. Raises UsageError if the
+    file is refused (see `_read`), or if its optimizer or scheduler has no counterpart in this project."""
     raw = _read(file)
     said = _without_auto(raw)
     found = {option: said[key] for key, option in RENAMED.items() if key in said}
@@ -202,9 +202,14 @@ def _without_auto(value: Any) -> Any:
 
 
 def _ours(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns the options of the file's optimizer or scheduler, with its name in this project, or an empty dict if the
-    file has none. An option that is "auto" is left out, so that the flags decide instead of DeepSpeed's or this
-    project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project."""
+    """Returns the options of the file's optimizer or scheduler, including its name in this project, or an empty dict if
+    the file has none. An option that is "auto" is left out, so that the flags decide instead of DeepSpeed's or this
+    project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project.
+
+    Args:
+        raw: The content of the file.
+        key: optimizer or scheduler.
+    """
     section = _section(raw, key)
     if not section:
         return {}

@@ -32,19 +32,19 @@ OWNED = {
     "strategy": "--strategy",
     "use_distributed_sampler": "--data.loader (it shards the data itself)",
 }
-"""Options of Lightning's Trainer for which this program has a flag, and the flag, so that each setting has only one
-owner."""
+"""Options of Lightning's Trainer for which this program has a flag of its own, and what to use instead. They are
+refused, so that each setting has only one owner."""
 
 
 def choices(key: str) -> list[str]:
-    """Returns the names of all models, optimizers or schedules."""
+    """Returns the names that --model, --optimizer or --schedule accepts. `key` is model, optimizer or schedule."""
     others = ["torchvision:NAME", "FILE.py:NAME"] if key == "model" else []
     return [*REGISTRIES[key], *others]
 
 
 def chosen(options: Mapping[str, Any], key: str) -> str:
-    """Returns the name of the chosen model, optimizer or schedule, which `options` may leave at the default. Raises
-    UsageError if the name is unknown."""
+    """Returns the name of the model, optimizer or schedule that `options` choose, or the default name if they choose
+    none. `key` is model, optimizer or schedule. Raises UsageError if the name is unknown."""
     name = str(options.get(key, getattr(Recipe(), key).name))
     if name in REGISTRIES[key]:
         return name
@@ -56,7 +56,8 @@ def chosen(options: Mapping[str, Any], key: str) -> str:
 
 
 def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for the first unknown option."""
+    """Raises UsageError for the first option that `parser` does not know, and for an option of Lightning's Trainer in
+    OWNED."""
     known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
     for option in options:
         section, _, name = option.partition(".")

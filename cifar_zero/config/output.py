@@ -11,7 +11,7 @@ LoggerName = Literal["tensorboard", "csv", "wandb", "none"]
 
 @dataclass(frozen=True)
 class Output:
-    """output"""
+    """output: run folders, checkpoints, logging, plots and checks"""
 
     out: str = "runs"
     """Directory for run folders."""

@@ -1,6 +1,6 @@
-"""The placement: where and how a training runs. These options do not change its maths; precision is one of them,
-because it changes only rounding. The docstring under each field is its `--help` text; numbers are at least 0 unless
-`limited` sets other limits."""
+"""The placement: where and how a run is trained. These options change only the rounding of what it computes, so
+precision is one of them. The docstring under each field is its `--help` text; numbers are at least 0 unless `limited`
+sets other limits."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,7 +167,7 @@ class ComputeOptions:
 
 @dataclass(frozen=True)
 class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
-    """The options that decide where and how a training runs."""
+    """The options that decide where and how a run is trained."""
 
     data: DataAccess = field(default_factory=DataAccess)
 
@@ -179,7 +179,7 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
 
     @property
     def ranks_per_model(self) -> int:
-        """Number of ranks that together hold one model and compute the same images."""
+        """Number of ranks that together hold one copy of the model and compute the same images."""
         spec = STRATEGIES[self.strategy]  # with a raw DeepSpeed configuration the default, baseline
         if spec.size and getattr(self, spec.size):
             return getattr(self, spec.size)
@@ -189,8 +189,8 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
 
     @property
     def replicas(self) -> int:
-        """Number of models that train on different images. Raises UsageError if the ranks cannot be divided into such
-        replicas."""
+        """Number of copies of the model that train on different images. Raises UsageError if the ranks cannot be
+        divided into such replicas."""
         replicas, left = divmod(self.world_size, self.ranks_per_model)
         if left:
             given = f"--{STRATEGIES[self.strategy].size} {self.ranks_per_model}"
@@ -199,7 +199,7 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
 
     @property
     def strategy_name(self) -> str:
-        """The strategy, or the file name of the raw DeepSpeed configuration that replaces it."""
+        """The name of the strategy, or of the raw DeepSpeed configuration that replaces it, without .json."""
         if self.ds_config:
             return Path(self.ds_config).stem
         return self.strategy

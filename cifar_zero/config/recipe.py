@@ -1,6 +1,6 @@
-"""The recipe: the options that decide the maths of a training, wherever it runs. The docstring under each field is its
-`--help` text; numbers are at least 0 unless `limited` sets other limits. A resumed run keeps its recipe, except for the
-fields with `may_change_on_resume`."""
+"""The recipe: the options that decide what a run computes, on whatever devices it is trained. The docstring under each
+field is its `--help` text; numbers are at least 0 unless `limited` sets other limits. A resumed run keeps its recipe,
+except for the fields with `may_change_on_resume`."""
 
 import math
 from dataclasses import dataclass, field
@@ -43,8 +43,8 @@ class Inputs(NamedTuple):
     std: tuple[float, ...]
 
     def as_many(self, images: int) -> int:
-        """Returns how many images of this size have as many pixels as `images` images of CIFAR's size. The result is
-        at least 1."""
+        """Returns the number of images of this size that have as many pixels together as `images` images of CIFAR's
+        size. The result is at least 1."""
         return max(1, images * IMAGE_SHAPE[1] * IMAGE_SHAPE[2] // self.side**2)
 
 
@@ -100,7 +100,7 @@ class DataRecipe:
 
     @property
     def inputs(self) -> Inputs:
-        """Size and normalisation of the images that the model gets."""
+        """Size and normalisation of the images that the model is given."""
         return inputs(self.image_size, self.normalize)
 
 
@@ -163,7 +163,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class Training:
-    """training"""
+    """training: its length, batch size, loss, seed and initial weights"""
 
     epochs: int = limited(2, at_least=1, may_change_on_resume=True)
     """Number of passes over the training images."""
@@ -230,7 +230,7 @@ class Regularization:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """fine-tuning"""
+    """fine-tuning: the weights to start from, and the parameters to train"""
 
     weights: str = field(default="", metadata=MAY_CHANGE)
     """Start from existing weights: a run folder, a checkpoint of any strategy, a safetensors file, or a torch state
@@ -247,8 +247,8 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class Recipe(FineTuning, Regularization, Training):
-    """The options that decide the maths of a training. The defaults are those of the PyTorch tutorial, plus a
-    validation split."""
+    """The options that decide what a run computes. The defaults are those of the PyTorch tutorial, plus a validation
+    split."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataRecipe = field(default_factory=DataRecipe)

@@ -81,8 +81,8 @@ def check_values(settings: Settings) -> None:
 
 
 def _check_numbers(settings: Settings) -> None:
-    """Raises UsageError for a number beyond its limits, in the settings or in the options of model, optimizer and
-    schedule."""
+    """Raises UsageError for a number that is outside its limits, in the settings or in the options of model, optimizer
+    and schedule."""
     for part in (settings.recipe, settings.placement, settings.output):
         groups = {"": part, **{f"{name}.": getattr(part, name) for name in sections(type(part))}}
         for prefix, options in groups.items():
@@ -111,7 +111,7 @@ def _check_images(settings: Settings) -> None:
 
 
 def of_validation(settings: Settings) -> list[str]:
-    """Returns the options that need a validation and differ from their default."""
+    """Returns the names of the options that need a validation and differ from their default."""
     given, defaults = flat(settings), flat(Settings())
     names = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k")
     return [name for name in names if given[name] != defaults[name]]
@@ -140,7 +140,8 @@ def check_model(run: Run) -> None:
 
 
 def check_here(run: Run) -> None:
-    """Raises UsageError if this computer lacks something that the run needs and that another computer may have."""
+    """Raises UsageError if the run needs something that this computer lacks but another computer may have: memory, a
+    package, a version of torch, a compiler or a disk."""
     placement, optimizer, spec = run.placement, run.recipe.optimizer.name, run.spec
     assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory
@@ -178,8 +179,8 @@ def _lacks(package: str) -> bool:
 
 
 def check_nvme(path: str) -> None:
-    """Raises UsageError if the directory is missing, or if the computer lacks libaio, against which DeepSpeed compiles
-    its asynchronous I/O."""
+    """Raises UsageError if the directory `path` for NVMe offloading is missing or not writable, or if the computer
+    lacks libaio, against which DeepSpeed compiles its asynchronous I/O."""
     refuse(
         {
             "--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk": not path,

@@ -1,4 +1,5 @@
-"""The resolved run: the user's settings, with every open option decided on this computer. Imports no torch."""
+"""Defines the resolved run: the user's settings, in which every open option has been decided for this computer. Imports
+no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,8 +55,13 @@ def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:
 
 
 def with_accelerator(settings: Settings, on_gpu: bool, has_bfloat16: Callable[[], bool] = lambda: True) -> Settings:
-    """Returns the settings for GPUs or for the CPU, with precision auto replaced. `has_bfloat16` is called only for
-    precision auto on GPUs."""
+    """Returns the settings with the accelerator set, and precision auto replaced by a number format.
+
+    Args:
+        settings: The settings to change.
+        on_gpu: Whether the run uses GPUs instead of the CPU.
+        has_bfloat16: Returns whether the GPU computes in bfloat16. It is called only for precision auto on GPUs.
+    """
     precision = settings.placement.precision
     if precision == "auto":
         precision = "32-true"

@@ -18,18 +18,19 @@ Owner = Literal["recipe", "placement", "output"]
 OWNERS: dict[Owner, type] = {"recipe": Recipe, "placement": Placement, "output": Output}
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-"""The registry for each `Choice` of the recipe, which is a name together with the options of that entry."""
+"""The registries from which the recipe chooses its model, optimizer and schedule. Each `Choice` is the name of an entry
+together with the options of that entry."""
 
 FALLBACK_SUFFIX = "-digits-fallback"
 """Suffix of the run's name if the run uses the embedded digits because CIFAR-10 was not available."""
 
 PLACED = ("model.ep_size",)
-"""Options of a model that decide where its parts are placed. They belong to the placement."""
+"""Options of a model that decide on which ranks its parts are. They belong to the placement."""
 
 
 def sections(part: type) -> dict[str, type]:
-    """Returns the sections of a part, such as zero and offload, with their types. The flags of a section have dotted
-    names."""
+    """Returns the class of each section of a recipe, placement or output class, keyed by the section's name. A section,
+    such as zero or offload, is a field that holds a dataclass of options. Its flags have dotted names."""
     return {
         option.name: option.default_factory
         for option in fields(part)
@@ -63,12 +64,12 @@ class Settings:
 
     @property
     def data(self) -> DataConfig:
-        """The data options of the recipe and of the placement together."""
+        """The data options, which belong to the recipe and to the placement, in one object."""
         return DataConfig(**vars(self.recipe.data), **vars(self.placement.data))
 
     @property
     def run_name(self) -> str:
-        """The run's --name, or <model>-<strategy> if that is empty."""
+        """The run's --name, or <model>-<strategy> if --name is empty."""
         return self.output.name or f"{self.recipe.model_name}-{self.placement.strategy_name}"
 
     @property
@@ -77,8 +78,8 @@ class Settings:
         return self.data.source == "digits" and self.run_name.endswith(FALLBACK_SUFFIX)
 
     def with_images_of(self, source: SourceName) -> Self:
-        """Returns the settings with --data.source auto replaced by `source`. If that is digits, the run's name gets
-        FALLBACK_SUFFIX."""
+        """Returns the settings with --data.source auto replaced by `source`. If `source` is digits, the run's name gets
+        FALLBACK_SUFFIX. Settings with another --data.source are returned unchanged."""
         if self.data.source != "auto":
             return self
         name = self.output.name
@@ -108,22 +109,22 @@ def make_settings(**options: Any) -> Settings:
 
 
 def settings_of(tree: Mapping[str, Any]) -> Settings:
-    """Returns the settings from a dictionary that `tree_of` made. Raises TypeError if it has unknown options, because
-    another version of the program wrote it, and UsageError if it sets `trust`."""
+    """Returns the settings from a dictionary that `tree_of` made. Raises TypeError if the dictionary has unknown
+    options, because another version of the program wrote it, and UsageError if it sets `trust`."""
     check_no_consent(tree, "the checkpoint's configuration")
     types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(REGISTRIES, Choice)}
     return make_settings(**{key: types[key](**value) if key in types else value for key, value in tree.items()})
 
 
 def tree_of(given: Settings) -> dict[str, Any]:
-    """Returns all options by name, with sections as dictionaries. A checkpoint records this dictionary, and config.yaml
-    shows it."""
+    """Returns all options, keyed by name, with sections as dictionaries. A checkpoint records this dictionary, and
+    config.yaml shows it."""
     return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output), "data": asdict(given.data)}
 
 
 def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns every option and its value by flag, for example data.root, optimizer.lr and seed. The value of `model` is
-    the model's name. Accepts settings, or the content of a recipe or of a checkpoint's record."""
+    """Returns the values of all options, keyed by flag, for example data.root, optimizer.lr and seed. The value of
+    `model` is the model's name. Accepts settings, the content of a recipe, or the options that a checkpoint records."""
     found: dict[str, Any] = {}
     if isinstance(given, Settings):
         given = tree_of(given)
@@ -141,10 +142,11 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def owner_of(flag: str) -> Owner:
-    """Returns the part that an option belongs to. Raises KeyError for an unknown option.
+    """Returns whether an option belongs to the recipe, the placement or the output. Raises KeyError for an unknown
+    option.
 
     Args:
-        flag: the option without dashes, for example seed, optimizer.lr or data.root.
+        flag: The option without dashes, for example seed, optimizer.lr or data.root.
     """
     if flag in PLACED:
         return "placement"
@@ -167,8 +169,8 @@ def may_change_on_resume(flag: str) -> bool:
 
 
 def check_no_consent(tree: Mapping[str, Any], source: str) -> None:
-    """Raises UsageError if options that were read from a file set `trust`, because no file may allow code to run.
-    `source` names the file in the error."""
+    """Raises UsageError if the options in `tree`, which were read from a file, set `trust`, because no file may allow
+    code to run. `source` names the file in the error."""
     if "trust" in tree:
         raise UsageError(f"{source} sets trust, which works only on the command line: remove it and add --trust")
 

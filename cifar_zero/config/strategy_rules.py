@@ -1,7 +1,7 @@
 """Refuses what a strategy cannot do. The rules are about devices and number formats, optimizers, weight averaging,
 splitting a model, experts, resuming, and DeepSpeed's options for ZeRO (--zero) and offloading (--offload).
 
-A function that returns `Rules` maps each error message to a value that is true if the run breaks that rule.
+Several functions return `Rules`, which map each error message to a value that is true if the run breaks the rule.
 """
 
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
@@ -39,7 +39,7 @@ def _devices(run: Run) -> Rules:
 
 
 def _graphs(run: Run) -> Rules:
-    """Returns the rules of --cuda_graphs. A CUDA graph replays the same kernels on the same addresses."""
+    """Returns the rules of --cuda_graphs. A CUDA graph replays the same kernels on the same memory addresses."""
     placement = run.placement
     if not placement.cuda_graphs:
         return {}
@@ -77,9 +77,9 @@ def _optimizers(run: Run) -> Rules:
 
 
 def _switches(run: Run) -> Rules:
-    """Returns the rules of --zero and --offload, whose options must have an effect. With a ratio below 1, DeepSpeed
-    (0.19.8, zero/stage3.py, `backup_optimizer`) updates the part on the GPU with a torch.optim.AdamW that keeps the
-    learning rate of the first step."""
+    """Returns the rules of --zero.* and --offload.*, which refuse an option that would have no effect. With a ratio
+    below 1, DeepSpeed (0.19.8, zero/stage3.py, `backup_optimizer`) updates the part of the optimizer that stays on the
+    GPU with a torch.optim.AdamW. This AdamW keeps the learning rate of the first step."""
     spec, placement, recipe = run.spec, run.placement, run.recipe
     zero, offload = placement.zero != ZeROConfig(), placement.offload != OffloadConfig()
     constant = recipe.schedule.name == "constant" and not recipe.reduce_on_plateau
@@ -155,7 +155,7 @@ def _experts(run: Run) -> Rules:
 
 
 def check_can_resume(run: Run) -> None:
-    """Raises UsageError for --resume if checkpoints of the strategy lack part of the state."""
+    """Raises UsageError if --resume is given and checkpoints of the strategy lack part of the state."""
     if run.output.resume and (why := why_not_resumed(run)):
         raise UsageError(f"--resume: {why}")
 
@@ -178,7 +178,7 @@ def why_not_resumed(run: Run) -> str:
 
 def check_micro_batch(run: Run) -> None:
     """Raises UsageError if the batch size cannot be divided into micro-batches, or if the raw DeepSpeed configuration
-    has another micro-batch size."""
+    sets a different micro-batch size."""
     ours, ranks = run.micro_batch, run.placement.replicas
     theirs = (run.spec.raw or {}).get("train_micro_batch_size_per_gpu", ours)
     if theirs != ours:

@@ -1,5 +1,5 @@
-"""The registry of strategies: how each spreads a run over ranks, what it shards or offloads, and what it can do.
-Imports no torch, Lightning or DeepSpeed.
+"""The registry of strategies. It describes how each strategy spreads a run over ranks, what it shards or offloads, and
+which options it supports. Imports no torch, Lightning or DeepSpeed.
 
 Names that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) mean the same as in Lightning. `fsdp` runs torch's
 FSDP2, because torch tells users of FullyShardedDataParallel to migrate to FSDP2. A raw DeepSpeed configuration can
@@ -15,7 +15,7 @@ Device = Literal["", "cpu", "nvme"]  # where something is offloaded to; if empty
 
 @dataclass(frozen=True)
 class Spec:
-    """Describes what a strategy does and what it can do."""
+    """Describes what a strategy does and which options it supports."""
 
     family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # its code in `strategies`
     summary: str  # one line for the help and the documentation
@@ -24,7 +24,7 @@ class Spec:
     offload_parameters: Device = ""  # where parameters are kept while no layer uses them
     super_offload: bool = False  # DeepSpeed's SuperOffload, for CPU-GPU links as fast as a GH200's
     size: Literal["", "tensor_parallel_size", "pipeline_parallel_size"] = ""  # option for the number of ranks per model
-    one_replica: bool = False  # whether that option means all ranks if it is 0
+    one_replica: bool = False  # whether the option in `size` means all ranks if it is 0
     raw: Mapping[str, Any] | None = None  # content of a raw DeepSpeed configuration (--ds_config)
 
     @property
@@ -40,7 +40,8 @@ class Spec:
 
     @property
     def casts(self) -> bool:
-        """Whether mixed precision casts the model instead of running it under autocast."""
+        """Whether the strategy implements mixed precision by casting the model to 16 bits, instead of running it under
+        autocast."""
         return self.family in ("deepspeed", "fsdp2")
 
     @property
@@ -50,7 +51,8 @@ class Spec:
 
     @property
     def graphs(self) -> bool:
-        """Whether --cuda_graphs can record the training steps, which must not move parameters."""
+        """Whether --cuda_graphs can record the training steps. It can do so only if the strategy keeps the parameters
+        at the same memory addresses."""
         return not self.cuts_model and self.stage < 3 and self.raw is None
 
 

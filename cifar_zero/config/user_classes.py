@@ -26,8 +26,8 @@ APPLIED |= {"max_steps", "gradient_clip_val", "seed", "trainer"}
 """Options and sections of train that also apply to a user's own module: strategy, devices, length, clipping, seed."""
 
 SECTIONS = {"model": "module", "data": "datamodule"}
-"""Sections of a LightningCLI configuration that hold the arguments of a class, and the option that takes these
-arguments."""
+"""Sections of a LightningCLI configuration that hold the arguments of a class. The value is the option, --module or
+--datamodule, that names this class."""
 
 FROM_TRAINER = {
     "precision": "precision",
@@ -35,7 +35,7 @@ FROM_TRAINER = {
     "accumulate_grad_batches": "accumulate",
 }
 """Options in the section `trainer` of a LightningCLI configuration that change the maths, and their names in this
-project. Other options of that section are not read."""
+project. The other options of that section are not read."""
 
 ONE_OPTIMIZER = (
     "DeepSpeed steps its only optimizer itself: leave automatic_optimization on, and give all parameters to "
@@ -45,7 +45,7 @@ ONE_OPTIMIZER = (
 
 @dataclass
 class Given:
-    """The options of a command line, divided into those of the user's classes and those of train."""
+    """The options of a command line, divided into options of the user's classes and options of train."""
 
     theirs: dict[str, Any]  # options of the user's classes: module, module.lr, datamodule, ...
     ours: Arguments  # options of train
@@ -53,7 +53,7 @@ class Given:
 
 
 def read_given(flags: Sequence[str]) -> Given:
-    """Returns the options of a command line. Flags override the options of --config."""
+    """Returns the options of a command line that names a user's classes. Flags override the options of --config."""
     ours = read_arguments(flags)
     options: dict[str, Any] = {}
     for file in ours.recipes:
@@ -67,10 +67,10 @@ def read_given(flags: Sequence[str]) -> Given:
 
 
 def options_of_cli(file: str) -> dict[str, Any]:
-    """Returns the options in a LightningCLI configuration: arguments of the module and the data module, and the Trainer
-    options in FROM_TRAINER. Class names in the file are not read, because a file may not load code; --module and
-    --datamodule name the classes. Raises UsageError if the file cannot be read, or if it configures the optimizer or
-    its scheduler."""
+    """Returns the options in a LightningCLI configuration: the arguments of the module and of the data module, and the
+    Trainer options in FROM_TRAINER. Class names in the file are not read, because a file may not load code. --module
+    and --datamodule name the classes. Raises UsageError if the file cannot be read, or if it configures the optimizer
+    or its scheduler."""
     what = f"--config {file}"
     try:
         config = load_yaml(Path(file).read_text())
@@ -100,10 +100,11 @@ def check_given(given: Given, needs_data: bool = True) -> None:
     """Checks the options that were given for a user's module.
 
     Args:
-        needs_data: whether the module must have training data; false if a script provides the data.
+        given: The options of the command line.
+        needs_data: Whether the module must have training data. False if a script provides the data.
 
     Raises:
-        UsageError: if an option does not apply to a user's module, if a class or an argument does not exist, or if the
+        UsageError: If an option does not apply to a user's module, if a class or an argument does not exist, or if the
             module needs data and has none.
     """
     for flag in given.ours.options:  # checked first, because importing the user's code takes seconds
@@ -127,9 +128,12 @@ def instance(part: str, arguments: Given, build: bool = True) -> Any:
 
     Args:
         part: module or datamodule.
-        arguments: the options of the command line.
-        build: whether to build it. If false, the arguments are only checked, and the named class or function is
-            returned.
+        arguments: The options of the command line.
+        build: Whether to build the module or data module. If false, the arguments are only checked, and the named class
+            or function is returned.
+
+    Raises:
+        UsageError: If the class or an argument does not exist, or an argument has the wrong type.
     """
     if part not in arguments.theirs:
         return None

@@ -1,5 +1,5 @@
-"""Writes files and folders atomically. After a crash at any moment the previous version is complete and can be found.
-Errors while writing can be reported instead of ending the run."""
+"""Writes files and folders atomically: after a crash at any moment, the previous version is complete and can be found.
+`attempt` reports an error while writing instead of ending the run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ASIDE = ".old"  # suffix of the previous folder while the new one is renamed to 
 
 
 def staged(final: Path) -> Path:
-    """Returns the temporary path to which the content of `final` is written first."""
+    """Returns the temporary path to which the content of `final` is written before it is renamed."""
     return final.with_name(final.name + STAGED)
 
 
@@ -32,7 +32,8 @@ def discard(path: Path) -> None:
 
 
 def put_in_place(final: Path) -> None:
-    """Flushes the staged file or folder to disk, and renames it to `final` in place of the previous version."""
+    """Flushes the file or folder at `staged(final)` to disk, and renames it to `final`, where it replaces the previous
+    version."""
     new, old = staged(final), final.with_name(final.name + ASIDE)
     for path in (*new.rglob("*"), new) if new.is_dir() else (new,):
         flush_to_disk(path)
@@ -48,7 +49,7 @@ def put_in_place(final: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Renames previous checkpoints back to their final names after a crash between the two renames of
+    """Renames the previous checkpoints in a folder back to their final names, after a crash between the two renames of
     `put_in_place`."""
     for old in folder.rglob(f"*{ASIDE}"):
         final = old.with_name(old.name.removesuffix(ASIDE))
@@ -58,8 +59,8 @@ def recover(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what a process left in a folder when it was killed while it wrote a checkpoint. Several processes may
-    call this function at the same time."""
+    """Removes the unfinished and the replaced checkpoints that a process left in a folder when it was killed while it
+    wrote a checkpoint. Several processes may call this function at the same time."""
     for left in (*folder.glob(f"*.ckpt*{STAGED}"), *folder.glob(f"*.ckpt{ASIDE}")):
         with suppress(OSError):  # another process was faster, or the folder is read-only
             discard(left)
@@ -91,7 +92,7 @@ def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:
 
 def failure_of(write: Callable[[], Any]) -> str:
     """Calls `write` and returns its error message, or an empty string if there was no error. Every Exception is caught,
-    because an exception that ends one rank would leave the other ranks waiting for it."""
+    because an exception that ends one rank would leave the other ranks waiting for this rank."""
     try:
         write()
     except Exception as error:
@@ -105,7 +106,7 @@ def failure_of(write: Callable[[], Any]) -> str:
 
 
 def attempt(write: Callable[[], Any], what: object) -> bool:
-    """Calls `write` and returns whether it succeeded. An error does not end the run; it is printed as "`what` could not
+    """Calls `write` and returns whether it succeeded. An error does not end the run. It is printed as "`what` could not
     be written"."""
     failure = failure_of(write)
     if failure:

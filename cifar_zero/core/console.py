@@ -1,5 +1,5 @@
-"""Prints what the user reads. Messages are single lines on standard error, known messages of the libraries are filtered
-out, and commands are written so that they work in the current directory."""
+"""Prints messages for the user as single lines on standard error, and filters known messages of the libraries out. Also
+builds the commands that messages tell the user to type, so that they work in the current directory."""
 
 import logging
 import os
@@ -83,9 +83,14 @@ def quieten() -> None:
 
 
 def command(name: str, *arguments: object) -> str:
-    """Returns the line for a shell that starts a command, such as `cifar-zero compare ...`. The line begins with
-    `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python -m
-    cifar_zero` if `cifar-zero` is not installed. `next_to_python` returns the path of each program."""
+    """Returns a shell command line that starts a command of this program, such as `cifar-zero compare ...`. The line
+    begins with `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python
+    -m cifar_zero` if `cifar-zero` is not installed. The programs are written as `next_to_python` returns them.
+
+    Args:
+        name: The command, such as train or compare.
+        *arguments: The arguments of the command.
+    """
     installed, python = Path(sys.executable).with_name("cifar-zero"), next_to_python(Path(sys.executable).name)
     if name == "train" and _is_script():
         start = [python, _short(SCRIPT)]
@@ -97,8 +102,8 @@ def command(name: str, *arguments: object) -> str:
 
 
 def torchrun(name: str, nodes: object = "N", ranks: object = "M") -> str:
-    """Returns the torchrun command that starts a program on `nodes` nodes with `ranks` ranks each. It must be run on
-    every node."""
+    """Returns the torchrun command that starts a command of this program on `nodes` nodes with `ranks` ranks each. It
+    must be run on every node."""
     program = shlex.quote(_short(SCRIPT)) if name == "train" and _is_script() else f"-m cifar_zero {name}"
     start = f"{shlex.quote(next_to_python('torchrun'))} --nnodes {nodes} --nproc_per_node {ranks}"
     return f"{start} --rdzv_backend c10d --rdzv_endpoint HOST:PORT {program}"
@@ -112,7 +117,8 @@ def curves(folder: Path) -> str:
 
 def next_to_python(name: str) -> str:
     """Returns what to type in a shell to start a program from the running interpreter's environment, which may not be
-    activated. This is the program's name if PATH leads to it or if the environment lacks it, otherwise its path."""
+    activated. The result is the program's name if PATH leads to this program or if the environment lacks it. Otherwise
+    it is the program's path."""
     program, found = Path(sys.executable).with_name(name), shutil.which(name)
     known = found is not None and os.path.samefile(os.path.dirname(found), program.parent)
     if known or not program.exists():
@@ -121,8 +127,8 @@ def next_to_python(name: str) -> str:
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
-    """Prints the exception of a thread. Skips an OSError, because TensorBoard's writer raises it in the main thread
-    too."""
+    """Prints the exception that ended a thread. Skips an OSError, because TensorBoard's writer raises it in the main
+    thread too."""
     if not isinstance(failed.exc_value, OSError):
         threading.__excepthook__(failed)
 
@@ -138,5 +144,5 @@ def _is_script() -> bool:
 
 
 def _short(path: Path) -> str:
-    """Returns the relative or the absolute path, whichever is shorter."""
+    """Returns the relative or the absolute form of a path, whichever is shorter."""
     return min(os.path.relpath(path), str(path), key=len)

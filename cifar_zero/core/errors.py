@@ -21,8 +21,8 @@ class RunError(Exception):
 
 
 class Stopped(BaseException):
-    """Raised when the user or the cluster stops the run. The message, if there is one, is one line with the command
-    that resumes the run. The exit code is a shell's, 128 + the number of the signal. The class does not derive from
+    """Raised when the user or the cluster stops the run. The message, if there is one, is one line, such as the command
+    that resumes the run. The exit code is 128 + the number of the signal, as in a shell. The class does not derive from
     Exception, because libraries catch every Exception and continue."""
 
     def __init__(self, number: int, message: str = ""):
@@ -46,7 +46,8 @@ FEWER_WORKERS = "use fewer --data.workers or --data.loader memory; docker run --
 
 
 class KnownFailure(NamedTuple):
-    """A frequent failure of torch or DeepSpeed, recognised by the messages of torch 2.15 and DeepSpeed 0.19.8."""
+    """A frequent failure of torch or DeepSpeed, which is recognised by an error message of torch 2.15 or DeepSpeed
+    0.19.8."""
 
     messages: tuple[str, ...]  # each is part of the "Type: message" line of an exception
     cause: str  # what happened
@@ -100,7 +101,7 @@ KNOWN_FAILURES = (
     ),
 )
 """The failures that users meet most often; docs/troubleshooting.md lists the rarer ones. `explain` takes the first row
-that matches, so causes come before their consequences."""
+that matches, so a failure that causes another one comes before it."""
 
 
 def explain(error: BaseException) -> str | None:

@@ -1,5 +1,5 @@
-"""Starts and ends the programs. An error prints one clear line and sets the exit code; a traceback is printed only with
---debug."""
+"""Starts and ends the programs of this package. An error prints one clear line and sets the exit code. A traceback is
+printed only with --debug."""
 
 import argparse
 import os
@@ -18,8 +18,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a program: SIGINT (Ctrl-C), SIGTERM (from a cluster or container) and SIGHUP (a closed terminal)."""
 
 STARTED = "CIFAR_ZERO_STARTED"
-"""Environment variable with the time when the command was given, in seconds since 1970. Ranks inherit it from their
-launcher, and the runs of a benchmark inherit it from the benchmark."""
+"""Environment variable that holds the time when the command was given, in seconds since 1970. Ranks inherit it from
+their launcher, and the runs of a benchmark inherit it from the benchmark."""
 
 _guarded = False  # whether `guarded` is running and catches Stopped
 
@@ -59,8 +59,8 @@ def ignore() -> None:
 
 
 def interrupt(number: int, frame: object) -> None:
-    """Raises Stopped, or ends the process at once if the exception might be lost. In a callback of the import system,
-    for example, Python prints an exception and continues."""
+    """Handles a signal. Raises Stopped, or ends the process at once if the exception might be lost. In a callback of
+    the import system, for example, Python prints an exception and continues."""
     stop = Stopped(number)
     caller = sys._getframe()
     while caller is not None and not caller.f_code.co_filename.startswith("<frozen importlib"):
@@ -72,9 +72,9 @@ def interrupt(number: int, frame: object) -> None:
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """Runs a program's `main` and returns its exit code, which is 2 for a user's mistake, 1 for a failure while
-    running, and 128 + the number of the signal if one stopped the program. Errors are printed in one line, or raised
-    with --debug."""
+    """Runs a program's `main` and returns its exit code. If `main` raises an exception, the exit code is 2 for a user's
+    mistake, 1 for a failure while running, and 128 + the number of the signal if a signal stopped the program. Errors
+    are printed in one line, or raised with --debug."""
     global _guarded
     _guarded = True
     try:
@@ -98,8 +98,9 @@ def guarded(main: Callable[[], int]) -> int:
 
 
 def _unexplained(error: Exception) -> str:
-    """Returns the line for an error that `explain` does not recognise. It is the system's message for an OSError, the
-    command that installs a missing optional package, or the library's message, shortened."""
+    """Returns the line to print for an error that `explain` does not recognise. For an OSError, it is the system's
+    message. For a missing optional package, it has the command that installs the package. For other errors, it is the
+    library's message, shortened."""
     if isinstance(error, OSError):
         if error.filename:
             return f"{error.strerror or error} ({error.filename})"

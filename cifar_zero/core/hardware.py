@@ -74,8 +74,9 @@ def core_count() -> int:
 
 
 def share_of_cores(rank: int, ranks: int) -> set[int]:
-    """Returns the cores of one rank. Each rank gets the same number of neighbouring cores, at least one. A rank that is
-    bound to its cores was measured 7 % faster than an unbound rank, and its slowest steps a third faster."""
+    """Returns the numbers of the cores for one of `ranks` ranks on this computer. Each rank gets the same number of
+    neighbouring cores, at least one. A rank that is bound to its cores was measured 7 % faster than an unbound rank,
+    and its slowest steps a third faster."""
     mine = cores()
     each = max(1, len(mine) // ranks)
     first = rank * each % len(mine)
@@ -90,7 +91,8 @@ def cpu_name() -> str:
 
 
 def this_computer() -> dict[str, str]:
-    """Returns host, operating system, processor, cores and memory as the texts that reports print."""
+    """Returns the host, operating system, processor, number of cores and memory of this computer, as the texts that
+    reports print."""
     return {
         "host": platform.node(),
         "system": platform.platform(),
@@ -101,7 +103,8 @@ def this_computer() -> dict[str, str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of the packages that can change a result, None for a package that is not installed."""
+    """Returns the versions of Python and of the packages that can change a result. The version of a package that is not
+    installed is None."""
     found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -118,8 +121,8 @@ def gpu_versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path = REPOSITORY) -> str | None:
-    """Returns the commit that is checked out in a folder, followed by -dirty if tracked files differ from it. Returns
-    None if the folder is not a git repository, has no commit, or git is not installed."""
+    """Returns the commit that is checked out in a folder, followed by -dirty if tracked files differ from this commit.
+    Returns None if the folder is not a git repository or has no commit, or if git is not installed."""
     if not (folder / ".git").exists():  # installed package: an enclosing repository belongs to another project
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -1,6 +1,7 @@
 """Reads YAML and JSON as plain data: None, bool, numbers, str, and lists and mappings of these.
 
-A file that names code is refused, because jsonargparse (4.53) imports the `class_path` of any mapping that it parses.
+A file with the keys `class_path` or `init_args` is refused, because jsonargparse (4.53) imports the class or function
+that the `class_path` of any mapping names.
 """
 
 import json
@@ -14,12 +15,13 @@ import yaml
 from cifar_zero.core.errors import UsageError, short
 
 Plain = bool | int | float | str | list | dict | None
-"""The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports what the value
-of an Any option names."""
+"""The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports the class or
+function that the value of an Any option names."""
 
 NAMES_CODE = ("class_path", "init_args")  # keys that mark a class and its arguments for jsonargparse
 MOST_VALUES, MOST_LEVELS = 100_000, 20
-"""The most values in one tree, and the most levels of nested lists or mappings. A recipe has far fewer of both."""
+"""The largest allowed number of values in a file, and of levels of nested lists or mappings. A recipe has far fewer of
+both."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,19 +47,20 @@ def load_yaml(text: str) -> Any:
 
 
 def read_yaml(file: Path, what: str) -> Any:
-    """Returns the content of a YAML file as plain data. Raises UsageError if the file cannot be read, is not YAML, or
-    is refused by `check`. The message begins with `what`, which describes the file."""
+    """Returns the content of a YAML file as plain data. Raises UsageError if the file cannot be read or is not YAML, or
+    if `check` refuses its content. The error message begins with `what`, which describes the file."""
     return _parsed(_text(file, what), what, load_yaml, "YAML")
 
 
 def read_json(file: Path, what: str) -> Any:
-    """Returns the content of a JSON file as plain data. `what` and the exceptions are as in `read_yaml`."""
+    """Returns the content of a JSON file as plain data. Raises UsageError if the file cannot be read or is not JSON, or
+    if `check` refuses its content. The error message begins with `what`, which describes the file."""
     return parse_json(_text(file, what), what)
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Returns the content of a JSON text, which was read from a file, as plain data. `what` and the exceptions are as
-    in `read_yaml`."""
+    """Returns the content of a JSON text, which was read from a file, as plain data. Raises UsageError if the text is
+    not JSON, or if `check` refuses its content. The error message begins with `what`, which describes the file."""
     return _parsed(text, what, json.loads, "JSON")
 
 
@@ -80,9 +83,10 @@ def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> 
 
 
 def check(tree: Any, what: str) -> None:
-    """Raises UsageError unless a tree that was read from a file is plain data that names no code. The message begins
-    with `what`, which describes the file. A string is checked as a YAML value, because jsonargparse parses strings as
-    YAML."""
+    """Raises UsageError unless `tree`, the content of a file, is plain data without the keys `class_path` and
+    `init_args`, by which jsonargparse would import code. Also raises UsageError if the tree is too large or nested too
+    deeply. The error message begins with `what`, which describes the file. A string is checked as a YAML value, because
+    jsonargparse parses strings as YAML."""
     left, seen = [("", tree, 0)], 0
     while left:
         name, value, level = left.pop()

@@ -1,5 +1,5 @@
-"""Helpers for errors in the command line: limits of numbers, and names that the user may have meant. Needs no
-third-party package."""
+"""Helpers that check the command line: limits of numbers, and suggestions for misspelled names. Needs no third-party
+package."""
 
 import difflib
 import math
@@ -13,7 +13,7 @@ from cifar_zero.core.errors import UsageError
 Value = TypeVar("Value")
 
 Rules = dict[str, object]
-"""Maps each error message to a value that is true if its rule is broken."""
+"""Maps each error message to a value that is true if the rule of this message is broken."""
 
 MAY_CHANGE = {"may_change_on_resume": True}
 """Metadata of a recipe field whose value a resumed run may change."""
@@ -26,12 +26,12 @@ LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "below": ("under", lt),
     "at_most": ("at most", le),
 }
-"""The limits that `limited` accepts. Each has its name in words, and the comparison that holds for a number within the
-limit."""
+"""The limits that `limited` accepts. Each limit has its name in words, and a comparison that is true for a number
+within the limit."""
 
 
 def refuse(rules: Rules) -> None:
-    """Raises UsageError with the first message whose rule is broken."""
+    """Raises UsageError with the first message in `rules` whose rule is broken."""
     for message, broken in rules.items():
         if broken:
             raise UsageError(message)
@@ -41,10 +41,11 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
     """Returns half a sentence that suggests names for a misspelled `word`.
 
     Args:
+        word: The misspelled name.
         words: Names to choose from.
-        most: Number of names to suggest at most.
+        most: Largest number of names to suggest.
         cutoff: Least similarity of a suggested name, from 0 to 1 (difflib).
-        otherwise: Returned if no name is close. If it is empty, the first names of `words` are listed instead.
+        otherwise: Returned if no name is similar. If it is empty, the first names of `words` are listed instead.
     """
     known = list(words)
     if close := difflib.get_close_matches(word, known, most, cutoff):
@@ -53,8 +54,12 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
-    """Returns the half sentence of `nearest` for a flag, which may lack its section. Both arguments are without
-    dashes."""
+    """Returns half a sentence that suggests a flag for a misspelled flag, or for a flag without its section.
+
+    Args:
+        key: The flag as given, without dashes.
+        known: The existing flags, without dashes.
+    """
     word, flags = f"--{key}", [f"--{flag}" for flag in sorted(known)]
     parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{word}.")]
     if parts:
@@ -63,8 +68,8 @@ def nearest_flag(key: str, known: Iterable[str]) -> str:
 
 
 def check_numbers(options: Any) -> None:
-    """Raises ValueError unless each number in the fields of a dataclass is finite and within its limits; see
-    `limited`."""
+    """Raises ValueError unless each number in the fields of the dataclass `options` is finite and within its limits;
+    see `limited`."""
     for option in fields(options):
         value = getattr(options, option.name)
         limits = {name: option.metadata[name] for name in LIMITS if name in option.metadata}
@@ -81,20 +86,20 @@ def check_numbers(options: Any) -> None:
 
 
 def limited(default: Value, may_change_on_resume: bool = False, **limits: float) -> Value:
-    """Returns a dataclass field with other limits for its numbers than the default, which is at least 0.
+    """Returns a dataclass field with limits for its numbers. Without a lower limit, the numbers must be at least 0.
 
     Args:
         default: Default value of the field.
         may_change_on_resume: Whether a resumed run may have another value. Otherwise it keeps the value of its recipe.
-        limits: `at_least` and `at_most` are inclusive, `over` and `below` are exclusive. `over` replaces `at_least`.
+        **limits: `at_least` and `at_most` are inclusive, `over` and `below` are exclusive. `over` replaces `at_least`.
     """
     return field(default=default, metadata={"may_change_on_resume": may_change_on_resume, **limits})
 
 
 @dataclass
 class Options:
-    """Base class for the options of models, optimizers and schedules. Raises ValueError, with the name of the first
-    option at fault, unless all numbers are finite and within their limits."""
+    """Base class for the options of models, optimizers and schedules. The constructor raises ValueError, with the name
+    of the first option at fault, unless all numbers are finite and within their limits."""
 
     def __post_init__(self) -> None:
         check_numbers(self)

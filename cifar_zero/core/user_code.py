@@ -1,5 +1,5 @@
-"""Loads classes and functions of the user that the command line names. Nothing that is named only in a file, such as a
-checkpoint, is loaded."""
+"""Loads the user's classes and functions that the command line names. A class or function that is named only in a file,
+such as a checkpoint, is not loaded."""
 
 import importlib
 import importlib.util
@@ -12,18 +12,18 @@ from typing import Any
 from cifar_zero.core.errors import UsageError
 
 _FILES: set[str] = set()  # paths of the user's files that were imported
-_ALLOWED: dict[str, Any] = {}  # loaded objects, by their names on the command line
+_ALLOWED: dict[str, Any] = {}  # loaded objects, keyed by their names on the command line
 
 
 def allow(name: str, flag: str) -> None:
-    """Loads an object that the command line names, so that `allowed` can return it. Raises UsageError as `load`
-    does."""
+    """Loads the object that the option `flag` of the command line names, so that `allowed` can return it. Raises
+    UsageError if the object cannot be loaded, see `load`."""
     _ALLOWED[name] = load(name, flag)
 
 
 def allowed(name: str, flag: str) -> Any:
-    """Returns an object that a configuration names, without importing anything. Raises UsageError unless the command
-    line names the object too."""
+    """Returns an object that a configuration names in the option `flag`, without importing anything. Raises UsageError
+    unless the command line names the object too."""
     if name not in _ALLOWED:
         raise UsageError(f"{flag} {name}: it is code, so name it on the command line too")
     return _ALLOWED[name]
@@ -31,8 +31,8 @@ def allowed(name: str, flag: str) -> Any:
 
 def load(name: str, flag: str) -> Any:
     """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns the named object. Raises UsageError if the file or the
-    name does not exist, or if the import fails. The message names the option `flag`, and the line of the user's file at
-    which the import failed."""
+    name does not exist, or if the import fails. The error message contains the option `flag`, and the line of the
+    user's file at which the import failed."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")

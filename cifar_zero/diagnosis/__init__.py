@@ -41,7 +41,8 @@ failed = partial(Finding, "failed")
 
 
 def existing(folder: Path) -> Path:
-    """Returns the folder, or its nearest parent that exists. The result is relative if the folder is."""
+    """Returns the folder if it exists, or else its nearest parent that exists. The result is relative if `folder` is
+    relative."""
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 

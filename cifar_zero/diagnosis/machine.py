@@ -23,8 +23,8 @@ from cifar_zero.launch import local_launcher
 NO_GPU = "no GPU, so ranks run on the CPU"
 
 FREE_BYTES = 1_000_000_000
-"""Free bytes that a disk needs. CIFAR's archive and its decoded images take 0.36 GB, and a run also writes
-checkpoints."""
+"""Least number of free bytes on a disk for images or runs. CIFAR's archive and its decoded images take 0.36 GB, and a
+run also writes checkpoints."""
 
 SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
 
@@ -108,8 +108,8 @@ def out(options: Options) -> Finding:
 
 
 def data(options: Options) -> Finding:
-    """Checks whether there are images and, if they still have to be downloaded or decoded, whether they can be
-    written."""
+    """Checks whether there are images in the dataset's directory, and whether this directory can be written and has
+    enough free space. The first run downloads images into it, or writes the decoded images."""
     root = Path(options.data_root)
     disk = _disk(root, "choose another directory with --data.root DIR")
     if disk.status == "failed":
@@ -124,7 +124,8 @@ def data(options: Options) -> Finding:
 
 
 def _disk(folder: Path, elsewhere: str) -> Finding:
-    """Checks whether a folder, which need not exist yet, can be written and has enough free space."""
+    """Checks whether a folder, which need not exist yet, can be written and has enough free space. `elsewhere` tells
+    the user how to choose another folder."""
     parent = existing(folder).resolve()
     free = shutil.disk_usage(parent).free
     if free < FREE_BYTES:
@@ -139,7 +140,8 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
 
 
 def all_reduce(options: Options) -> Finding:
-    """Checks whether ranks on this machine can connect and sum a tensor. Each rank runs `cifar-zero doctor --nodes`."""
+    """Checks whether ranks on this machine can connect and sum a tensor. Each rank is a process that runs `cifar-zero
+    doctor --nodes`."""
     if options.ranks == 1:
         return ok("not needed, because there is only one rank")
     if (fit := ranks_in_memory()) < options.ranks:

@@ -30,8 +30,8 @@ small packets arrive but large packets get lost."""
 
 
 def examine(options: Options) -> dict[str, Finding]:
-    """Connects to the other ranks, compares the nodes and returns the findings. Raises RunError, which names the rank,
-    if a rank does not connect in time."""
+    """Connects to the other ranks, compares the nodes and returns the findings, keyed by the name of the check. Every
+    rank must call this function. If a rank does not connect in time, raises RunError, which names this rank."""
     rank, ranks, limit = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"]), timedelta(0, options.timeout)
     # Uses the store of torchrun's agents, or one that rank 0 opens. torch's "env://" is not used, because rank 0 would
     # wait in it for all ranks, and could not name the missing ones.
@@ -78,8 +78,8 @@ def _no_gpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, packages, NCCL, NVIDIA's driver and the repository, which must be the same on all
-    nodes."""
+    """Returns the versions of Python, packages, NCCL, NVIDIA's driver and the repository on this node. They must be the
+    same on all nodes."""
     found = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
         found |= hardware.gpu_versions()
@@ -87,8 +87,8 @@ def versions() -> dict[str, str]:
 
 
 def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
-    """Checks that either all ranks have a GPU or no rank has one. `lacks` has one text per rank, which states why the
-    rank cannot use its GPU and is empty if it can."""
+    """Checks that either all ranks have a GPU or no rank has one. `hosts` has the name of each rank's node. `lacks` has
+    one text per rank. The text states why the rank cannot use its GPU, or is empty if the rank can use it."""
     if not any(lacks):
         return ok("each rank has a GPU")
     if all(lacks):

@@ -36,24 +36,23 @@ FAULTS = (
     ("deepspeed", ">=0.17.2,<0.19.4", "WarmupLR", f"warms all groups to the first group's rate: {DEEPSPEED}/pull/8171"),
     ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at rate 0: {DEEPSPEED}/pull/7969"),
 )
-"""Releases that install and run, but do harm or train wrongly (docs/evidence.md). Each row has the package, the
-releases (PEP 440), where the fault appears, and the fault itself. A fault appears under strategies of `compare
---acceptance`, or with an option, optimizer or schedule of DeepSpeed for which there is no acceptance case. An empty
-string means that the whole package is affected.
-"""
+"""Releases that install and run, but do harm or train wrongly (docs/evidence.md). Each row has the package, its faulty
+releases (PEP 440), the strategy or option with which the fault appears, and the fault itself. The third column names a
+strategy of `compare --acceptance`, or an option, optimizer or schedule of DeepSpeed for which there is no acceptance
+case. If it is empty, the fault affects the whole package."""
 
 NEEDED_BY = "the *_offload strategies need it to compile an operator"
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
 def python(options: Options) -> Finding:
-    """Returns the version of Python."""
+    """Returns a finding with the version of Python."""
     return ok(platform.python_version())
 
 
 def torchvision_import(options: Options) -> Finding:
-    """Checks whether torchvision can be imported. A torchvision that was built for another torch lacks operators or
-    symbols."""
+    """Checks whether torchvision can be imported. A torchvision that was built for another version of torch lacks
+    operators or symbols, so that its import fails."""
     try:
         import torchvision
     except (RuntimeError, OSError, ImportError) as error:
@@ -79,8 +78,8 @@ def package(name: str, options: Options) -> Finding:
 
 
 def tested(name: str) -> SpecifierSet:
-    """Returns the tested versions of a package, which are the range in pyproject.toml, or in the metadata of an
-    installed program."""
+    """Returns the tested versions of a package. They are the range in pyproject.toml, or in the metadata of cifar-zero
+    if it is installed without a checkout."""
     if PROJECT.exists():
         listed = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
     else:

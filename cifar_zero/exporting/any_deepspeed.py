@@ -1,10 +1,10 @@
-"""Exports the weights of any DeepSpeed checkpoint, whether written by Lightning, Accelerate, transformers or
-`engine.save_checkpoint`.
+"""Exports the weights of any DeepSpeed checkpoint, whether Lightning, Accelerate, transformers or
+`engine.save_checkpoint` wrote it.
 
 checkpoints/zero_folder.py describes the files. They are mapped into memory, so that only the exported weights occupy
-memory. DeepSpeed's `zero_to_fp32` (0.19.8) does not suffice. It loads files that could run code. It leaves out frozen
-parameters at stage 1, and the second name of a module that the model has twice. It reads neither stage 0 nor bfloat16
-with `grad_accum_dtype` fp32.
+memory. DeepSpeed's `zero_to_fp32` (0.19.8) does not suffice. It loads files that could run code. It omits frozen
+parameters at stage 1, and the weights of a shared module under the module's second name. It cannot read checkpoints of
+stage 0, or checkpoints in bfloat16 with `grad_accum_dtype` fp32.
 """
 
 import math
@@ -24,18 +24,23 @@ from cifar_zero.core.errors import UsageError
 
 def is_of_another_program(folder: Path, trust: bool = False) -> bool:
     """Returns whether a program other than cifar-zero train wrote a folder of DeepSpeed's files. Raises UsageError if a
-    file is missing, damaged, or would need `trust`."""
+    file is missing or damaged, or can be loaded only with `trust`."""
     return RECORD not in load(files_of(folder)[0][0], trust, verify=False, device="meta")
 
 
 def export(folder: Path, output: Path, trust: bool = False) -> None:
     """Writes the weights in a folder of DeepSpeed's files as safetensors, in float32.
 
-    At stages 1 to 3 the written weights are the float32 weights that the optimizer updates, because DeepSpeed stores
-    their names. At stage 0 the model's weights are written.
+    At stages 1 to 3, DeepSpeed stores the names of the float32 weights that the optimizer updates, so these weights are
+    written. At stage 0, the model's weights are written.
+
+    Args:
+        folder: The folder of DeepSpeed's files.
+        output: The file to write.
+        trust: Whether to load files that could run code.
 
     Raises:
-        UsageError: If a file is missing, damaged, would need `trust`, or has only a part of the model.
+        UsageError: If a file is missing or damaged, can be loaded only with `trust`, or has only a part of the model.
         OSError: If the export cannot be written.
         SafetensorError: If the export cannot be written.
     """
@@ -56,7 +61,8 @@ def export(folder: Path, output: Path, trust: bool = False) -> None:
 
 
 def _read(folder: Path, trust: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns parameters and buffers by the model's names, and the names of tensors that DeepSpeed has not stored."""
+    """Returns the model's parameters and buffers, keyed by their names in its state dict, and the names of tensors
+    whose values DeepSpeed has not stored."""
     file = files_of(folder)[0][0]
     main = load(file, trust, mapped=True)
     module, ranks = main["module"], range(main["dp_world_size"])
@@ -90,8 +96,13 @@ def _read(folder: Path, trust: bool) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def _optimized(groups: Sequence[Shapes], shards: Sequence[Mapping[str, Any]], cut: bool) -> dict[str, Tensor]:
-    """Returns the float32 weights that the optimizer updates. `cut` is whether each rank has a part of each parameter,
-    as at stage 3."""
+    """Returns the float32 weights that the optimizer updates, keyed by name.
+
+    Args:
+        groups: The names and shapes of the parameters in each parameter group.
+        shards: The optimizer state of each rank.
+        cut: Whether each rank has a part of each parameter, as at stage 3.
+    """
     found: dict[str, Tensor] = {}
     key = "fp32_flat_groups" if cut else "single_partition_of_fp32_groups"
     paddings = shards[0].get("param_alignment_paddings")

@@ -10,7 +10,8 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.models.user_model import register_user_model
 
 SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "delta": ".delta.safetensors"}
-"""Suffix of the file in each format. A delta is not a complete model."""
+"""Suffix of the exported file in each format. A delta has only the trained weights of a run that froze the rest, so it
+is not a complete model."""
 
 
 def main() -> int:
@@ -39,7 +40,8 @@ def main() -> int:
 
 
 def _weights_only(arguments: Namespace) -> Path | None:
-    """Returns the folder of DeepSpeed's files if another program wrote the checkpoint, else None."""
+    """Returns the folder of DeepSpeed's files if a program other than cifar-zero train wrote the checkpoint, else None.
+    Such a checkpoint has weights but no description of the model."""
     folder = run_folder.deepspeed_files(arguments.checkpoint)
     if folder:
         from cifar_zero.exporting import any_deepspeed  # which imports torch

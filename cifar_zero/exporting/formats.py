@@ -31,9 +31,9 @@ INPUT, OUTPUT = "images", "scores"
 float32 (N, classes), for any N."""
 
 ONNX_TOLERANCE = 1e-4
-"""Largest relative and absolute difference that is allowed between the float32 scores of an ONNX file and of its
-checkpoint, because onnxruntime sums in another order. With the tutorial's model, differences of up to 1e-7 were
-measured."""
+"""Largest relative and absolute difference that is allowed between the float32 scores of an ONNX file and the scores of
+its checkpoint. They differ because onnxruntime sums in another order. With the tutorial's model, differences of up to
+1e-7 were measured."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,15 @@ class Classifier:
 
 
 def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
-    """Returns a classifier from any export, or from a path that `run_folder.find_checkpoint` accepts. `delta` is a file
-    that `export --to delta` wrote, which is applied to the weights. Raises UsageError if the file is missing, damaged,
-    or needs `trust`."""
+    """Returns a classifier from any export, or from a path that `run_folder.find_checkpoint` accepts. Raises UsageError
+    if the file is missing or damaged, or can be loaded only with `trust`.
+
+    Args:
+        path: The export, checkpoint or run folder.
+        trust: Whether to load a checkpoint that could run code.
+        delta: A file that `export --to delta` wrote, which is applied to the weights of `path`. If it is empty, none
+            is.
+    """
     file = run_folder.find_checkpoint(path)
     if not delta and file.suffix in (".safetensors", ".onnx"):
         return load_export(file, file.suffix)
@@ -66,8 +72,14 @@ def load_export(file: Path, suffix: str) -> Classifier:
 
 
 def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> tuple[nn.Module, Classifier]:
-    """Returns the model with these weights in float32 in evaluation mode, and the classifier that runs it on the CPU.
-    `metadata` is what `weights.metadata_of` returns. Raises UsageError if weights and metadata do not fit."""
+    """Returns the model with these weights in float32 in evaluation mode, and the classifier that runs this model on
+    the CPU. Raises UsageError if weights and metadata do not fit.
+
+    Args:
+        weights: The weights, keyed by their names in the model's state dict.
+        metadata: Describes the model and its images, as `weights.metadata_of` returns it.
+        file: The file that contains the weights, for error messages.
+    """
     if "model" not in metadata:
         raise UsageError(f"{file} does not name its model: give a checkpoint of cifar-zero train, or an export of it")
     try:
@@ -132,10 +144,15 @@ def _load_onnx(file: Path) -> Classifier:
 
 
 def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: str = "") -> None:
-    """Writes an export, reads it back, and compares its scores of random images with the checkpoint's scores. The file
+    """Writes an export, reads it back, and compares its scores for random images with the checkpoint's scores. The file
     is renamed to `output` only if the scores agree.
 
-    The checkpoint may be of any strategy. If `delta` is given, the checkpoint may be any file of weights.
+    Args:
+        checkpoint: A checkpoint from any strategy. If `delta` is given, it may be any file of weights.
+        output: The file to write.
+        to: The format, safetensors or onnx.
+        trust: Whether to load a checkpoint that could run code.
+        delta: A file that `export --to delta` wrote, which is applied to the weights. If it is empty, none is.
 
     Raises:
         UsageError: If the checkpoint is damaged, or does not fit the model that it names.
@@ -168,7 +185,8 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
 
 
 def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
-    """Writes only the trained parameters of a run; see `weights.write_delta`."""
+    """Writes only the weights that the checkpoint's run trained. Weights that this run froze are left out. See
+    `weights.write_delta`."""
     names = write_delta(read(checkpoint, trust), output, checkpoint.name)
     print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
     print(f"apply it to the weights that the run started from: BASE --delta {output}")

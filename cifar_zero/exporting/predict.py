@@ -46,8 +46,8 @@ def main() -> int:
 
 
 def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tuple[Path, Named | UsageError]]:
-    """Yields each file, in order, with its `top` most probable classes, or with the error if the file cannot be
-    read."""
+    """Classifies image files. Yields each file, in order, with its `top` most probable classes, or with the error if
+    the file cannot be read."""
     import torch
 
     from cifar_zero.data.augment import normalize

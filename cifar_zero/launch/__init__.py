@@ -1,1 +1,2 @@
-"""Starts and supervises the ranks of a run on this computer, or joins ranks of torchrun, SLURM or DeepSpeed."""
+"""Starts and supervises the ranks of a run on this computer, or uses ranks that torchrun, SLURM or DeepSpeed's launcher
+has started."""

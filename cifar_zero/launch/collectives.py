@@ -26,8 +26,8 @@ PATIENCE_SECONDS = 3.0
 """How long a rank polls for a file that another rank has just written, as in Lightning's is_shared_filesystem."""
 
 START = timedelta(minutes=30)
-"""Time limit for the ranks to form the process group, and then for data preparation. Nodes start minutes apart, and
-rank 0 downloads and decodes the images while the other ranks wait."""
+"""Time limit for the ranks to form the process group, and after that for the collectives during data preparation. Nodes
+start minutes apart, and rank 0 downloads and decodes the images while the other ranks wait."""
 
 AFTER_AGENTS = timedelta(minutes=5)
 """Time limit for torchrun's ranks to form the process group. It is shorter than START, because torchrun's agents have
@@ -53,7 +53,7 @@ class Place:
 
 
 def init_process_group(run: Run) -> list[Place]:
-    """Starts the process group if there are several ranks, and returns the place of every rank in rank order."""
+    """Forms the process group of a run if it has several ranks. Returns the `Place` of every rank, in rank order."""
     rank, local_rank = rank_environment.global_rank(), rank_environment.local_rank()
     device = "cpu" if run.on_cpu else f"cuda:{local_rank}"
     place = Place(
@@ -93,8 +93,8 @@ def _set_timeout(limit: timedelta) -> None:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns the `value` of each rank of a group (default: all ranks), in rank order. Every rank of the group must
-    call it. Values are pickled."""
+    """Returns the `value` of each rank of a group, in rank order. The default group is all ranks. Every rank of the
+    group must call this function. Values are pickled."""
     if not _has_others():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -103,8 +103,9 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def by_rank_0(ask: Callable[[], T]) -> T:
-    """Calls `ask` on rank 0 and returns its result on every rank. Every rank must call this function. If rank 0 raises
-    UsageError, every rank raises it. Any other exception is raised on rank 0, and the other ranks raise RunError."""
+    """Calls `ask` on rank 0 and returns its result on every rank. Every rank must call this function. If `ask` raises
+    UsageError, every rank raises this error. If it raises another exception, rank 0 raises this exception, and the
+    other ranks raise RunError."""
     answer: list[Any] = [None]
     failure: Exception | None = None
     if not _has_others() or dist.get_rank() == 0:
@@ -122,8 +123,8 @@ def by_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns the ranks that cannot see a file that rank 0 writes into `folder`. Every rank must call it; on ranks
-    other than 0 the argument is None."""
+    """Returns the ranks that cannot see a file that rank 0 writes into `folder`. Every rank must call this function.
+    `folder` is None on all ranks except rank 0."""
     file = by_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
     assert file is not None
     by_rank_0(file.touch)
@@ -138,7 +139,7 @@ def ranks_on_another_disk(folder: Path | None) -> list[int]:
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:
     """Replaces each tensor by its mean over all ranks. The mean is computed in float32, or in float64 if one of the
-    tensors is float64. Every rank must call it."""
+    tensors is float64. Every rank must call this function."""
     if not values or not _has_others():
         return
     wide = [value.to(torch.promote_types(value.dtype, torch.float32)).flatten() for value in values]

@@ -44,7 +44,8 @@ ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ran
 
 @dataclass
 class Rank:
-    """Holds the process of a rank, and the file for its output. The file of rank 0 stays empty."""
+    """The process of a rank, and the file that receives its output. The file of rank 0 stays empty, because rank 0
+    prints."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -63,11 +64,11 @@ def run_ranks(
         on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores.
         flags: Flags to add to the command line.
         how_to_resume: Returns the command that resumes a run from its folder, or an empty string if there is no
-            checkpoint.
+            checkpoint. The command is printed if the run failed and a rank was killed.
 
     Raises:
-        Stopped: if a request to end comes while ranks are being started, or if Ctrl-C comes twice and rank 0 does not
-            end.
+        Stopped: If one of the signals in REQUESTS comes while ranks are being started, or if Ctrl-C comes twice and
+            rank 0 does not end.
     """
     started: list[Rank] = []
     received = _pass_requests_on(started)
@@ -129,7 +130,8 @@ def prepare(cores: Collection[int], held: bool = False) -> None:
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Returns torchrun's variables for a rank on this computer. Lightning and DeepSpeed read them."""
+    """Returns the environment variables of a rank on this computer under torchrun's names. Lightning and DeepSpeed read
+    them. `port` is the port of rank 0."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     numbers |= {"NODE_RANK": 0, "MASTER_PORT": port}
     return {"MASTER_ADDR": ADDRESS, **{name: str(number) for name, number in numbers.items()}}
@@ -143,8 +145,9 @@ def free_port() -> int:
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Installs handlers that forward each request to end the run to the ranks that are in the list at that time.
-    Returns the list in which the handlers record the signals."""
+    """Installs handlers that record the signals in REQUESTS and forward them to the ranks that are in the list `ranks`
+    at that time. Ctrl-C is only recorded, because the terminal sends it to the ranks too. Returns the list of recorded
+    signals, to which the handlers append."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -162,7 +165,8 @@ def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
 
 def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
     """Waits until all ranks have ended. Kills ranks that do not end soon after one rank has failed or ended on request.
-    Return value and exceptions are as in `run_ranks`."""
+    The exit code that it returns and the exceptions are described in `run_ranks`. `received` holds the signals that the
+    handlers have recorded."""
     failed: Rank | None = None
     killed: list[Rank] = []
     kill_at = math.inf
@@ -207,8 +211,8 @@ def _broken(ranks: Sequence[Rank], received: Collection[int]) -> list[Rank]:
 
 
 def _code(rank: Rank, received: Collection[int]) -> int | None:
-    """Returns the exit code of a rank, or None while it runs. A rank that was killed by a request before it could
-    handle the signal gets the shell's code, 128 + the number of the signal."""
+    """Returns the exit code of a rank, or None while the rank runs. If a signal in REQUESTS killed a rank before it
+    could handle the signal, the exit code is 128 + the number of the signal, as in a shell."""
     code = rank.process.poll()
     if code is not None and (-code == signal.SIGINT or -code in received):
         return 128 - code
@@ -216,7 +220,7 @@ def _code(rank: Rank, received: Collection[int]) -> int | None:
 
 
 def how_ended(code: int) -> str:
-    """Returns a text with the exit code of a process, or with the name of the signal that ended it."""
+    """Returns a text with the exit code of a process, or with the name of the signal that ended the process."""
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -1,5 +1,5 @@
-"""Reads a rank's environment variables. The variables of other launchers are returned under the names that torchrun
-uses."""
+"""Reads the environment variables by which a launcher describes a rank. The variables of other launchers are returned
+under the names that torchrun uses."""
 
 import os
 import re
@@ -26,8 +26,9 @@ the run folder for the launcher."""
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns torchrun's variables for this rank, or no variables if no launcher started this process. Raises
-    UsageError if they do not describe a rank, or if the nodes have different numbers of ranks."""
+    """Returns the environment variables of this rank under torchrun's names, or no variables if no launcher started
+    this process. Raises UsageError if the variables do not describe a rank, or if the nodes have different numbers of
+    ranks."""
     found = {name: environment[name] for name in TORCHRUN if name in environment}
     if DEEPSPEED_LOCAL_SIZE in environment:
         found.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])
@@ -48,8 +49,8 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def whole_number(name: str, value: str, least: int = 0) -> int:
-    """Returns the value of an environment variable as a number. Raises UsageError if it is not a whole number or is
-    less than `least`."""
+    """Returns the value of the environment variable `name` as a number. Raises UsageError if the value is not a whole
+    number or is less than `least`."""
     if not value.isdecimal() or int(value) < least:
         fix = f"set it to a number of at least {least}, or unset it"
         raise UsageError(f"the environment variable {name} is {value!r}: {fix}")
@@ -72,7 +73,8 @@ def local_rank() -> int:
 
 
 def adopt() -> None:
-    """Sets torchrun's variables, which torch, Lightning and DeepSpeed read, if another launcher started this rank."""
+    """Sets the environment variables of this rank under torchrun's names, if another launcher started this rank. torch,
+    Lightning and DeepSpeed read them."""
     os.environ.update(variables())
 
 
@@ -82,9 +84,10 @@ def by_torchrun() -> bool:
 
 
 def torchrun_agent() -> str:
-    """Returns a name of this node's torchrun process, or an empty string without torchrun. The name stays the same when
-    torchrun restarts its ranks. It is the unique name of the temporary folder that each torchrun process makes. In this
-    folder every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
+    """Returns a name that identifies this node's torchrun process, or an empty string without torchrun. The name stays
+    the same when torchrun restarts its ranks. It is the unique name of the temporary folder that each torchrun process
+    makes. In this folder every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15,
+    DefaultLogsSpecs)."""
     parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     if len(parts) > 4:
         return parts[-4]

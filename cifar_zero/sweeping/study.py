@@ -1,4 +1,5 @@
-"""Runs a sweep. Optuna chooses and records settings, and cifar-zero train trains each setting with each seed."""
+"""Runs a sweep over settings. A setting is a combination of values for the options of --search. Optuna chooses and
+records settings, and cifar-zero train trains a run for each setting and seed."""
 
 import json
 import re
@@ -37,12 +38,17 @@ NUMBER = r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")  # LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP
 TRIALS = 20  # number of settings that Optuna chooses without --trials
 
-Space = dict[str, BaseDistribution]  # values by option; listed values stay text, as on the command line
+Space = dict[str, BaseDistribution]  # possible values of each option; listed values stay text, as on the command line
 
 
 def run(arguments: Namespace, rest: list[str]) -> int:
-    """Trains the settings of --search with the flags `rest` of train. Returns the exit code, which is 1 if a setting
-    failed."""
+    """Runs a sweep: trains a run for each setting of --search and each seed, and prints the results. Returns the exit
+    code, which is 1 if a setting failed.
+
+    Args:
+        arguments: The options of sweep.
+        rest: Flags of train, which are passed on to every run.
+    """
     check_plain_name(arguments.name)
     if arguments.trials is not None and arguments.trials < 1:
         raise UsageError(f"--trials must be at least 1, not {arguments.trials}")
@@ -73,8 +79,9 @@ def run(arguments: Namespace, rest: list[str]) -> int:
 
 
 def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
-    """Returns the search space of --search NAME=VALUES ..., and a list with one dict {"seed": SEED} for each seed.
-    Without seeds, the list has a single empty dict."""
+    """Parses --search NAME=VALUES ... Returns the search space, and a list with one dict {"seed": SEED} for each seed.
+    Without seeds, the list has a single empty dict. Raises UsageError if values cannot be parsed, or if seeds are given
+    as a range."""
     space: Space = {}
     for definition in definitions:
         name, _, text = definition.partition("=")
@@ -108,14 +115,14 @@ def _distribution(text: str) -> BaseDistribution:
 
 
 def combinations(space: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns all combinations of the listed values and of the two ends of each range."""
+    """Returns all combinations of the options' values in a search space. The values of a range are its two ends."""
     values: Any = [getattr(each, "choices", None) or (each.low, each.high) for each in space.values()]
     return [dict(zip(space, row, strict=True)) for row in product(*values)]
 
 
 def resolved(flags: list[str]) -> Run:
-    """Returns a resolved run. Raises UsageError if the run cannot be trained, or if an option cannot be used in a
-    sweep."""
+    """Returns the resolved run for flags of train. Raises UsageError if the run cannot be trained, or if an option
+    cannot be used in a sweep."""
     config = command_line.parse(flags)
     for name in ("bench_steps", "plot_schedule", "check_gradients", "resume"):
         if flat(config)[name]:
@@ -130,8 +137,8 @@ def resolved(flags: list[str]) -> Run:
 
 
 def open_study(folder: Path, record: str) -> optuna.Study:
-    """Opens or creates the study in a folder. `record` is the text of the sweep's --search and flags. Raises UsageError
-    if the study was created with another record."""
+    """Opens or creates the Optuna study in a folder. `record` is the text of the sweep's --search and flags. Raises
+    UsageError if the study was created with another record."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     where = f"sqlite:///{folder / 'sweep.db'}"
     study = optuna.create_study(storage=where, study_name="sweep", direction="maximize", load_if_exists=True)
@@ -142,7 +149,8 @@ def open_study(folder: Path, record: str) -> optuna.Study:
 
 
 def latest(study: optuna.Study) -> list[tuple[dict[str, Any], FrozenTrial]]:
-    """Returns each setting with its last trial. Optuna keeps the options of an enqueued trial in `fixed_params`."""
+    """Returns each setting of a study with its last trial. Optuna keeps the options of an enqueued trial in
+    `fixed_params`."""
     found: dict[str, tuple[dict[str, Any], FrozenTrial]] = {}
     for trial in study.trials:
         setting = trial.system_attrs.get("fixed_params", trial.params)
@@ -153,8 +161,17 @@ def latest(study: optuna.Study) -> list[tuple[dict[str, Any], FrozenTrial]]:
 def search(
     study: optuna.Study, space: Space, seeds: list[dict[str, Any]], trials: int, folder: Path, flags: list[str]
 ) -> None:
-    """Trains all enqueued settings, each with each seed, and then settings that Optuna chooses, until it has chosen
-    `trials` settings. Failed trials count too."""
+    """Trains all enqueued settings with each seed, and then settings that Optuna chooses. Returns when Optuna has
+    chosen `trials` settings, and no enqueued setting is left. Failed trials count too.
+
+    Args:
+        study: The study that records the trials.
+        space: The search space from which Optuna chooses.
+        seeds: A dict {"seed": SEED} for each seed, or a single empty dict.
+        trials: Number of settings that Optuna chooses.
+        folder: Directory for the run folders and logs.
+        flags: Flags of train for every run.
+    """
     while True:
         chosen = sum("fixed_params" not in trial.system_attrs for trial in study.trials)
         if chosen >= trials and not study.get_trials(states=(TrialState.WAITING,)):
@@ -171,7 +188,14 @@ def search(
 
 
 def train(folder: Path, flags: list[str], options: dict[str, Any]) -> float:
-    """Returns val/acc of a run, and trains the run first unless it is trained already. Raises RunError if it failed."""
+    """Trains the run of a setting and a seed if it is not trained already, and returns its last val/acc. Raises
+    RunError if the run failed, or ended before its first validation.
+
+    Args:
+        folder: Directory for the run folder and the log.
+        flags: Flags of train for every run of the sweep.
+        options: The options of the setting, and the seed.
+    """
     name = re.sub(r"[^\w.+-]+", "_", "-".join(f"{key}_{shown(value)}" for key, value in options.items()))
     log = folder / f"{name}.log"
     with FileLock(folder / f"{name}.lock"):  # another sweep may train the same setting
@@ -195,7 +219,14 @@ def _metrics(folder: Path, name: str) -> list[Path]:
 
 
 def report(study: optuna.Study, names: list[str], rest: list[str]) -> int:
-    """Prints the result of each setting, the best first, and returns the exit code, which is 1 if a setting failed."""
+    """Prints the result of each setting, the best first, and the command that trains the best setting. Returns the exit
+    code, which is 1 if a setting failed.
+
+    Args:
+        study: The study of the sweep.
+        names: Names of the options of --search.
+        rest: Flags of train for every run.
+    """
     found = sorted(latest(study), key=lambda each: each[1].value or -1.0, reverse=True)
     table = Table(*names, f"mean {METRIC}", "of each seed", "state")
     for setting, trial in found:

@@ -7,7 +7,7 @@ from cifar_zero.core.console import command
 
 
 def main() -> int:
-    """Trains the settings and returns the exit code, which is 1 if a setting failed."""
+    """Runs the sweep that the command line describes. Returns the exit code, which is 1 if a setting failed."""
     arguments, rest = _parser().parse_known_args()
     from cifar_zero.sweeping import study  # imported here, because Optuna imports numpy, which --help does not need
 
