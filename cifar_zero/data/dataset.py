@@ -61,7 +61,8 @@ def stratified_split(
 
 
 class Order:
-    """The micro-batches of an epoch on one rank."""
+    """Determines which images each micro-batch of an epoch has on one rank, and in which order. Images are given by
+    their positions in the split."""
 
     epoch = 0  # the current epoch
     skipped = 0  # micro-batches that the next pass of a DataLoader skips
