@@ -30,19 +30,20 @@ class SpreadGate(Gate):
         self._group = group
 
     def forward(self, tokens: Tensor, *unused: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the parts of `models.moe.Routing` in DeepSpeed's order."""
+        """Returns the values of the gate's `models.moe.Routing` as a tuple, in the order that DeepSpeed's MoE layer
+        expects."""
         to = super().forward(tokens)
         return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
 
     def _largest(self, count: Tensor) -> int:
-        """Returns the maximum of a count over all ranks that exchange tokens."""
+        """Returns the maximum of `count` over all ranks that exchange tokens."""
         if self.options.ep_size > 1:
             torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self._group)
         return super()._largest(count)
 
 
 class SpreadMixture(MoE):
-    """DeepSpeed's layer with the modules of a plain mixture and this rank's share of its experts."""
+    """DeepSpeed's MoE layer with the modules of a plain mixture of experts and this rank's share of its experts."""
 
     def __init__(self, mixture: MixtureOfExperts, rank: int):
         options, experts = mixture.options, mixture.experts
@@ -68,7 +69,7 @@ class SpreadMixture(MoE):
             super().set_deepspeed_parallelism(use_data_before_expert_parallel_)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns what the plain mixture would return."""
+        """Returns what the plain mixture of experts would return for the same tokens."""
         gate: Any = self.deepspeed_moe.gate
         return gate.run(self._forward, x)
 
@@ -83,7 +84,8 @@ class SpreadMixture(MoE):
 
 
 def spread(model: nn.Module, rank: int) -> None:
-    """Replaces each plain mixture of a model with DeepSpeed's layer."""
+    """Replaces each plain mixture of experts in a model with DeepSpeed's MoE layer, which keeps only this rank's share
+    of the experts. `rank` is the rank's index among all ranks."""
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):
