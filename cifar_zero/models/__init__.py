@@ -1,7 +1,7 @@
 """Defines the registry of models, which are plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class
 scores.
 
-Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is the model's help text. An
+Each entry is a dataclass. Its fields are the `--model.<option>` flags, and its docstring is the model's help text. An
 entry imports its torch module only when it builds the model, so that the command line has every option without
 importing torch.
 """

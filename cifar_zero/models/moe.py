@@ -88,9 +88,9 @@ class Gate(nn.Module):
         )
 
     def _choices(self, logits: Tensor) -> Tensor:
-        """Returns the experts of each token, int64 (k, S). The first is the most probable expert, and with top_k 2 the
-        second is the next most probable one. In training, the second expert is drawn by Gumbel's trick instead, as in
-        DeepSpeed. With RSample, the first expert is drawn in the same way."""
+        """Returns the experts of each token, int64 (k, S), given the gate's logits (S, E). The first expert is the most
+        probable one, and with top_k 2 the second expert is the next most probable one. In training, the second expert
+        is drawn by Gumbel's trick instead, as in DeepSpeed. With RSample, the first expert is drawn in the same way."""
         noisy = logits
         if self.training and (self.options.noisy_gate_policy == "RSample" or self.options.top_k == 2):
             noisy = logits + gumbel(logits)
