@@ -50,8 +50,8 @@ class Split:
 def stratified_split(
     labels: NDArray[np.int64], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns sorted indices (train, held out) into `labels` (N,). From every class, `fraction` is held out, rounded to
-    whole images, and at least one image of each class stays in train."""
+    """Returns sorted indices (train, held out) into `labels` (N,). The share `fraction` of each class is held out,
+    rounded to whole images. At least one image of each class stays in train."""
     rng = np.random.default_rng(seed)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
