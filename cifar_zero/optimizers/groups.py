@@ -21,7 +21,7 @@ def parameter_groups(
     records which index belongs to which parameter.
 
     Args:
-        parameters: the model's parameters by name, in the model's order.
+        parameters: the model's parameters in the model's order, keyed by name.
         shape: returns the whole shape of a parameter, which the strategy may have sharded.
     """
     dimensions = {name: len(shape(each)) for name, each in parameters.items()}
