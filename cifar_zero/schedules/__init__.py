@@ -1,4 +1,4 @@
-"""Defines the registry of learning-rate schedules. Each is a dataclass whose fields are the `--schedule.<option>`
+"""Defines the registry of learning-rate schedules. Each entry is a dataclass whose fields are the `--schedule.<option>`
 flags.
 
 The registry has the schedules of torch and transformers, DeepSpeed's schedules with a warm-up, and a range test. A
