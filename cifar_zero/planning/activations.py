@@ -1,7 +1,7 @@
 """Counts the bytes of a training step's activations exactly, without computing their values.
 
 The step runs on tensors that have shapes but no values (torch's FakeTensorMode), so the model may be larger than any
-memory. The kernels are torch's CPU kernels. GPU kernels may save more or less memory.
+memory. The kernels are torch's CPU kernels. GPU kernels may need more or less memory.
 
 torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but visits all modules after each
 operation. To count the activations of vit_large at one size of the micro-batch, it takes 24 seconds, and this module

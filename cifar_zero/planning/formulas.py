@@ -1,5 +1,5 @@
 """Computes a rank's memory under each strategy, in bytes. The formulas cover the rank's model states (parameters,
-gradients, optimizer state) and everything that it holds in addition to model states and activations.
+gradients, optimizer state) and everything else that the rank holds, except activations.
 
 They follow Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections
 3.1 and 5. With Adam in mixed precision, a parameter takes 2 bytes and its gradient 2 bytes. Its float32 master weight
@@ -48,10 +48,10 @@ one, for the elements that it updates with AdamW."""
 
 
 REUSE_ELEMENTS = 10**9
-"""ZeRO 3 keeps a gathered parameter if it is used again within this number of elements, which is
-stage3_max_reuse_distance (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). The backward pass
-goes through the model in the opposite direction. At the end of the forward pass, the last REUSE_ELEMENTS / 2 elements
-are therefore used again within this distance."""
+"""Default of DeepSpeed's stage3_max_reuse_distance. ZeRO 3 keeps a gathered parameter if it is used again within this
+number of elements (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). The backward pass goes
+through the model in the opposite direction. At the end of the forward pass, the last REUSE_ELEMENTS / 2 elements are
+therefore used again within this distance."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def predicted(
     zero: ZeROConfig = ZeROConfig(),  # noqa: B008 - it is frozen
 ) -> Prediction | None:
     """Returns the model states of the rank with the most bytes among all `ranks`. Bytes on a disk are not included.
-    Returns None for a strategy that splits layers, because it has no formula. `precision` must be resolved and not
-    "auto"."""
+    Returns None for a strategy that splits layers, because this module has no formula for it. `precision` must be
+    resolved and not "auto"."""
     spec = STRATEGIES[strategy]
     if spec.one_replica:
         return None

@@ -1,5 +1,5 @@
-"""Compares the memory that a rank needs under each strategy, part by part, with the memory that it has. Recommends a
-strategy, also for `--strategy auto`."""
+"""Adds up the parts of the memory that a rank needs under each strategy, and compares them with the memory that is
+available to the rank. Recommends a strategy, also for `--strategy auto`."""
 
 from __future__ import annotations
 
