@@ -1,6 +1,6 @@
-"""Builds Lightning's strategy for a run. Plain PyTorch is built here. Each other family of strategies is a file or
-folder of this package, and only the family that a run needs is imported. hooks.py defines what other packages read from
-a strategy."""
+"""Builds Lightning's strategy for a run. The strategies of plain PyTorch are built in this file. Each other family of
+strategies is a file or folder of this package, and only the family that a run needs is imported. hooks.py defines what
+other packages read from a strategy."""
 
 from __future__ import annotations
 

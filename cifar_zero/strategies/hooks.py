@@ -54,7 +54,7 @@ class Updated:
 
 
 class Hooks:
-    """The default hooks, for a strategy whose parameters are plain tensors or DTensors and whose optimizer is torch's.
+    """The default hooks, for a strategy that uses plain tensors or DTensors as parameters and an optimizer of torch.
 
     Each family of strategies has a subclass that overrides what differs. Every parameter that is passed in belongs to
     the module that the strategy trains; a buffer of this module may be passed instead. "Collective" means that every
@@ -78,8 +78,8 @@ class Hooks:
         return "torch_fused" if device_type == "cuda" and not refused else "torch"
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an optimizer's parameter groups, split further if the strategy needs some parameters in separate
-        groups."""
+        """Returns the given parameter groups of an optimizer, split further if the strategy needs some parameters of
+        `module` in separate groups."""
         return groups
 
     def replica(self) -> tuple[int, int]:
@@ -304,7 +304,8 @@ def tensors_in(container: Any) -> list[Tensor]:
 
 
 def unsharded(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor of a DTensor, or any other tensor unchanged. It is detached. Collective."""
+    """Returns the whole tensor of a DTensor, or any other tensor as it is. The result is detached from the graph.
+    Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 

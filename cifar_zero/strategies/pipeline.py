@@ -110,8 +110,8 @@ def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
 
 
 class PipelineHooks(MeshHooks):
-    """Reads the tensors of a block from the rank that computes it. The strategy marks the parameters of all blocks with
-    `stage`, the process group of the ranks that divide the blocks."""
+    """Reads the tensors of a block from the rank that computes the block. The strategy marks the parameters of all
+    blocks with `stage`, the process group of the ranks that divide the blocks."""
 
     def full(self, parameter: Any) -> Tensor:
         return self._from_its_rank(parameter, super().full(parameter))

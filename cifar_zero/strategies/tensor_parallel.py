@@ -61,7 +61,8 @@ PLAN: dict[str, Any] = {
     "mlp.0": ColwiseParallel(),
     "mlp.2": RowwiseParallel(),
 }
-"""How the layers of a block of models/vit.py are split: the first of each pair by columns, the second by rows."""
+"""How each layer in a block of models/vit.py is split. The first layer of the attention and of the MLP is split by
+columns, and the second by rows."""
 
 
 def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:

@@ -33,9 +33,9 @@ the learning rate from a checkpoint."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files. Reading runs no code; for `trust` see `safe_load.load`. An error while
-    writing is stored in `failure` and not raised, because the other ranks would wait for this one. Each file that is
-    written, except the experts' files, also receives the entries of `notes`."""
+    """Writes and reads DeepSpeed's files. Reading a file runs no code in it unless `trust` is set (see
+    `safe_load.load`). An error while writing is stored in `failure` and not raised, because the other ranks would wait
+    for this one. Each file that is written, except the experts' files, also receives the entries of `notes`."""
 
     failure = ""  # the first error while writing
 
@@ -163,7 +163,8 @@ def _fill(target: Tensor, part: Tensor) -> Tensor:
 
 
 def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], cut: Cut) -> None:
-    """Sets the base optimizer's state of a flat tensor, given the state of each of its parameters in `entries`."""
+    """Sets the base optimizer's state of the flat tensor `target`. `entries` has the whole, unsharded state of each
+    parameter that the tensor covers, and `cut` returns this rank's part of it."""
     state: dict[str, Any] = {}
     for key, value in entries[0].items():
         if key == "step":
@@ -177,8 +178,8 @@ def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], cut: Cu
 
 
 def _step(base: Any, target: Tensor, step: float) -> Tensor | int:
-    """Returns the step count as optimizer state, which is an int for DeepSpeed's Adam and a tensor for torch's
-    optimizers."""
+    """Returns the step count in the form in which the base optimizer keeps it. DeepSpeed's Adam keeps an int, and
+    torch's optimizers keep a tensor."""
     if isinstance(base, DeepSpeedCPUAdam):
         return int(step)
     counted = torch.tensor(step)

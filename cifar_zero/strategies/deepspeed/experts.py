@@ -17,9 +17,9 @@ from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 
 class SpreadGate(Gate):
-    """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice
-    and drops no random tokens in an evaluation, and a training step does not wait for the device to return the
-    capacity."""
+    """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice in
+    an evaluation, and drops no random tokens there. A training step does not wait for the device to return the
+    capacity, as it does with DeepSpeed's gate."""
 
     def __init__(self, gate: Gate):
         super().__init__(gate.wg.in_features, gate.num_experts, gate.options)
@@ -98,8 +98,8 @@ def ep_size(model: nn.Module) -> int:
 
 
 def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns an optimizer's groups, split so that DeepSpeed reduces the gradients of experts only over the ranks that
-    have the same experts."""
+    """Returns the given parameter groups of an optimizer, split so that DeepSpeed reduces the gradients of experts only
+    over the ranks that have the same experts."""
     if not any(isinstance(module, MoE) for module in model.modules()):
         return groups
     dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]

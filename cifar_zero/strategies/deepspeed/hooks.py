@@ -59,7 +59,7 @@ class EngineHooks(Hooks):
         return zero.get("offload_optimizer", {}).get("device", "none")
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an optimizer's groups, with experts in separate groups."""
+        """Returns the given parameter groups of an optimizer, split so that experts are in separate groups."""
         return experts.parameter_groups(module, groups)
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:

@@ -79,7 +79,7 @@ class ZeROStrategy(DeepSpeedStrategy):
     """The names of the parameters in each of the optimizer's groups, as the module made the groups."""
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
-        """Takes the options of Lightning's class. Raises UsageError if the configuration has an optimizer."""
+        """Takes the options of Lightning's class. Raises UsageError if DeepSpeed's configuration has an optimizer."""
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
         if "optimizer" in self.config:
             raise UsageError(
