@@ -66,9 +66,10 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes what
-    killed processes left unfinished next to the checkpoint. Does not read the checkpoint, because rank 0 compares it
-    with the run later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
+    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes unfinished
+    files that killed processes left next to the checkpoint. The checkpoint itself is not read, because rank 0 compares
+    it with the run later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such
+    checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -106,8 +107,8 @@ def _checkpoint_of(settings: Settings) -> Path | None:
 
 
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
-    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote, or None before the first
-    one.
+    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote, or None if they have not
+    written any.
 
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
     node. `agents` are the names of torchrun's processes (see `rank_environment.torchrun_agent`).

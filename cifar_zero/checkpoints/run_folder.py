@@ -112,9 +112,9 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
 
 
 def find_checkpoint(path: str) -> Path:
-    """Returns the checkpoint that `--resume` or the argument of a program names. The path may be the checkpoint itself
-    (a file or DeepSpeed's folder), something inside it, or a folder whose newest checkpoint is returned. Raises
-    UsageError if there is none."""
+    """Returns the checkpoint that a path on the command line names, such as the value of `--resume`. The path may be
+    the checkpoint itself (a file or DeepSpeed's folder), something inside it, or a folder whose newest checkpoint is
+    returned. Raises UsageError if there is none."""
     given = Path(path)
     if not given.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")

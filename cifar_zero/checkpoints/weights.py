@@ -49,8 +49,8 @@ def merged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Loads weights into a model, or only compares names and shapes if both are on torch's meta device. Raises
-    UsageError if weights are missing, unknown or of another shape than in the model."""
+    """Loads weights into a model, or only compares names and shapes if the weights and the model are on torch's meta
+    device. Raises UsageError if weights are missing, unknown or of another shape than in the model."""
     try:
         net.load_state_dict(dict(weights))
     except RuntimeError as error:
@@ -59,7 +59,8 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str)
 
 
 def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Returns a checkpoint's description of its model as strings, the only values that safetensors allows.
+    """Returns the metadata of an exported file, which describes the checkpoint's model. All values are strings, because
+    safetensors allows no others.
 
     `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is the side
     of its images in pixels. `mean` and `std` normalise images with pixels from 0 to 1, as numbers for red, green and
@@ -194,8 +195,8 @@ def _few(names: list[str]) -> str:
 
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
-    """Returns the content of a checkpoint. If `delta` is not empty, it is the path of a delta, and `checkpoint` must be
-    the file from which the run that trained the delta's weights started. The delta is then applied to this file."""
+    """Returns the content of a checkpoint. If `delta` is not empty, it is the path of a delta, which is applied to
+    `checkpoint`. The run that trained the weights in the delta must have started from `checkpoint`."""
     if delta:
         return apply_delta(checkpoint, Path(delta), trust)
     return read(checkpoint, trust)
@@ -208,7 +209,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     Args:
         checkpoint: content of the checkpoint.
         output: path of the delta.
-        name: path of the checkpoint, for the delta's metadata and for messages.
+        name: name of the checkpoint, for the delta's metadata and for error messages.
 
     Raises:
         UsageError: If the run froze nothing, or cifar-zero train did not write the checkpoint.

@@ -123,8 +123,8 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> tuple[list[Path], ...]:
-    """Returns the files of the model, of its experts, of the shards, and of the ranks with other experts at stage 0.
-    Raises UsageError if no file of the model exists."""
+    """Returns four lists of files: the model's files, its experts' files, the optimizer's shards, and the `expp_rank`
+    files, which exist only at stage 0 with experts. Raises UsageError if no file of the model exists."""
 
     def found(pattern: str) -> list[Path]:
         return sorted(folder.glob(pattern), key=lambda file: [*map(int, re.findall(r"\d+", file.stem))])
@@ -239,8 +239,8 @@ def whole_tensors(
     """Returns the whole tensors of a parameter group, keyed by name, given the flat shard of each rank.
 
     Stages 1 and 2 concatenate all parameters and cut the result into one piece for each rank. Stage 3 cuts each
-    parameter. In both cases the last shard is padded. `paddings` are the numbers of padding elements after each
-    parameter, with DeepSpeed's `parameter_alignment`. Raises RuntimeError if a shard is too short.
+    parameter. In both cases the last shard is padded. `paddings` has the number of padding elements after each
+    parameter, if DeepSpeed's `parameter_alignment` is on. Raises RuntimeError if a shard is too short.
     """
     found: dict[str, Tensor] = {}
     offset = 0
