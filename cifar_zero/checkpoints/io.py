@@ -40,8 +40,8 @@ class AtomicCheckpointIO(CheckpointIO):
             say(f"{self.failure}. The training continues; earlier checkpoints are complete.")
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of any strategy on every rank. Checksums are not compared again, because they were
-        compared at the start."""
+        """Reads a checkpoint of any strategy on every rank. The checksums in the file are not compared again, because
+        they were compared at the start of the run."""
         return read(Path(path), self.trust, verify=False)
 
     def remove_checkpoint(self, path: Any) -> None:

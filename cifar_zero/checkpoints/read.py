@@ -16,9 +16,9 @@ checkpoint."""
 
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """Returns state_dict, optimizer_states and the progress of the run from Lightning's file, or from the folder that
-    DeepSpeed writes. For the arguments see `safe_load.load`. Raises UsageError if the checkpoint is damaged or would
-    need `trust`."""
+    """Returns the content of a checkpoint: state_dict, optimizer_states and the progress of the run. The checkpoint is
+    a file that Lightning wrote or a folder that DeepSpeed wrote. For the arguments see `safe_load.load`. Raises
+    UsageError if the checkpoint is damaged or would need `trust`."""
     if checkpoint.is_dir():
         return with_checked_record(read_folder(checkpoint, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
@@ -46,7 +46,8 @@ def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]
 
 
 def check_resumable(content: Mapping[str, Any], name: object) -> None:
-    """Raises UsageError if a checkpoint lacks what a run needs to continue."""
+    """Raises UsageError if the content of a checkpoint lacks an entry that a run needs to continue. `name` names the
+    checkpoint in the message."""
     lacking = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"} - content.keys()
     optimizer: dict[str, Any] = {}
     if RECORD in content:
@@ -63,7 +64,8 @@ def check_resumable(content: Mapping[str, Any], name: object) -> None:
 
 
 def of_another_version(name: object, error: Exception) -> UsageError:
-    """Returns the error for a file with a missing or an unknown entry."""
+    """Returns the UsageError to raise for the file `name`, in which an entry is missing or unknown. `error` is the
+    error of reading the entry."""
     why = f"it has no {error}" if isinstance(error, KeyError) else short(error)
     return UsageError(
         f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that wrote it"

@@ -1,5 +1,5 @@
-"""Finds the checkpoint that a run resumes, before anything is launched, and refuses the checkpoint of another run. Does
-not import torch.
+"""Finds the checkpoint that a run resumes, before anything is launched, and raises UsageError for the checkpoint of a
+run with other options or classes. Does not import torch.
 
 `config/strategy_rules.py` refuses strategies that cannot resume. `training/starting.py` refuses checkpoints with other
 weights and damaged ones.
@@ -27,8 +27,8 @@ IF_ANY = "auto"  # value of --resume: like last, but starts a new run if there i
 
 
 def saved_config(settings: Settings) -> dict[str, Any] | None:
-    """Returns the options, by flag, of the run that --resume names (see `command_line.parse`), or None for a new run.
-    Raises UsageError if there is no such checkpoint or it cannot be read."""
+    """Returns the options of the run that --resume names, keyed by flag (see `command_line.parse`), or None for a new
+    run. Raises UsageError if there is no such checkpoint or it cannot be read."""
     if settings.output.resume == "last" and settings.placement.strategy == AUTO and not settings.output.name:
         raise UsageError("--resume last with --strategy auto needs --name, because the default contains the strategy")
     checkpoint = _checkpoint_of(settings)
@@ -44,8 +44,15 @@ def saved_config(settings: Settings) -> dict[str, Any] | None:
 def config_of_checkpoint(
     checkpoint: Path, trust: bool = False, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Returns the options, by flag, of a checkpoint's run. They come from its run folder, or else from the checkpoint
-    itself, whose `content` may be read already. Returns None if neither has them."""
+    """Returns the options of the run that wrote a checkpoint, keyed by flag. They come from the run folder, or else
+    from the checkpoint itself. Returns None if neither has them.
+
+    Args:
+        checkpoint: path of the checkpoint.
+        trust: see `safe_load.load`.
+        content: content of the checkpoint if it has been read already. The options are then taken from it and not from
+            the run folder.
+    """
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None and content is None:
         return command_line.read_recipe(recipe)
@@ -59,9 +66,10 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes what
-    killed processes left unfinished next to the checkpoint. Does not read the checkpoint, because rank 0 compares it
-    with the run later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
+    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes unfinished
+    files that killed processes left next to the checkpoint. The checkpoint itself is not read, because rank 0 compares
+    it with the run later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such
+    checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -73,10 +81,10 @@ def checkpoint_to_resume(settings: Settings) -> str:
 def _checkpoint_of(settings: Settings) -> Path | None:
     """Returns the checkpoint that --resume names, or None for a new run. First completes interrupted renames.
 
-    With `auto` it is the newest checkpoint of the run's name, if there is one. A job that SLURM has requeued resumes
-    its own checkpoint, whatever --resume names. This includes a checkpoint on the digits if the job fell back to them.
-    Before the job has written a checkpoint, it starts as it did the first time. Raises UsageError if there is no such
-    checkpoint.
+    With `auto`, the newest checkpoint of all runs that have this run's name is returned, if there is one. A job that
+    SLURM has requeued resumes its own checkpoint, whatever --resume names. This includes a checkpoint on the digits if
+    the job fell back to them. Before the job has written a checkpoint, it starts as it did the first time. Raises
+    UsageError if there is no such checkpoint.
     """
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures
@@ -99,8 +107,8 @@ def _checkpoint_of(settings: Settings) -> Path | None:
 
 
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
-    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote, or None before the first
-    one.
+    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote, or None if they have not
+    written any.
 
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
     node. `agents` are the names of torchrun's processes (see `rank_environment.torchrun_agent`).

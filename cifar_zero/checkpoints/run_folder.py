@@ -1,4 +1,5 @@
-"""Makes the folder of a run, <out>/<name>/version_N, which one process claims, and finds the checkpoints in it."""
+"""Makes the folder of a run, <out>/<name>/version_N, and finds the checkpoints in it. Only one process can claim a
+version."""
 
 import shutil
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ STEP_CHECK = "step_check.json"
 
 
 def claim(out: str, name: str) -> Path:
-    """Makes and returns the next version_N of a run's name. Raises UsageError if the folder cannot be made."""
+    """Makes the folder version_N of a new run with the given name, and returns it. N is one more than the last version
+    of this name. Raises UsageError if the folder cannot be made."""
     parent = Path(out) / name
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -61,9 +63,9 @@ def newest_checkpoint(folder: Path) -> Path:
 def newest(found: list[Path]) -> Path:
     """Returns the newest of several checkpoints.
 
-    First selects the name of which a checkpoint was written last, and then the last version of this name. Returns this
-    run's last.ckpt, or else its checkpoint that was written last. Times alone are not enough, because copying a folder
-    changes them.
+    First selects the run name of the checkpoint that was written last. Then selects, among the runs with this name, the
+    one with the highest version. Returns the last.ckpt of this run, or else the checkpoint of this run that was written
+    last. Times alone are not enough, because copying a folder changes them.
     """
     name, _ = _run_of(max(found, key=written))
     of_name = [path for path in found if _run_of(path)[0] == name]
@@ -71,8 +73,8 @@ def newest(found: list[Path]) -> Path:
 
 
 def _run_of(checkpoint: Path) -> tuple[Path, int]:
-    """Returns the folder of all runs with the name of a checkpoint's run, and the run's version, which is -1 outside of
-    a run folder."""
+    """Returns two things about the run that wrote a checkpoint: the folder <out>/<name> of all runs with its name, and
+    its version. The version is -1 for a checkpoint outside of a run folder."""
     folder = checkpoint.absolute().parent.parent  # version_N, if the path is <name>/version_N/checkpoints/last.ckpt
     return folder.parent, _version(folder)
 
@@ -89,8 +91,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
-    """Returns the checkpoint that `--resume last` names, which is the newest of a run's name under `out`. With
-    `fallback`, runs that fell back from CIFAR-10 to the digits count too. Raises UsageError if there is none."""
+    """Returns the checkpoint that `--resume last` names, which is the newest checkpoint of all runs named `name` under
+    `out`. With `fallback`, runs that fell back from CIFAR-10 to the digits count too. Raises UsageError if there is
+    none."""
     own, digits = Path(out, name), Path(out, name + FALLBACK_SUFFIX)
     found = checkpoints(own)
     if fallback:
@@ -109,9 +112,9 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
 
 
 def find_checkpoint(path: str) -> Path:
-    """Returns the checkpoint that `--resume` or the argument of a program names. The path may be the checkpoint itself
-    (a file or DeepSpeed's folder), something inside it, or a folder whose newest checkpoint is returned. Raises
-    UsageError if there is none."""
+    """Returns the checkpoint that a path on the command line names, such as the value of `--resume`. The path may be
+    the checkpoint itself (a file or DeepSpeed's folder), something inside it, or a folder whose newest checkpoint is
+    returned. Raises UsageError if there is none."""
     given = Path(path)
     if not given.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
@@ -124,9 +127,9 @@ def find_checkpoint(path: str) -> Path:
 
 
 def deepspeed_files(path: str) -> Path | None:
-    """Returns the folder of DeepSpeed's files that a path names, which is the path itself or the folder that its file
-    `latest` names. Returns None if it is not a DeepSpeed checkpoint. Raises UsageError if the path contains folders
-    with DeepSpeed's files, but no `latest`."""
+    """Returns the folder that holds DeepSpeed's files. It is the path itself, or the folder inside the path that the
+    file `latest` names. Returns None if the path is not a DeepSpeed checkpoint. Raises UsageError if the path contains
+    folders with DeepSpeed's files, but no `latest`."""
     folder, pattern = Path(path).resolve(), "*_states.pt"
     latest = folder / "latest"
     if latest.is_file():
@@ -139,7 +142,8 @@ def deepspeed_files(path: str) -> Path | None:
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may be of another program."""
+    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may belong to another
+    program."""
     return (path / "latest").is_file() and (path / "checkpoint").is_dir()
 
 

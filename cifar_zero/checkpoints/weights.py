@@ -34,22 +34,23 @@ LISTED = 4  # maximum number of names of each kind in a line on the console
 
 
 def net_weights(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
-    """Returns the weights by the model's own names. If the checkpoint has averaged weights and `averaged` is set,
-    returns the averaged weights."""
+    """Returns the model's weights in a checkpoint, keyed by the model's own names, without PREFIX. If the checkpoint
+    has averaged weights and `averaged` is set, each weight that has an average is replaced by its average."""
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
     state = checkpoint["state_dict"]
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
 
 
 def merged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the weights of `net_weights` with adapters merged, which are the weights of a plain model of models/."""
+    """Returns the weights of `net_weights` with the LoRA adapters merged into them, so that they fit a model of models/
+    without adapters."""
     lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
     return merged(net_weights(checkpoint), lora.get("alpha", 0.0))
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Loads weights into a model, or only compares names and shapes if both are on torch's meta device. Raises
-    UsageError if weights are missing, unknown or of another shape than in the model."""
+    """Loads weights into a model, or only compares names and shapes if the weights and the model are on torch's meta
+    device. Raises UsageError if weights are missing, unknown or of another shape than in the model."""
     try:
         net.load_state_dict(dict(weights))
     except RuntimeError as error:
@@ -58,7 +59,8 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str)
 
 
 def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Returns a checkpoint's description of its model as strings, the only values that safetensors allows.
+    """Returns the metadata of an exported file, which describes the checkpoint's model. All values are strings, because
+    safetensors allows no others.
 
     `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is the side
     of its images in pixels. `mean` and `std` normalise images with pixels from 0 to 1, as numbers for red, green and
@@ -85,14 +87,15 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def encode(weights: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """Returns the content of a safetensors file. Weights that share memory are written once for each name."""
+    """Returns the content of a safetensors file with these weights and this metadata. Weights that share memory are
+    written once for each name."""
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     return safetensors.torch.save(plain, metadata)
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the weights, on the CPU, and the metadata, which may be empty. Raises UsageError if the file is
-    damaged."""
+    """Returns the weights in a safetensors file, on the CPU, and its metadata, which may be empty. Raises UsageError if
+    the file is damaged."""
     try:
         with safe_open(file, "pt") as content:
             return {name: content.get_tensor(name) for name in content.keys()}, content.metadata() or {}  # noqa: SIM118
@@ -152,7 +155,8 @@ def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
-    """Returns the weights that fit the plain model by name and shape. Raises UsageError if none fits."""
+    """Returns the weights that have the name and shape of a tensor in `net`, and the names of all other tensors. Raises
+    UsageError if no weight fits. `file` names the file in the message."""
     wanted = net.state_dict()
     loaded = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
     if not loaded:
@@ -167,8 +171,13 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
     """Loads whole tensors into a model of which each rank may hold only its shards. Tensors of the model that are not
-    in `weights` stay as they are. All ranks call it. `write` overwrites a parameter, which the strategy may have
-    sharded, with a whole tensor."""
+    in `weights` stay as they are. All ranks must call this function.
+
+    Args:
+        net: the model.
+        weights: whole tensors, keyed by the model's own names.
+        write: function that overwrites a parameter or buffer, which the strategy may have sharded, with a whole tensor.
+    """
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             write(tensor, weights[name])
@@ -186,15 +195,21 @@ def _few(names: list[str]) -> str:
 
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
-    """Returns the content of a checkpoint. With `delta`, `checkpoint` is the file with which the delta's run began, and
-    the delta is applied to it."""
+    """Returns the content of a checkpoint. If `delta` is not empty, it is the path of a delta, which is applied to
+    `checkpoint`. The run that trained the weights in the delta must have started from `checkpoint`."""
     if delta:
         return apply_delta(checkpoint, Path(delta), trust)
     return read(checkpoint, trust)
 
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
-    """Writes a delta of a checkpoint and returns the names of its weights.
+    """Writes a delta, which contains only the weights that the checkpoint's run trained, and returns the names of these
+    weights.
+
+    Args:
+        checkpoint: content of the checkpoint.
+        output: path of the delta.
+        name: name of the checkpoint, for the delta's metadata and for error messages.
 
     Raises:
         UsageError: If the run froze nothing, or cifar-zero train did not write the checkpoint.
@@ -220,7 +235,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
 
 def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     """Reconstructs, bit for bit, the checkpoint that was stored as a delta. The result has the form that `read.read`
-    returns, but lacks what is needed to resume. `base` is the file with which the run began. Raises UsageError if one
+    returns, but lacks what is needed to resume. `base` is the file from which the run started. Raises UsageError if one
     of the files is damaged, or if the two files do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
@@ -244,7 +259,7 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of the names, dtypes, shapes and values, sorted by name."""
+    """Returns the SHA-256 of the names, dtypes, shapes and values of all weights, in the order of their names."""
     found = hashlib.sha256()
     for name in sorted(weights):
         value = weights[name].detach().cpu().contiguous()

@@ -42,8 +42,8 @@ ON_DISK = "zero_on_disk"  # key of the names of this rank's groups in DeepSpeed'
 
 AVERAGE = "average"
 """Key under which callbacks/averaging.py adds `kind`, `count`, `weights` and `sharded` to the checkpoints of every
-strategy. `weights` are the averages by the names of state_dict. If `sharded` is set, they are only this rank's parts,
-cut as stage 3 cuts the parameters."""
+strategy. `weights` are the averages, keyed by the names in state_dict. If `sharded` is set, they are only this rank's
+parts, cut as stage 3 cuts the parameters."""
 
 TIED = "zero_tied"
 """Key of a dict that maps each additional plain name of a tied weight to its first plain name, which a shard
@@ -75,7 +75,8 @@ class _Shard(NamedTuple):
 
 
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """Returns the checkpoint as Lightning's plain strategies write it, with state_dict, optimizer_states and progress.
+    """Returns the content of a DeepSpeed checkpoint folder in the form in which Lightning's plain strategies write it,
+    with state_dict, optimizer_states and progress.
 
     If DeepSpeed keeps float32 master weights in addition to the model's own weights, the state_dict has the master
     weights. For the arguments see `safe_load.load`. Raises UsageError if a file is missing, damaged or of another kind.
@@ -96,8 +97,8 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
 
 
 def layout_of(folder: Path, trust: bool = False) -> Any:
-    """Returns what the shards of a checkpoint depend on, as the strategy recorded it, or None if there is no such
-    record. Raises UsageError if the file cannot be read."""
+    """Returns what the shards of a checkpoint depend on, such as the number of ranks, as the strategy recorded it under
+    LAYOUT. Returns None if there is no such record. Raises UsageError if the file cannot be read."""
     return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(LAYOUT)
 
 
@@ -122,8 +123,8 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> tuple[list[Path], ...]:
-    """Returns the files of the model, of its experts, of the shards, and of the ranks with other experts at stage 0.
-    Raises UsageError if no file of the model exists."""
+    """Returns four lists of files: the model's files, its experts' files, the optimizer's shards, and the `expp_rank`
+    files, which exist only at stage 0 with experts. Raises UsageError if no file of the model exists."""
 
     def found(pattern: str) -> list[Path]:
         return sorted(folder.glob(pattern), key=lambda file: [*map(int, re.findall(r"\d+", file.stem))])
@@ -235,11 +236,11 @@ def _assembled(
 def whole_tensors(
     shards: Sequence[Tensor], shapes: Shapes, stage: int, paddings: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Returns a group's tensors by name, given the flat shard of each rank.
+    """Returns the whole tensors of a parameter group, keyed by name, given the flat shard of each rank.
 
     Stages 1 and 2 concatenate all parameters and cut the result into one piece for each rank. Stage 3 cuts each
-    parameter. In both cases the last shard is padded. `paddings` are the numbers of padding elements after each
-    parameter, with DeepSpeed's `parameter_alignment`. Raises RuntimeError if a shard is too short.
+    parameter. In both cases the last shard is padded. `paddings` has the number of padding elements after each
+    parameter, if DeepSpeed's `parameter_alignment` is on. Raises RuntimeError if a shard is too short.
     """
     found: dict[str, Tensor] = {}
     offset = 0
@@ -267,7 +268,8 @@ def uncut(parts: Sequence[Tensor], shape: torch.Size, start: int = 0) -> Tensor:
 
 
 def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[str, Any]:
-    """Returns the averaged weights, assembled if each rank has stored only its own part."""
+    """Returns the entry AVERAGE of a checkpoint. The averaged weights in it are assembled if each rank has stored only
+    its own part. `averages` has the entry of each rank."""
     average = averages[0]
     if not average["sharded"]:
         return average
@@ -281,8 +283,13 @@ def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[
 def _as_torch(
     states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the optimizer's state in torch's form, in DeepSpeed's groups. `names` are the names of the parameters in
-    each flat tensor."""
+    """Returns an optimizer state in the form of torch's `state_dict`, with DeepSpeed's parameter groups.
+
+    Args:
+        states: the state of each parameter, keyed by name.
+        names: the names of the parameters in each flat tensor, keyed by the index of the flat tensor.
+        groups: DeepSpeed's parameter groups, whose `params` are indices of flat tensors.
+    """
     state: dict[int, State] = {}
     param_groups: list[dict[str, Any]] = []
     first = 0

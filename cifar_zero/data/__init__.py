@@ -93,7 +93,7 @@ def prepare(config: DataConfig) -> SourceName:
 
 
 def load(config: DataConfig, source: str) -> Dataset:
-    """Maps the images of a source into memory. Raises RunError if they are not prepared.
+    """Maps the decoded images of a source into memory. Raises RunError if `prepare` has not prepared them.
 
     Args:
         source: the name that `prepare` returned.

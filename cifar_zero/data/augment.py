@@ -115,11 +115,12 @@ def memory_format(device: torch.device, channels_last: bool = False) -> torch.me
 def flip_and_crop(
     images: Tensor, flip: Tensor | None, crop: Tensor | None, border: int, padding: Padding = "black"
 ) -> Tensor:
-    """Returns images uint8 (n, H, W, 3), mirrored where `flip` (n,) is true, then padded and cropped as torchvision
-    does.
+    """Returns images uint8 (n, H, W, 3), mirrored where `flip` is true, then padded and cropped as torchvision does.
 
     Args:
-        crop: int (n, 2), top left corner of each crop in the padded image.
+        flip: bool (n,), whether to mirror each image. None mirrors no image.
+        crop: int (n, 2), top left corner of each crop in the padded image. None crops at the top left corner of the
+            padded image.
         border: padding in pixels on each side.
         padding: "black" pads with black pixels, and "reflect" with the image mirrored at its outermost pixels (torch's
             reflection padding).
@@ -186,9 +187,9 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
 
 
 def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a vertical and a horizontal mask of square images (n, W, W, 3). The product of the two masks is 1 inside
-    the box (n, 4) of each image and 0 outside. The vertical mask is float32 (n, W, 1). The horizontal mask is float32
-    (n, 1, W * 3), with one value for each channel."""
+    """Returns a vertical and a horizontal mask for each of the square images (n, W, W, 3). The product of the two masks
+    is 1 inside the box (n, 4) of each image and 0 outside. The vertical mask is float32 (n, W, 1). The horizontal mask
+    is float32 (n, 1, W * 3), with one value for each channel."""
     start, stop = boxes.view(-1, 2, 2, 1).unbind(2)
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)

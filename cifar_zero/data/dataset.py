@@ -50,8 +50,8 @@ class Split:
 def stratified_split(
     labels: NDArray[np.int64], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns sorted indices (train, held out) into `labels` (N,). From every class, `fraction` is held out, rounded to
-    whole images, and at least one image of each class stays in train."""
+    """Returns sorted indices (train, held out) into `labels` (N,). The share `fraction` of each class is held out,
+    rounded to whole images. At least one image of each class stays in train."""
     rng = np.random.default_rng(seed)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -61,7 +61,8 @@ def stratified_split(
 
 
 class Order:
-    """The micro-batches of an epoch on one rank."""
+    """Determines which images each micro-batch of an epoch has on one rank, and in which order. Images are given by
+    their positions in the split."""
 
     epoch = 0  # the current epoch
     skipped = 0  # micro-batches that the next pass of a DataLoader skips

@@ -18,9 +18,10 @@ from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.models import IMAGE_SHAPE
 
 GROUPS = 64
-"""Number of groups into which the images of an epoch are divided. The images of a group share the draws of a policy,
-because torchvision's transforms draw once per call. One call for each image took 10 times as long as one call for each
-group (RandAugment: 1,800 instead of 18,800 images/s, one core of an AMD EPYC, torchvision 0.30)."""
+"""Number of groups into which the images of an epoch are divided. The images of a group share the draws of the
+augmentation policy and of the user's transform, because torchvision's transforms draw once per call. One call for each
+image took 10 times as long as one call for each group (RandAugment: 1,800 instead of 18,800 images/s, one core of an
+AMD EPYC, torchvision 0.30)."""
 
 
 class Draws(NamedTuple):
@@ -37,7 +38,7 @@ class Draws(NamedTuple):
     group: Tensor | None = None  # int64 (n,), on the CPU: seed of the transforms, one of GROUPS seeds in each epoch
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Draws":
-        """Returns the table with `change` applied to every column."""
+        """Returns the table with `change` applied to every column that is not None."""
         return Draws(*(None if column is None else change(column) for column in self))
 
 

@@ -22,7 +22,8 @@ SPLITS = ("train", "test")
 _LAYOUT = "--data.source folder reads <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
 
 FORMATS = ("PNG", "JPEG")
-"""Pillow tries only these decoders, whatever the suffix of a file, because others start programs (EPS: Ghostscript)."""
+"""The only decoders that Pillow may try, whatever the suffix of a file. Other decoders start programs, such as
+Ghostscript for EPS."""
 
 MAX_PIXELS = 8192 * 8192
 """Largest number of pixels of an image. Such an image takes 200 MB as RGB on each core that decodes one. The limit is

@@ -33,12 +33,12 @@ host calls the operations that make a block only once per 8,192 images.
 """
 
 GROUPED_BLOCK_IMAGES = {"cpu": 2048, "cuda": 16384}
-"""Replaces BLOCK_IMAGES for blocks with a policy or the user's transform. In each block, these are called once for each
-group of images."""
+"""Replaces BLOCK_IMAGES if the augmentation has a policy or the user's transform. In each block, these are called once
+for each group of images (see `draws.GROUPS`)."""
 
 STRETCH_BLOCKS = 64
-"""Number of blocks for which the tables of an epoch are looked up at once. It is large enough that a GPU does not wait
-for the copies, and small enough that an epoch starts without delay."""
+"""Number of blocks for which the positions, labels and draws of an epoch are looked up at once. It is large enough that
+a GPU does not wait for the copies, and small enough that an epoch starts without delay."""
 
 RESIDENT_SHARE = 1 / 4
 """Largest share of a GPU's free memory that stored images may take. The model's memory is allocated later. CIFAR-10
@@ -112,7 +112,7 @@ class Resumable:
 
 
 class MemoryLoader(Resumable):
-    """Yields (images, labels) in the given order, on the device.
+    """Yields (images, labels) in the order of `order`, on the device of `stored`.
 
     Images are float32 (m, 3, H, W), normalised, in `memory_format`. Labels are int64 (m,) as in `Split`, or float32 (m,
     classes) with mixup or cutmix. Several micro-batches are made at once, as views of one block.

@@ -1,7 +1,7 @@
 """Defines the registry of models, which are plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class
 scores.
 
-Each entry is a dataclass whose fields are the `--model.<option>` flags and whose docstring is the model's help text. An
+Each entry is a dataclass. Its fields are the `--model.<option>` flags, and its docstring is the model's help text. An
 entry imports its torch module only when it builds the model, so that the command line has every option without
 importing torch.
 """
@@ -45,7 +45,7 @@ LAYOUTS: dict[Size, Layout] = {
 
 @dataclass
 class MixtureOptions(Options):
-    """The options that all mixtures of experts of a model share."""
+    """The options that apply to every mixture of experts in a model."""
 
     num_experts: list[int] = field(default_factory=lambda: [2])
     """Number of experts of each mixture, as a list with one number per mixture; different numbers make a pyramid
@@ -95,11 +95,11 @@ class MixtureOptions(Options):
 
 @dataclass
 class Model(Options):
-    """An entry of the registry, with the values of its options."""
+    """An entry of the registry of models, with the values of its options."""
 
     network: ClassVar[str]
-    """MODULE.NAME of the class or function that builds the model, in a module of models/. It takes the number of
-    classes and this entry."""
+    """The class or function that builds the model, as MODULE.NAME, where MODULE is a file in models/. It is called with
+    the number of classes and this entry."""
 
     tokens_per_image: ClassVar[int] = 0  # number of a transformer's patches; 0 for other models
 
@@ -155,7 +155,8 @@ class Scalable(Model):
     """Width of all hidden layers, as a multiple of the paper's: 0.25 suits a CPU."""
 
     def scaled(self, channels: int) -> int:
-        """Returns the number of channels, at least one, of a layer that has `channels` channels in the paper."""
+        """Returns `channels`, a layer's number of channels in the paper, multiplied by the width. The result is rounded
+        and at least 1."""
         return max(1, round(channels * self.width))
 
 
@@ -252,16 +253,16 @@ class ViTMoE(Model, MixtureOptions):
 
 
 def _harmless(value: Any) -> bool:
-    """Returns whether an option's value consists of numbers, booleans and None, which cannot name a file, an address or
-    code. Other values are refused, because options may come from files of other authors."""
+    """Returns whether an option's value consists only of numbers, booleans and None. Such a value cannot name a file,
+    an address or code. Other values are refused, because options may come from files that other people wrote."""
     if isinstance(value, (list, tuple)):
         return all(map(_harmless, value))
     return value is None or isinstance(value, (bool, int, float))
 
 
 class ThirdParty(Model):
-    """A model that was not written for this program. It is built completely before it is sharded. Before a run,
-    `external.check` tries it out on images of the run's shape."""
+    """A model that was not written for this program. The whole model is built before it is sharded. Before a run,
+    `external.check` builds it and runs it on a micro-batch of the run's shape."""
 
 
 @dataclass
@@ -293,8 +294,8 @@ PREFIX = "torchvision:"  # before the name of a torchvision classifier, as in to
 
 
 class Models(dict[str, type[Model]]):
-    """The registry of models by name. It lists the models of this folder. A name that begins with torchvision's prefix
-    is also an entry."""
+    """The registry of models, keyed by name. Iterating over it yields only the models in this folder, but every name
+    that begins with `torchvision:` is also a valid key."""
 
     def __missing__(self, name: str) -> type[Model]:
         if name not in self:
@@ -329,5 +330,6 @@ MODELS = Models(
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
-    """Builds the model `name` of MODELS with the options of its entry. Raises ValueError if an option is invalid."""
+    """Builds the model that MODELS has under `name`. `options` are values for the fields of its entry. Raises
+    ValueError if an option is invalid."""
     return MODELS[name](**options).build(num_classes)

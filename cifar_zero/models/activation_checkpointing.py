@@ -47,8 +47,8 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleLis
 
 
 def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
-    """Cuts the layers into pieces. Each piece begins with a layer that has parameters, because an in-place activation
-    at its beginning would overwrite the stored input."""
+    """Cuts a list of layers into pieces of about the square root of its length. Each piece begins with a layer that has
+    parameters, because an in-place activation at the beginning of a piece would overwrite the piece's stored input."""
     pieces: list[list[nn.Module]] = [[]]
     for layer in layers:
         if len(pieces[-1]) >= math.isqrt(len(layers)) and [*layer.parameters()]:
@@ -67,9 +67,10 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 @contextmanager
 def _leaving_no_trace(block: nn.Module) -> Generator[None]:
-    """Context manager for the forward pass that recomputes a block. Batch norms do not update their statistics in it.
-    Gates keep the routing of the first forward pass, because the loss of that routing is in the graph. The loss of the
-    second routing would keep all recomputed activations in memory."""
+    """Context manager for the forward pass that recomputes a block. Inside the context, the block's batch norms do not
+    update their statistics. At its end, the gates of its mixtures of experts get back the routing of the first forward
+    pass, because the load-balancing loss of that routing is in the graph. The loss of the second routing would keep all
+    recomputed activations in memory."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     routings = [(gate, gate.routing) for gate in gates(block)]

@@ -25,8 +25,8 @@ def cast_buffers(net: nn.Module, dtype: torch.dtype) -> None:
 
 
 def keep_batch_norm_float32(net: nn.Module) -> None:
-    """Makes each batch norm cast its weights to the dtype of its running statistics during its forward pass, in
-    place."""
+    """Changes the batch norms of a model in place. Afterwards each batch norm casts its weights to the dtype of its
+    running statistics during its forward pass."""
     for norm in net.modules():
         if isinstance(norm, _BatchNorm) and norm.running_mean is not None and "forward" not in vars(norm):
             vars(norm)["forward"] = partial(_forward, norm, norm.forward)

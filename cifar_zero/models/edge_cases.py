@@ -14,9 +14,9 @@ WIDTH = 37
 class EdgeCases(nn.Module):
     """Maps images (N, 3, 32, 32) to class scores, with 12 thousand parameters.
 
-    With `unused`, every fourth micro-batch leaves a branch without a gradient. The branch needs a gradient from the
-    other micro-batches of the step, because torch's optimizers skip a parameter without a gradient, whereas ZeRO
-    updates it as if its gradient were zero.
+    With the option `unused`, every fourth micro-batch in training gives a branch no gradient. At least one other
+    micro-batch of the same step must give the branch a gradient. Otherwise strategies would disagree: torch's
+    optimizers skip a parameter without a gradient, but ZeRO updates it as if its gradient were zero.
     """
 
     def __init__(self, num_classes: int, options: models.EdgeCases):

@@ -37,10 +37,11 @@ def external(num_classes: int, options: models.External) -> nn.Module:
 
 
 def pretrained(options: models.External) -> dict[str, Tensor]:
-    """Returns torchvision's pretrained weights by the model's parameter names, from torch's cache or by download.
+    """Returns torchvision's pretrained weights, keyed by the model's parameter names. They are read from torch's cache,
+    or downloaded if the cache lacks them.
 
-    torch compares the hash of a download with the hash in its name. It does not check a file that is already in the
-    cache, but loads nothing but tensors from it.
+    torch compares the hash of a downloaded file with the hash in the file's name. It does not check the hash of a file
+    that is already in the cache. From either file it loads only tensors.
 
     Raises:
         UsageError: if there are no weights of that name, if the download fails, or if the file is damaged.
@@ -62,7 +63,8 @@ def pretrained(options: models.External) -> dict[str, Tensor]:
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns a model on the default device. If it cannot be built there, it is built on the CPU and moved."""
+    """Calls `build` and returns the model on torch's default device. If `build` fails there with a RuntimeError, the
+    model is built on the CPU and then moved to that device."""
     try:
         return build()
     except RuntimeError:  # some models compute shapes from tensors, which have no values on the meta device
@@ -72,7 +74,15 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def check(entry: models.Model, num_classes: int, images: Shape) -> None:
-    """Builds a model and runs it on training images, without values (torch's meta device) if that is possible.
+    """Builds a model and runs it on one micro-batch of zeros in the shape of the training images.
+
+    Both happen on torch's meta device, where tensors have no values. A user's model that fails there is tried again on
+    the CPU, because what it computes may depend on values.
+
+    Args:
+        entry: the model and its options.
+        num_classes: number of scores that the model must return for each image.
+        images: shape of the micro-batch.
 
     Raises:
         ValueError: if the model cannot be built, does not accept images of this shape, or does not return (N,

@@ -1,4 +1,5 @@
-"""Draws initial weights that are the same on every device, as torch's layers do or by Xavier's or He's scheme."""
+"""Draws initial weights by the defaults of torch's layers, or by Xavier's or He's scheme. `DrawnOnCPU` makes the
+weights the same on every device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +22,8 @@ RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)  # op
 
 class DrawnOnCPU(TorchDispatchMode):
     """Draws random numbers for tensors on a GPU from the CPU's generator. Without this mode, a model that a strategy
-    builds on the GPU would start from other weights than a model that is built on the CPU. A model is built on the CPU
-    under fsdp2, for example, or in a run without a GPU."""
+    builds on the GPU would start from different weights than a model that is built on the CPU. Models are built on the
+    CPU under fsdp2, for example, or in a run without a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -35,10 +36,15 @@ class DrawnOnCPU(TorchDispatchMode):
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
     """Draws the weights of all convolutions and linear layers again, and sets their biases to zero. With the scheme
-    `default`, all weights stay as torch's layers drew them.
+    `default`, nothing is changed, so that all weights stay as torch's layers drew them.
 
     `Module.apply` also initialises sharded layers, because DeepSpeed's zero.Init replaces it by a function that gathers
-    a layer, draws it and shards it again (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
+    each layer, applies the given function to it, and shards it again (DeepSpeed 0.19.8,
+    deepspeed/runtime/zero/partition_parameters.py).
+
+    Args:
+        scheme: `default`, or a key of SCHEMES.
+        seed: seed of torch's generators for the new weights.
     """
     if scheme == "default":
         return

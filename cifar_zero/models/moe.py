@@ -88,9 +88,9 @@ class Gate(nn.Module):
         )
 
     def _choices(self, logits: Tensor) -> Tensor:
-        """Returns the experts of each token, int64 (k, S). The first is the most probable expert, and with top_k 2 the
-        second is the next most probable one. In training, the second expert is drawn by Gumbel's trick instead, as in
-        DeepSpeed. With RSample, the first expert is drawn in the same way."""
+        """Returns the experts of each token, int64 (k, S), given the gate's logits (S, E). The first expert is the most
+        probable one, and with top_k 2 the second expert is the next most probable one. In training, the second expert
+        is drawn by Gumbel's trick instead, as in DeepSpeed. With RSample, the first expert is drawn in the same way."""
         noisy = logits
         if self.training and (self.options.noisy_gate_policy == "RSample" or self.options.top_k == 2):
             noisy = logits + gumbel(logits)
@@ -100,8 +100,8 @@ class Gate(nn.Module):
         return torch.stack([first, noisy.scatter(1, first[:, None], -math.inf).argmax(dim=1)])
 
     def _capacity(self, masks: Tensor) -> int:
-        """Returns the number of places of an expert. In training it is computed from shapes only, without waiting for
-        the device."""
+        """Returns the capacity, which is the number of tokens that each expert has places for. In training it is
+        computed from the shapes of `masks` (k, S, E) alone, without waiting for the device."""
         routes, tokens, experts = masks.shape
         factor = self.options.eval_capacity_factor
         if self.training:
@@ -115,8 +115,9 @@ class Gate(nn.Module):
         return self._largest(masks.sum((0, 1)).max())
 
     def run(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Calls the layer of this gate on x and returns the result. If shapes in the layer depend on values, the layer
-        is left out of the graphs of torch.compile, because each new shape would recompile it."""
+        """Calls `layer`, the forward pass of the mixture of experts that has this gate, on x and returns the result. If
+        shapes in the layer depend on the values of tensors, torch.compile leaves the layer out of its graphs, because
+        each new shape would recompile it."""
         known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
         if torch.compiler.is_compiling() and not known:
             disable: Any = torch.compiler.disable
@@ -124,15 +125,15 @@ class Gate(nn.Module):
         return layer(x)
 
     def _largest(self, count: Tensor) -> int:
-        """Returns the largest number of tokens of any expert. Subclasses override this method where ranks have to
-        agree."""
+        """Returns `count`, the largest number of tokens that any expert receives, as an int. A subclass overrides this
+        method where ranks have to agree on the number."""
         return int(count)
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer of experts on one device that maps tokens (..., hidden_size) to the same shape. Every expert processes as
-    many tokens as its capacity, padded with zeros, so that it gets a gradient in each step. DeepSpeed gives all experts
-    of a layer the same initial weights, whereas each call of `make_expert` draws other weights."""
+    """A layer of experts on one device that maps tokens (..., hidden_size) to the same shape. The tokens of each expert
+    are padded with zeros up to its capacity, so that every expert gets a gradient in each step. Each call of
+    `make_expert` draws different initial weights, whereas DeepSpeed gives all experts of a layer the same ones."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, make_expert: Callable[[], nn.Module], options: MixtureOptions
@@ -169,7 +170,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def gates(net: nn.Module) -> tuple[Gate, ...]:
-    """Returns the gates of a model in the order of its layers, whether its experts are on one rank or on several."""
+    """Returns the gates of a model in the order of its layers, whether the experts are on one rank or on several."""
     return tuple(module for module in net.modules() if isinstance(module, Gate))
 
 

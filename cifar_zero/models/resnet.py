@@ -3,7 +3,7 @@ blocks.
 
 The first layer is a 3 x 3 convolution without stride, and no max-pooling follows, as in the paper's own networks for
 CIFAR (section 4.2). A stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are the
-same as in torchvision. Its bottleneck has its stride in the 3 x 3 convolution.
+same as in torchvision. torchvision's bottleneck block has its stride in the 3 x 3 convolution.
 """
 
 from torch import Tensor, nn
@@ -12,14 +12,15 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from cifar_zero import models
 
 CHANNELS = (64, 128, 256, 512)
-"""Channels of the four stages, inside their blocks; each stage but the first halves the resolution."""
+"""Number of channels inside the blocks of each of the four stages. Each stage but the first halves the resolution."""
 
 DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
 }
-"""Type of the blocks and number of blocks in each stage, by the number of layers with weights."""
+"""Type of the blocks, and number of blocks in each stage. The key is the number of layers with weights in the
+network."""
 
 
 class ResNet(nn.Module):

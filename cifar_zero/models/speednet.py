@@ -23,13 +23,13 @@ for which the divisor is 256. With this divisor, the reference's learning rates 
 head changes the scores by the same amount."""
 
 NORM_MOMENTUM = 0.4
-"""Weight of the newest micro-batch in the running statistics of batch norms (torch's default is 0.1). In a training of
-200 steps, older statistics come from outdated weights."""
+"""Weight of the newest micro-batch in the running statistics of batch norms (torch's default is 0.1). In a run of 200
+steps, older statistics come from outdated weights."""
 
 WHITENING_EPS = 5e-4
 """This share of the mean variance is added to the variance of each principal direction, because the last directions are
-noise and must not be amplified. The reference adds the number itself to patches that have variance 1. The share has the
-same effect on the patches of this program."""
+noise and must not be amplified. The reference's patches have variance 1, and it adds this number itself. Adding it as a
+share of the mean variance has the same effect on the patches of this program."""
 
 
 class SpeedNet(nn.Module):
@@ -52,7 +52,8 @@ class SpeedNet(nn.Module):
         return self.head(x) / (SCORE_SCALE * x.shape[1] ** 0.5)
 
     def starting_weights(self, images: Tensor) -> dict[str, Tensor]:
-        """Returns the weights, by name, that are computed from training images (N, 3, 32, 32) in [-1, 1]."""
+        """Returns the initial weights that are computed from training images (N, 3, 32, 32) in [-1, 1], keyed by
+        parameter name."""
         return {"whiten.weight": whitening_filters(images)}
 
 

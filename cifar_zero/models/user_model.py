@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class UserModel(ThirdParty):
-    """A model in the user's own code. Its fields are the arguments of the class or function that builds it, and have no
-    limits."""
+    """A model in the user's own code. Its fields are the arguments of the class or function that builds it. The values
+    of the fields are not checked against limits."""
 
     make: ClassVar[Callable[..., Any]]
     takes_classes: ClassVar[bool]
@@ -40,8 +40,8 @@ def register_user_model(name: str) -> None:
     """Adds a model of the user to the registry. The model is given by a class, or by a function that returns a module.
 
     The model maps images (N, 3, H, W) to scores (N, classes). The arguments of the class or function become options,
-    except those whose default is not a plain value, such as a class. An argument `num_classes` gets the number of
-    classes. Only the command line may name such a model, because it is code.
+    except those whose default is not a plain value, such as a class. An argument `num_classes` does not become an
+    option. It receives the number of classes. Only the command line may name such a model, because it is code.
 
     Args:
         name: FILE.py:NAME or PACKAGE.MODULE:NAME.

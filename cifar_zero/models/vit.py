@@ -15,8 +15,8 @@ MLP_RATIO = 4  # width of an MLP's hidden layer, as a multiple of the tokens' wi
 class ViT(nn.Module):
     """A vision transformer: patches -> tokens -> blocks of attention and MLP -> mean over the tokens -> class scores.
 
-    With experts, every second MLP is a mixture of MLPs (GShard; V-MoE, Riquelme et al. 2021). Dropout follows Vaswani
-    et al. 2017, section 5.4.
+    With options of the class ViTMoE, every second MLP is a mixture of MLPs (GShard; V-MoE, Riquelme et al. 2021).
+    Dropout follows Vaswani et al. 2017, section 5.4.
     """
 
     def __init__(self, num_classes: int, options: models.ViT | models.ViTMoE):

@@ -1,5 +1,5 @@
-"""Defines the registry of optimizers. Each is a dataclass whose fields are the `--optimizer.<option>` flags and whose
-method `build` makes the optimizer.
+"""Defines the registry of optimizers. Each entry is a dataclass. Its fields are the `--optimizer.<option>` flags, and
+its method `build` makes the optimizer.
 
 The strategy chooses the implementation: torch's optimizer, or DeepSpeed's optimizer for the CPU if the optimizer is
 offloaded. Importing the registry imports neither torch nor DeepSpeed.

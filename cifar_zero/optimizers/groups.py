@@ -1,6 +1,6 @@
 """Divides a model's parameters into the parameter groups of an optimizer. Groups differ in whether their parameters
-decay, are updated by Muon, or have a separate learning rate. This module also converts an optimizer state with other
-groups, as a checkpoint may have, to these groups."""
+decay, are updated by Muon, or have a separate learning rate. This module also adapts a checkpoint's optimizer state,
+which may have other groups, to these groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def parameter_groups(
     records which index belongs to which parameter.
 
     Args:
-        parameters: the model's parameters by name, in the model's order.
+        parameters: the model's parameters in the model's order, keyed by name.
         shape: returns the whole shape of a parameter, which the strategy may have sharded.
     """
     dimensions = {name: len(shape(each)) for name, each in parameters.items()}
@@ -59,10 +59,10 @@ def parameter_groups(
 
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Converts a saved optimizer state to the options and groups of the optimizer that will load it. The state may come
-    from another implementation, device or grouping. Only the learning rates are kept from the saved options, because a
-    schedule has changed them. Groups without `param_names` are taken to be the same in the state and in the
-    optimizer."""
+    """Returns a saved optimizer state, adapted to the options and groups of the optimizer that will load it. The saved
+    state may come from another implementation, device or grouping. Only the learning rates are kept from the saved
+    options, because a schedule has changed them. Groups without `param_names` are taken to be the same in the state and
+    in the optimizer."""
     own_groups = optimizer.param_groups
     wanted: list[Any] = [group.get("param_names") for group in own_groups]
     found = [group.get("param_names") for group in state["param_groups"]]
@@ -75,8 +75,8 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def lay_like_parameters(optimizer: Optimizer) -> None:
-    """Gives each tensor of a loaded state the strides of its parameter, because torch's fused updates read both in
-    memory order."""
+    """Gives each tensor in an optimizer's loaded state the strides of the parameter that it belongs to, because torch's
+    fused updates read both in memory order. Tensors of another shape than their parameter stay as they are."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
@@ -84,8 +84,8 @@ def lay_like_parameters(optimizer: Optimizer) -> None:
 
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns, for each parameter of a checkpoint's optimizer, its group and its state. The state is empty before the
-    first step."""
+    """Returns the group and the state of each parameter in a checkpoint's optimizer state, keyed by parameter name. The
+    state of a parameter is empty before the first step."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for group in state["param_groups"]:
         for name, number in zip(group["param_names"], group["params"], strict=True):
@@ -94,7 +94,8 @@ def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, 
 
 
 def _regrouped(state: dict[str, Any], wanted: list[list[str]]) -> dict[str, Any]:
-    """Returns an optimizer state with new groups, each of which has the given parameter names."""
+    """Returns a saved optimizer state with its parameters divided into new groups. `wanted` has the parameter names of
+    each new group."""
     saved = by_name(state)
     groups: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []

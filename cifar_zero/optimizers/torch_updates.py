@@ -43,7 +43,7 @@ class GroupOptimizer(Optimizer):
         return loss
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Updates the parameters of a group in place."""
+        """Updates the given parameters of a group in place, with their gradients and the options of the group."""
         raise NotImplementedError
 
     def zeros(self, parameters: list[Tensor], name: str) -> list[Tensor]:
@@ -59,7 +59,7 @@ class GroupOptimizer(Optimizer):
 
 
 class TorchAdagrad(GroupOptimizer):
-    """Adagrad with torch's update. Its options are lr, eps and weight_decay, which is an L2 penalty.
+    """Adagrad with torch's update. Its options are lr, eps and weight_decay. The weight decay is an L2 penalty.
 
     torch.optim.Adagrad (2.15) is not used, because it creates its state in its constructor. DeepSpeed (0.19.8)
     therefore creates another Adagrad for ZeRO's flat parameters. That optimizer has only one parameter group, and the
@@ -81,12 +81,14 @@ class TorchAdagrad(GroupOptimizer):
 
 
 class TorchLion(GroupOptimizer):
-    """Algorithm 2 of Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", for all parameters at once.
+    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2). It updates all parameters
+    of a group at once.
 
-    The options are lr, weight_decay and betas, which are the share of the momentum in the update's direction and the
-    decay of the momentum. torch (2.15) has no Lion. DeepSpeed's implementations (0.19.8, csrc/lion) take the sign of 0
-    as 1 or -1, so that a weight without a gradient, behind a dead ReLU for example, drifts by the learning rate in each
-    step.
+    The options are lr, weight_decay and betas. betas[0] is the weight of the momentum in the update's direction, and
+    betas[1] is the decay of the momentum.
+
+    torch (2.15) has no Lion. DeepSpeed's implementations (0.19.8, csrc/lion) take the sign of 0 as 1 or -1. A weight
+    whose gradient is always 0, behind a dead ReLU for example, therefore drifts by the learning rate in each step.
     """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -103,17 +105,17 @@ class TorchLion(GroupOptimizer):
 
 
 class TorchMuon(GroupOptimizer):
-    """Muon (Jordan et al. 2024) for the groups with `muon`, which updates all weights of one shape at once. Other
-    groups are updated by AdamW if they have `betas`, else by SGD with Nesterov's momentum.
+    """Updates parameter groups whose option `muon` is true by Muon (Jordan et al. 2024), all weights of one shape at
+    once. Other groups are updated by AdamW if they have the option `betas`, else by SGD with Nesterov's momentum.
 
     A convolution's weight (out, in, height, width) is treated as the matrix (out, in x height x width), as in Keller
     Jordan's own programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py).
     torch.optim.Muon (2.15) orthogonalises one matrix after the other and accepts no convolutions.
 
-    Groups with `muon` hold weights of two and more dimensions. All groups have the options lr and weight_decay, and
-    groups with `muon` also have momentum and ns_steps (Newton-Schulz iterations). If the groups have AdamW's option
-    betas, Muon's steps are scaled to the size of AdamW's steps. If they have SGD's option sgd_momentum, Muon's weights
-    are scaled to the length sqrt(out) before each step.
+    Muon's groups hold weights of two and more dimensions. All groups have the options lr and weight_decay, and Muon's
+    groups also have momentum and ns_steps (Newton-Schulz iterations). If the groups have AdamW's option betas, Muon's
+    steps are scaled to the size of AdamW's steps. If they have SGD's option sgd_momentum, Muon's weights are scaled to
+    the length sqrt(out) before each step.
 
     Args:
         fused: whether SGD updates all parameters of a group in one call, on CUDA.
@@ -187,7 +189,8 @@ class TorchMuon(GroupOptimizer):
 
 
 def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
-    """Returns matrices (count, rows, columns) with the same singular vectors and with singular values close to 1.
+    """Returns matrices that have the same singular vectors as `matrices` (count, rows, columns), and singular values
+    close to 1.
 
     The result is computed by Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et
     al. 2024 (kellerjordan.github.io/posts/muon). After five steps, most of the singular values lie between 0.7 and 1.2.

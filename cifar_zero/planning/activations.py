@@ -1,10 +1,11 @@
 """Counts the bytes of a training step's activations exactly, without computing their values.
 
 The step runs on tensors that have shapes but no values (torch's FakeTensorMode), so the model may be larger than any
-memory. The kernels are torch's CPU kernels. GPU kernels may save more or less memory.
+memory. The kernels are torch's CPU kernels. GPU kernels may need more or less memory.
 
 torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but visits all modules after each
-operation. For one size of vit_large, it takes 24 seconds, and this module takes 2 seconds.
+operation. To count the activations of vit_large at one size of the micro-batch, it takes 24 seconds, and this module
+takes 2 seconds.
 """
 
 import weakref
@@ -35,7 +36,8 @@ float16 takes as much memory as bfloat16."""
 
 
 FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
-"""The mode that makes tensors without values. It accepts a model on the meta device."""
+"""torch's mode in which operations make tensors without values. It is configured to accept a model on the meta
+device."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class LinearFit:
 
 
 class ActivationTracker(TorchDispatchMode):
-    """Counts the memory that operations have allocated and that is not freed yet. It leaves out the memory of the model
-    and of its gradients."""
+    """Counts the bytes that operations have allocated and not yet freed. The memory of the model and of its gradients
+    is not counted."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
@@ -103,8 +105,9 @@ def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_S
 
 
 def measure(run: Run, computes: Computes) -> LinearFit:
-    """Returns the activations of a run, counted with its micro-batch and with a micro-batch of twice the size. Raises
-    UsageError if activation checkpointing finds no blocks."""
+    """Returns the peak bytes of a run's activations as a function of the images in a micro-batch. They are counted with
+    the run's micro-batch, of two images at least, and with a micro-batch of twice the size. Raises UsageError if
+    activation checkpointing finds no blocks."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
     net = on_meta(run.recipe, run.num_classes)
@@ -119,16 +122,16 @@ def measure(run: Run, computes: Computes) -> LinearFit:
 
 
 def fake(net: nn.Module) -> nn.Module:
-    """Returns a copy on the CPU of a model on the meta device. It must be called in the mode FAKE. Tied weights stay
-    tied, which `to_empty` would not ensure."""
+    """Returns a copy of a model on the meta device, with tensors that torch treats as CPU tensors without values. Must
+    be called in the mode FAKE. Tied weights stay tied, which `to_empty` would not ensure."""
     tensors = (*net.parameters(), *net.buffers())
     return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns the same bytes as `counted`. If all blocks of the model are identical, it runs the model with two blocks
-    and then with three, because each further block adds the same bytes. This is exact to the byte for vit_13b, and
-    counting all 41 of its blocks would take 15 times as long."""
+    """Returns what `counted` returns, but runs fewer blocks if all blocks of the model are identical. The model is then
+    run with two blocks and again with three, because each further block adds the same bytes. This is exact to the byte
+    for vit_13b, and counting all 41 of its blocks would take 15 times as long."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
         return counted(net, images, computes, side)

@@ -1,11 +1,11 @@
 """Computes a rank's memory under each strategy, in bytes. The formulas cover the rank's model states (parameters,
-gradients, optimizer state) and everything that it holds in addition to model states and activations.
+gradients, optimizer state) and everything else that the rank holds, except activations.
 
 They follow Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections
-3.1 and 5. With Adam in mixed precision, a parameter takes 2 bytes, its gradient 2 bytes, and its float32 master weight
-and two moments 12 bytes. On each of N ranks, a parameter therefore takes 16 bytes at stage 0, 4 + 12/N at stage 1, 2 +
-14/N at stage 2 and 16/N at stage 3. Where DeepSpeed 0.19.8 and torch 2.15 differ from the paper, the formulas follow
-the software:
+3.1 and 5. With Adam in mixed precision, a parameter takes 2 bytes and its gradient 2 bytes. Its float32 master weight
+and two moments take 12 bytes. On each of N ranks, a parameter therefore takes 16 bytes at stage 0, 4 + 12/N at stage 1,
+2 + 14/N at stage 2 and 16/N at stage 3. Where DeepSpeed 0.19.8 and torch 2.15 differ from the paper, the formulas
+follow the software:
 
 - DeepSpeed keeps float32 master weights as a second copy even if the model is float32, and torch never keeps them. A
   float32 model under autocast takes 4 bytes for each number that takes 2 bytes in a cast model.
@@ -42,16 +42,16 @@ STATE_TENSORS = {
     "muon": 0,
     "muon_sgd": 0,
 }
-"""Numbers that an optimizer keeps per parameter. Each of the options `momentum`, `centered` and `amsgrad` adds one
-number if it is on. DeepSpeed's C++ versions keep the same numbers. For each parameter that `muon` does not update with
-Muon, it keeps two numbers, not one."""
+"""Numbers that an optimizer keeps for each element of a parameter. Each of the options `momentum`, `centered` and
+`amsgrad` adds one number if it is on. DeepSpeed's C++ versions keep the same numbers. `muon` keeps two numbers, not
+one, for the elements that it updates with AdamW."""
 
 
 REUSE_ELEMENTS = 10**9
-"""ZeRO 3 keeps a gathered parameter if it is used again within this number of elements, which is
-stage3_max_reuse_distance (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). The backward pass
-goes through the model in the opposite direction. At the end of the forward pass, the last REUSE_ELEMENTS / 2 elements
-are therefore used again within this distance."""
+"""Default of DeepSpeed's stage3_max_reuse_distance. ZeRO 3 keeps a gathered parameter if it is used again within this
+number of elements (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). The backward pass goes
+through the model in the opposite direction. At the end of the forward pass, the last REUSE_ELEMENTS / 2 elements are
+therefore used again within this distance."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def predicted(
     zero: ZeROConfig = ZeROConfig(),  # noqa: B008 - it is frozen
 ) -> Prediction | None:
     """Returns the model states of the rank with the most bytes among all `ranks`. Bytes on a disk are not included.
-    Returns None for a strategy that splits layers, because it has no formula. `precision` must be resolved and not
-    "auto"."""
+    Returns None for a strategy that splits layers, because this module has no formula for it. `precision` must be
+    resolved and not "auto"."""
     spec = STRATEGIES[strategy]
     if spec.one_replica:
         return None
@@ -250,8 +250,9 @@ def update(run: Run, network: Network) -> int:
 
 
 def average(run: Run, network: Network) -> int:
-    """Returns the bytes of the weights' average (callbacks/averaging.py), which is float32. If the weights are cast,
-    the bytes include a float32 copy of the weights."""
+    """Returns the bytes that a rank holds for the average of the weights (callbacks/averaging.py), which is in float32.
+    If the weights are cast to a lower precision, the bytes include a float32 copy of the weights. Returns 0 if the run
+    averages no weights."""
     if not (run.recipe.ema or run.recipe.swa_from):
         return 0
     elements = network.trained

@@ -1,6 +1,5 @@
 """Measures a user's own LightningModule for a plan: its parameters, its optimizer, and the activations of one
-micro-batch of its loader. Lightning's Trainer starts a training as usual, and the training ends after the first
-backward pass."""
+micro-batch of its loader. Lightning's Trainer starts a run as usual, and the run ends after the first backward pass."""
 
 import sys
 import warnings
@@ -29,16 +28,16 @@ of the module, and its activations by compute format. The activations are counte
 taken as proportional to it."""
 
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "autocast": "bf16-mixed", "cast": "bf16-true"}
-"""The precision with which Lightning's Trainer computes in each format."""
+"""The precision of Lightning's Trainer with which a module computes in each of the formats `activations.Computes`."""
 
 
 class Counted(Exception):
-    """Ends a training after its first backward pass."""
+    """Raised to end the Trainer's run after its first backward pass."""
 
 
 class FirstMicroBatch(Callback):
-    """Counts the activations of the first micro-batch of a training, and then raises Counted. A module on the meta
-    device computes the micro-batch without values."""
+    """Counts the activations of the first micro-batch of a run, and raises Counted after its backward pass. If the
+    module is on the meta device, a copy of it computes the micro-batch without values."""
 
     def __init__(self) -> None:
         self.modes = ExitStack()  # the modes that count operations, which must be closed after the training
@@ -60,9 +59,9 @@ class FirstMicroBatch(Callback):
 
 
 def measure(given: Given, settings: Settings) -> Own:
-    """Returns the settings, the properties and the activations of the module that a command line names. The module is
-    built without values if its code allows that. Raises UsageError if the code fails, or the module cannot be trained
-    under DeepSpeed."""
+    """Builds the module that a command line names, and returns its settings, properties and activations (see `Own`).
+    The module is built without values if its code allows that. Raises UsageError if the code fails, or the module
+    cannot be trained under DeepSpeed."""
     check_given(given)
     quieten()
     failed = ""

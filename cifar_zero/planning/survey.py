@@ -1,5 +1,5 @@
-"""Compares the memory that a rank needs under each strategy, part by part, with the memory that it has. Recommends a
-strategy, also for `--strategy auto`."""
+"""Adds up the parts of the memory that a rank needs under each strategy, and compares them with the memory that is
+available to the rank. Recommends a strategy, also for `--strategy auto`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def size_in_bytes(text: str, flag: str) -> int:
 
 
 def gpu_bytes() -> int:
-    """Returns the memory of this machine's first GPU."""
+    """Returns the memory of this machine's first GPU in bytes."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory
@@ -138,14 +138,15 @@ class MemoryEstimate:
         return max(self.built_on_host, self._host_in_training)
 
     def compared(self, room: MemoryBudget) -> int:
-        """Returns the bytes that must fit on the device. They include the host's part if device and host share one
-        memory."""
+        """Returns the bytes to compare with `room.device`. They include the bytes on the host if device and host share
+        one memory."""
         if room.shared:
             return max(self.built_on_host, self.device + self._host_in_training)
         return self.device
 
     def lacking(self, room: MemoryBudget) -> dict[str, tuple[int, int]]:
-        """Returns the needed and the available bytes of each memory that is too small, by `device` or `host`."""
+        """Returns the needed and the available bytes of each memory that is too small. The keys are `device` and
+        `host`, and a memory that suffices has no key."""
         found: dict[str, tuple[int, int]] = {}
         if self.compared(room) > room.device:
             found["device"] = (self.compared(room), room.device)
@@ -161,7 +162,7 @@ def survey(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Line
         run: The run, whose strategy is replaced.
         network: The properties of its model.
         room: The memory that is available to a rank.
-        lines: Caches the activations by compute format. Missing entries are counted and added.
+        lines: The activations, keyed by compute format. They serve as a cache: missing entries are counted and added.
 
     Raises:
         UsageError: If the batch size cannot be divided, if ranks share a model, or if activation checkpointing finds no
@@ -210,7 +211,8 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
 
 
 def _activations(run: Run, lines: dict[str, LinearFit]) -> LinearFit:
-    """Returns the activations of a run as a function of images, counted once for each compute format."""
+    """Returns the activations of a run as a function of the images in a micro-batch. They are counted once for each
+    compute format, and then kept in `lines`."""
     from cifar_zero.planning.activations import format_of, measure
 
     computes = format_of(run.spec, run.placement.precision)
@@ -261,8 +263,8 @@ def gigabytes(size: int) -> str:
 
 
 def without_auto(settings: Settings) -> Settings:
-    """Returns the settings. If their strategy is auto, it is replaced by the recommended strategy, and the strategy and
-    the reason are printed. Ranks that `train` starts receive the chosen strategy instead of auto.
+    """Returns the settings with the recommended strategy if their strategy is auto, or else unchanged. Prints the
+    recommended strategy and the reason for it. Ranks that `train` starts receive this strategy instead of auto.
 
     Raises:
         UsageError: if no strategy fits, or if torchrun, srun or DeepSpeed's launcher started this process, because each

@@ -79,7 +79,8 @@ def traffic(run: Run, network: Network) -> Traffic:
 
 
 def _stage_3(run: Run, network: Network, trained: Sequence[int]) -> Traffic:
-    """Returns the collectives of stage 3. `trained` are the elements of the trained weights, the last weight first."""
+    """Returns the collectives of stage 3. `trained` has the number of elements of each trained weight, the last weight
+    first."""
     placement, zero = run.placement, run.placement.zero
     times, size = placement.accumulate, parameter_size(run.spec, placement.precision)
     sharded: list[int] = []
@@ -103,7 +104,7 @@ def _stage_3(run: Run, network: Network, trained: Sequence[int]) -> Traffic:
 def _messages(sizes: Sequence[int], bucket: int, overfilled: bool = False) -> int:
     """Returns the number of buckets in which tensors are sent. A bucket is closed before a tensor would exceed its size
     or, if `overfilled`, after a tensor has exceeded it. A tensor that is larger than a bucket is sent in a separate
-    one."""
+    bucket."""
     messages, filled = 0, bucket + 1
     for size in sizes:
         if filled + size * (not overfilled) > bucket:

@@ -1,4 +1,4 @@
-"""Defines the registry of learning-rate schedules. Each is a dataclass whose fields are the `--schedule.<option>`
+"""Defines the registry of learning-rate schedules. Each entry is a dataclass whose fields are the `--schedule.<option>`
 flags.
 
 The registry has the schedules of torch and transformers, DeepSpeed's schedules with a warm-up, and a range test. A
@@ -209,9 +209,9 @@ class WarmupLR(Schedule):
         return self.warmup_min_lr + (base_lr - self.warmup_min_lr) * self._share(step)
 
     def _share(self, step: float) -> float:
-        """Returns the share of the rise from warmup_min_lr that is done at a step, bit for bit as in DeepSpeed
-        (deepspeed/runtime/lr_schedules.py, 0.19.8). DeepSpeed's counter starts at -1 and is read before a step, so that
-        steps 0 and 1 have the lowest learning rate."""
+        """Returns how much of the rise from warmup_min_lr to the optimizer's learning rate is done at a step, from 0 to
+        1, bit for bit as in DeepSpeed (deepspeed/runtime/lr_schedules.py, 0.19.8). DeepSpeed's counter starts at -1 and
+        is read before a step, so that steps 0 and 1 have the lowest learning rate."""
         iteration, warmup_num_steps = step - 1, max(2, self.warmup_num_steps)
         if iteration >= warmup_num_steps:
             return self._after(step)
@@ -222,7 +222,8 @@ class WarmupLR(Schedule):
         return iteration / warmup_num_steps
 
     def _after(self, step: float) -> float:
-        """Returns the share of the rise that the learning rate has at a step after the rise."""
+        """Returns what `_share` returns at a step after the rise, where the learning rate is constant or falls
+        again."""
         return 1.0
 
 
@@ -252,7 +253,8 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def with_total_steps(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
-    """Returns the schedule with `total_steps` set. Raises ValueError if `total_steps` is 0 and the run has no end.
+    """Returns the schedule. If it has the option `total_steps` and its value is 0, the value is replaced by the
+    optimizer steps of the run. Raises ValueError if it would be replaced and the run has no end.
 
     Args:
         steps: returns the optimizer steps of the run. It is called only if the schedule needs them.

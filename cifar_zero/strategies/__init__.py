@@ -1,6 +1,6 @@
-"""Builds Lightning's strategy for a run. Plain PyTorch is built here. Each other family of strategies is a file or
-folder of this package, and only the family that a run needs is imported. hooks.py defines what other packages read from
-a strategy."""
+"""Builds Lightning's strategy for a run. The strategies of plain PyTorch are built in this file. Each other family of
+strategies is a file or folder of this package, and only the family that a run needs is imported. hooks.py defines what
+other packages read from a strategy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def _plain(placement: Placement) -> Strategy | str:
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
     """Returns the hooks of a strategy. Lightning's own DeepSpeedStrategy gets the hooks of DeepSpeed's engine too. Any
-    other strategy gets the class in its attribute `hooks`, or the default hooks if it has none."""
+    other strategy gets an instance of the class in its attribute `hooks`, or of the default class `Hooks` if it has no
+    such attribute."""
     # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
     # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy

@@ -27,9 +27,10 @@ def build(placement: Placement) -> MeshStrategy:
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shards each block of a model that has `blocks`, and then the rest of the model. A block is gathered just before
-    it computes and freed right after. A model without blocks is gathered whole. Under mixed precision, parameters are
-    gathered and used in the low precision, while gradients are reduced and weights are updated in float32."""
+    """Shards each block of a model that has `blocks`, and then the rest of the model. The parameters of a block are
+    gathered just before it computes, and the gathered copy is freed right after. A model without blocks is gathered
+    whole. Under mixed precision, parameters are gathered and used in the low precision, while gradients are reduced and
+    weights are updated in float32."""
     if policy.param_dtype is not None:
         cast_buffers(net, policy.param_dtype)
         keep_batch_norm_float32(net)

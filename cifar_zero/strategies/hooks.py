@@ -54,7 +54,7 @@ class Updated:
 
 
 class Hooks:
-    """The default hooks, for a strategy whose parameters are plain tensors or DTensors and whose optimizer is torch's.
+    """The default hooks, for a strategy that uses plain tensors or DTensors as parameters and an optimizer of torch.
 
     Each family of strategies has a subclass that overrides what differs. Every parameter that is passed in belongs to
     the module that the strategy trains; a buffer of this module may be passed instead. "Collective" means that every
@@ -78,8 +78,8 @@ class Hooks:
         return "torch_fused" if device_type == "cuda" and not refused else "torch"
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an optimizer's parameter groups, split further if the strategy needs some parameters in separate
-        groups."""
+        """Returns the given parameter groups of an optimizer, split further if the strategy needs some parameters of
+        `module` in separate groups."""
         return groups
 
     def replica(self) -> tuple[int, int]:
@@ -101,16 +101,18 @@ class Hooks:
         return {name: name for name in names}
 
     def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's tensors by the plain model's names, together with the tensors of weights that only other
-        ranks have. Collective."""
+        """Returns this rank's tensors together with the tensors of weights that only other ranks have. The keys of the
+        result are the names in the plain model, and the keys of `tensors` are the names on this rank. Collective."""
         return dict(tensors)
 
     def weights(self, module: Module) -> dict[str, Tensor]:
-        """Returns `full` for every parameter of a module, on the CPU, by the plain model's names. Collective."""
+        """Returns `full` for every parameter of a module, on the CPU, keyed by the names in the plain model.
+        Collective."""
         return self.by_plain_name({name: self.full(each).cpu() for name, each in module.named_parameters()})
 
     def gradients(self, module: Module) -> dict[str, Tensor]:
-        """Returns `full_gradient` for every trained parameter, on the CPU, by the plain model's names. Collective."""
+        """Returns `full_gradient` for every parameter of a module that is trained, on the CPU, keyed by the names in
+        the plain model. Collective."""
         gradients: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -162,14 +164,14 @@ class Hooks:
         return parameter.dtype
 
     def held(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each tensor of a parameter with which this rank computes, together with the value that it must have if
-        the unsharded parameter is `whole`."""
+        """Yields each tensor that this rank stores of a parameter and computes with. Yields with it the value that the
+        tensor must have if the unsharded parameter is `whole`."""
         local = self.local(parameter).detach()
         yield local, self.cut(whole, parameter).to(local.dtype)
 
     def updated(self, optimizer: Any, at_any_step: bool = False) -> Iterator[Updated]:
-        """Yields the tensors that this rank's optimizer updates in the coming step, or with `at_any_step` all tensors
-        that it ever updates. Yields nothing if the tensors are out of reach, as on NVMe."""
+        """Yields the tensors that this rank's optimizer updates in the coming step. With `at_any_step`, yields all
+        tensors that the optimizer ever updates. Yields nothing if the tensors cannot be read, as on NVMe."""
         own = getattr(optimizer, "optimizer", optimizer)  # removes Lightning's wrapper
         for group in own.param_groups:
             for parameter in group["params"]:
@@ -198,8 +200,8 @@ class Hooks:
         return True
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns the number of ranks among which the gradient of a parameter, or its layer, is divided. The number is
-        1 if all ranks have the same gradient."""
+        """Returns the number of ranks that divide among themselves the gradient of a parameter, or the layers to which
+        the parameter belongs. The number is 1 if all ranks have the same gradient."""
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             return 1
@@ -237,8 +239,8 @@ class Hooks:
             _foreach_mul_(gradients, scale)
 
     def step_gradient_norm(self) -> float | None:
-        """Returns the norm that the last step computed itself, or None if `gradient_norm` returns it before the
-        step."""
+        """Returns the gradient norm that the last step computed itself. Returns None if `gradient_norm` returns the
+        norm before the step."""
         return None
 
     def loss_scale(self) -> float | None:
@@ -260,8 +262,8 @@ class Hooks:
         return count_bytes(parameters, [parameter.grad for parameter in parameters], optimizer.state)
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the complete configuration of DeepSpeed's engine, by DeepSpeed's names. It is empty without an
-        engine."""
+        """Returns the complete configuration of DeepSpeed's engine, keyed by DeepSpeed's option names. The dict is
+        empty if the strategy has no engine."""
         return {}
 
     def free(self) -> None:
@@ -302,7 +304,8 @@ def tensors_in(container: Any) -> list[Tensor]:
 
 
 def unsharded(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor of a DTensor, or any other tensor unchanged. It is detached. Collective."""
+    """Returns the whole tensor of a DTensor, or any other tensor as it is. The result is detached from the graph.
+    Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 

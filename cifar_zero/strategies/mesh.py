@@ -92,7 +92,7 @@ class MeshStrategy(ModelParallelStrategy):
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
         """Returns weights or optimizer states with whole tensors on rank 0, and an empty dict on the other ranks.
-        Optimizer states have the number of their parameter as key. Collective."""
+        Weights are keyed by name, and optimizer states by parameter index. Collective."""
         return on_host(states, self.is_global_zero)
 
     load_checkpoint = Strategy.load_checkpoint  # reads a checkpoint of any strategy on every rank
@@ -126,8 +126,8 @@ def by_block(net: nn.Module, spread: Callable[[nn.Module], Any]) -> None:
 
 
 def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
-    """Returns `states` with whole tensors on the CPU if `keep`, and an empty dict otherwise. All ranks that have shards
-    must call this function."""
+    """Returns `states` with whole tensors on the CPU if `keep` is true, and an empty dict otherwise. All ranks that
+    have shards must call this function."""
 
     def whole(tensor: Tensor) -> Tensor | None:
         tensor = unsharded(tensor)

@@ -1,10 +1,12 @@
 """Pipeline parallelism (GPipe, Huang et al. 2019): each rank holds a contiguous share of a transformer's blocks.
 
 A batch goes through the ranks in chunks, so that the ranks work on different chunks at the same time. In the backward
-pass autograd takes the chunks in the opposite order. Every rank holds and computes the layers before and after the
-blocks, which are less than a hundredth of the model, so the module sees one model that takes images and returns scores.
-torch.distributed.pipelining (2.15) does not fit, because it runs forward and backward in one call. Between the two,
-Lightning (2.6.6) computes its loss, calls its hooks and zeroes the gradients.
+pass autograd takes the chunks in the opposite order. The layers before and after the blocks are less than a hundredth
+of the model. Every rank holds and computes them, so that a LightningModule can call the model as usual, with images,
+and gets scores.
+
+torch.distributed.pipelining (2.15) does not fit, because it runs the forward and the backward pass in one call. Between
+the two passes, Lightning (2.6.6) computes the loss, calls hooks and zeroes the gradients.
 """
 
 from collections import OrderedDict
@@ -34,8 +36,8 @@ def build(placement: Placement) -> "PipelineStrategy":
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Keeps only this rank's share of the blocks. Ranks that compute different images average their gradients, as under
-    DDP."""
+    """Removes the weights of all blocks but this rank's share from a model. Ranks that compute different images average
+    their gradients, as under DDP."""
     net.blocks = Stage(net.blocks, mesh["tensor_parallel"].get_group())  # pyright: ignore[reportArgumentType]
     if (others := mesh["data_parallel"]).size() > 1:
         replicate(net, mesh=others)  # not per block, because a block computes several chunks
@@ -108,8 +110,8 @@ def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
 
 
 class PipelineHooks(MeshHooks):
-    """Reads the tensors of a block from the rank that computes it. The strategy marks the parameters of all blocks with
-    `stage`, the process group of the ranks that divide the blocks."""
+    """Reads the tensors of a block from the rank that computes the block. The strategy marks the parameters of all
+    blocks with `stage`, the process group of the ranks that divide the blocks."""
 
     def full(self, parameter: Any) -> Tensor:
         return self._from_its_rank(parameter, super().full(parameter))
@@ -124,7 +126,9 @@ class PipelineHooks(MeshHooks):
 
     @staticmethod
     def _from_its_rank(parameter: Any, tensor: Tensor) -> Tensor:
-        """Returns the tensor of the rank that has the parameter's block. The other ranks have an empty tensor."""
+        """Returns, on every rank of the pipeline, the tensor from the rank that has the parameter's block. The other
+        ranks pass an empty tensor as `tensor`. A parameter outside of the blocks is on every rank, so its tensor is
+        returned unchanged."""
         if not hasattr(parameter, "stage"):
             return tensor
         return max(gather(tensor.cpu(), parameter.stage), key=Tensor.numel).to(tensor.device)

@@ -27,9 +27,9 @@ def build(placement: Placement) -> MeshStrategy:
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits the blocks. Ranks that compute different images average their gradients, as under DDP. `replicate` is
-    applied even with one replica, because it gives each gradient the placement of its parameter. Otherwise the gradient
-    of `ColwiseQKV`'s bias has another placement than the bias."""
+    """Splits the blocks of a model over ranks. Ranks that compute different images average their gradients, as under
+    DDP. `replicate` is applied even with one replica, because it gives each gradient the placement of its parameter.
+    Otherwise the gradient of `ColwiseQKV`'s bias would have a different placement from the bias."""
     split_layers(net, mesh)
     by_block(net, partial(replicate, mesh=mesh["data_parallel"]))
 
@@ -38,9 +38,9 @@ class ColwiseQKV(ColwiseParallel):
     """Splits a linear layer that outputs queries, keys and values, so that each rank has its heads of all three.
 
     The weight stays one DTensor in its plain order, so that it is written to a checkpoint like any other weight. The
-    split takes every n-th piece of each of the three parts. torch (2.15) has it under a private name, for FSDP combined
-    with tensor parallelism. FSDP cannot split the rows of the weight again (see `data_dimension`). The bias has no
-    other dimension that FSDP could split, so it is whole on every rank.
+    split takes every n-th piece of each of the three parts. torch (2.15) has this placement under a private name,
+    `_StridedShard`, for FSDP combined with tensor parallelism. FSDP cannot split the rows of the weight again (see
+    `data_dimension`). The bias has no other dimension that FSDP could split, so it is whole on every rank.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,8 @@ PLAN: dict[str, Any] = {
     "mlp.0": ColwiseParallel(),
     "mlp.2": RowwiseParallel(),
 }
-"""How the layers of a block of models/vit.py are split: the first of each pair by columns, the second by rows."""
+"""How each layer in a block of models/vit.py is split. The first layer of the attention and of the MLP is split by
+columns, and the second by rows."""
 
 
 def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:

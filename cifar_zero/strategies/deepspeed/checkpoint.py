@@ -27,14 +27,15 @@ from cifar_zero.strategies.deepspeed.engine_state import (
 )
 
 MOVED = ("lr", "momentum", "betas")
-"""Options of a parameter group that a schedule of a user's module may change. The schedules of cifar_zero/schedules
-change only the learning rate, so `optimizers.groups.keep_own_options` keeps only that."""
+"""Options of a parameter group that a schedule in a user's module may change. They are restored from the checkpoint.
+The schedules of cifar_zero/schedules change only the learning rate, so `optimizers.groups.keep_own_options` takes only
+the learning rate from a checkpoint."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files. Reading runs no code; for `trust` see `safe_load.load`. An error while
-    writing is stored in `failure` and not raised, because the other ranks would wait for this one. Each file that is
-    written, except the experts' files, also gets the `notes`."""
+    """Writes and reads DeepSpeed's files. Reading a file runs no code in it unless `trust` is set (see
+    `safe_load.load`). An error while writing is stored in `failure` and not raised, because the other ranks would wait
+    for this one. Each file that is written, except the experts' files, also receives the entries of `notes`."""
 
     failure = ""  # the first error while writing
 
@@ -67,8 +68,8 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
 
 def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dict[str, Any]) -> str:
-    """Writes a checkpoint folder, each rank its own files, under a temporary name. Rank 0 renames the folder when it is
-    complete. Returns the first error of any rank, or an empty string. Collective.
+    """Writes a checkpoint folder under a temporary name. Each rank writes its own files, and rank 0 renames the folder
+    when it is complete. Returns the first error of any rank, or an empty string. Collective.
 
     Args:
         engine: DeepSpeed's engine.
@@ -146,8 +147,8 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
 
 
 def _named(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns an optimizer's state with the names of its parameters. Optimizers of other programs do not store
-    names."""
+    """Returns an optimizer's state in which each group has the names of its parameters. The names come from
+    `group_names` if the state lacks them, because the optimizers of other programs do not store names."""
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):
         return state
@@ -162,7 +163,8 @@ def _fill(target: Tensor, part: Tensor) -> Tensor:
 
 
 def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], cut: Cut) -> None:
-    """Sets the base optimizer's state of a flat tensor, given the state of each of its parameters in `entries`."""
+    """Sets the base optimizer's state of the flat tensor `target`. `entries` has the whole, unsharded state of each
+    parameter that the tensor covers, and `cut` returns this rank's part of it."""
     state: dict[str, Any] = {}
     for key, value in entries[0].items():
         if key == "step":
@@ -176,8 +178,8 @@ def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], cut: Cu
 
 
 def _step(base: Any, target: Tensor, step: float) -> Tensor | int:
-    """Returns the step count as optimizer state, which is an int for DeepSpeed's Adam and a tensor for torch's
-    optimizers."""
+    """Returns the step count in the form in which the base optimizer keeps it. DeepSpeed's Adam keeps an int, and
+    torch's optimizers keep a tensor."""
     if isinstance(base, DeepSpeedCPUAdam):
         return int(step)
     counted = torch.tensor(step)

@@ -20,8 +20,9 @@ Cut = Callable[[Sequence[Tensor]], Tensor]
 
 
 def optimizer_groups(engine: Any) -> Iterator[tuple[list[Parameter], Tensor, Cut]]:
-    """Yields a tuple for each float32 tensor that the optimizer updates. It has the parameters of the tensor in order,
-    the tensor, and the function that cuts this rank's part."""
+    """Yields a tuple (parameters, tensor, cut) for each float32 tensor that the optimizer updates. `parameters` are the
+    module's parameters that the tensor covers, in order. `cut` returns this rank's part of the tensor, given the whole
+    tensors of these parameters."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
@@ -98,7 +99,8 @@ def rewriting(engine: Any) -> Generator[None, None, None]:
 
 
 def forget_second_copies(module: Module) -> None:
-    """Drops the secondary copies of zero_hpz_partition_size after the parameters of ZeRO 3 were overwritten. Otherwise
-    the old copies would be gathered until the next step (DeepSpeed 0.19.8, partition_parameters.py)."""
+    """Drops the secondary copies of the parameters, which ZeRO 3 keeps with zero_hpz_partition_size. It is called after
+    the parameters were overwritten. Otherwise the old copies would be gathered until the next step (DeepSpeed 0.19.8,
+    partition_parameters.py)."""
     for parameter in module.parameters():
         parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,9 +17,9 @@ from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 
 class SpreadGate(Gate):
-    """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice
-    and drops no random tokens in an evaluation, and a training step does not wait for the device to return the
-    capacity."""
+    """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice in
+    an evaluation, and drops no random tokens there. A training step does not wait for the device to return the
+    capacity, as it does with DeepSpeed's gate."""
 
     def __init__(self, gate: Gate):
         super().__init__(gate.wg.in_features, gate.num_experts, gate.options)
@@ -30,19 +30,20 @@ class SpreadGate(Gate):
         self._group = group
 
     def forward(self, tokens: Tensor, *unused: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the parts of `models.moe.Routing` in DeepSpeed's order."""
+        """Returns the values of the gate's `models.moe.Routing` as a tuple, in the order that DeepSpeed's MoE layer
+        expects."""
         to = super().forward(tokens)
         return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
 
     def _largest(self, count: Tensor) -> int:
-        """Returns the maximum of a count over all ranks that exchange tokens."""
+        """Returns the maximum of `count` over all ranks that exchange tokens."""
         if self.options.ep_size > 1:
             torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self._group)
         return super()._largest(count)
 
 
 class SpreadMixture(MoE):
-    """DeepSpeed's layer with the modules of a plain mixture and this rank's share of its experts."""
+    """DeepSpeed's MoE layer with the modules of a plain mixture of experts and this rank's share of its experts."""
 
     def __init__(self, mixture: MixtureOfExperts, rank: int):
         options, experts = mixture.options, mixture.experts
@@ -68,7 +69,7 @@ class SpreadMixture(MoE):
             super().set_deepspeed_parallelism(use_data_before_expert_parallel_)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns what the plain mixture would return."""
+        """Returns what the plain mixture of experts would return for the same tokens."""
         gate: Any = self.deepspeed_moe.gate
         return gate.run(self._forward, x)
 
@@ -83,7 +84,8 @@ class SpreadMixture(MoE):
 
 
 def spread(model: nn.Module, rank: int) -> None:
-    """Replaces each plain mixture of a model with DeepSpeed's layer."""
+    """Replaces each plain mixture of experts in a model with DeepSpeed's MoE layer, which keeps only this rank's share
+    of the experts. `rank` is the rank's index among all ranks."""
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):
@@ -96,8 +98,8 @@ def ep_size(model: nn.Module) -> int:
 
 
 def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns an optimizer's groups, split so that DeepSpeed reduces the gradients of experts only over the ranks that
-    have the same experts."""
+    """Returns the given parameter groups of an optimizer, split so that DeepSpeed reduces the gradients of experts only
+    over the ranks that have the same experts."""
     if not any(isinstance(module, MoE) for module in model.modules()):
         return groups
     dense = [{**group, "name": f"dense {number}"} for number, group in enumerate(groups)]

@@ -59,7 +59,7 @@ class EngineHooks(Hooks):
         return zero.get("offload_optimizer", {}).get("device", "none")
 
     def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns an optimizer's groups, with experts in separate groups."""
+        """Returns the given parameter groups of an optimizer, split so that experts are in separate groups."""
         return experts.parameter_groups(module, groups)
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
@@ -78,7 +78,8 @@ class EngineHooks(Hooks):
         return found
 
     def shape(self, parameter: Any) -> torch.Size:
-        """Returns the shape that zero.Init records before it empties the parameter at ZeRO 3."""
+        """Returns the unsharded shape. At ZeRO 3 it is the shape that zero.Init recorded before it emptied the
+        parameter."""
         return getattr(parameter, "ds_shape", parameter.shape)
 
     def full(self, parameter: Any) -> Tensor:
@@ -104,7 +105,8 @@ class EngineHooks(Hooks):
         return gradient.detach().float() / self._scale
 
     def write(self, parameter: Any, value: Tensor) -> None:
-        """Overwrites a parameter. At ZeRO 3 it is gathered, and the value that rank 0 writes is sharded again."""
+        """Overwrites a parameter with an unsharded value. At ZeRO 3 the parameter is gathered first, and then the value
+        that rank 0 has written is sharded again."""
         gathered = GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
         with torch.no_grad(), gathered:
             parameter.copy_(value)
@@ -205,7 +207,7 @@ class EngineHooks(Hooks):
 
     @property
     def _scale(self) -> float:
-        """The loss scale. Gradients are multiplied by it until the step. It is 1 unless the run is in float16."""
+        """The loss scale, by which gradients are multiplied until the step. It is 1 unless the run is in float16."""
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
 
     def loss_scale(self) -> float | None:
@@ -263,8 +265,8 @@ def _used(parameter: Any) -> int:
 
 
 def torch_class(optimizer: Any) -> type[Optimizer] | None:
-    """Returns the class that computes in torch the same steps as an optimizer of DeepSpeed, or None for any other
-    optimizer."""
+    """Returns the torch optimizer class that computes the same updates as one of DeepSpeed's compiled optimizers.
+    Returns None for any other optimizer."""
     if isinstance(optimizer, (DeepSpeedCPUAdam, FusedAdam)):
         return AdamW if optimizer.adam_w_mode else Adam
     if isinstance(optimizer, (DeepSpeedCPULion, FusedLion)):

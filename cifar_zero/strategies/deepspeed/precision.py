@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 class ZeROPrecision(DeepSpeedPrecision):
-    """Leaves the division by the number of accumulated micro-batches to Lightning, and can leave a batch as it is.
-    Lightning (2.6.6) divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed 0.19.8) would divide
-    it by gradient_accumulation_steps again. The class can go when Lightning's own plugin passes scale_wrt_gas."""
+    """Leaves the division of the loss by the number of accumulated micro-batches to Lightning, and can pass a batch on
+    without a cast. Lightning (2.6.6) divides the loss by accumulate_grad_batches, and `engine.backward` (DeepSpeed
+    0.19.8) would divide it by gradient_accumulation_steps again. The class can go when Lightning's own plugin passes
+    scale_wrt_gas."""
 
     casts_batches = True
     """Whether to cast each batch to the precision, as Lightning's own plugin does. CIFARModule casts its images itself,

@@ -73,13 +73,13 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     options_before: dict[int, dict[str, Any]]
     """Original values of the options that the engine changed at its start in the optimizer's groups, by the id of the
-    group. An engine should change none, so a step check updates with the original values."""
+    group. An engine should change none, so the step check computes its own update with the original values."""
 
     group_names: list[list[str]]
-    """The names of the parameters in each of the optimizer's groups, in the groups that the module made."""
+    """The names of the parameters in each of the optimizer's groups, as the module made the groups."""
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
-        """Takes the options of Lightning's class. Raises UsageError if the configuration has an optimizer."""
+        """Takes the options of Lightning's class. Raises UsageError if DeepSpeed's configuration has an optimizer."""
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
         if "optimizer" in self.config:
             raise UsageError(
@@ -129,9 +129,9 @@ class ZeROStrategy(DeepSpeedStrategy):
             ALL_OPS[name].load(verbose=False)
 
     def _format_config(self) -> None:
-        """Completes the configuration, and turns the check for gradient overflow in bfloat16 off unless the user set
-        it. With the check, ZeRO 1 and 2 would wait for all gradients in each step and skip a step with NaN, which no
-        other strategy does (DeepSpeed 0.19.8, runtime/precision_config.py)."""
+        """Completes DeepSpeed's configuration, and turns off the check for gradient overflow in bfloat16 unless the
+        user set it. With the check, ZeRO 1 and 2 would wait for all gradients in each step (DeepSpeed 0.19.8,
+        runtime/precision_config.py). They would also skip a step with NaN, which no other strategy does."""
         super()._format_config()
         if "bf16" in self.config:
             self.config["bf16"].setdefault("check_grad_overflow", False)
@@ -161,7 +161,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         """Shards each layer as it is made at ZeRO 3, if `shards_while_building` is set.
 
         Under mixed precision the initial weights are drawn in float32, as under all other strategies, and `setup` casts
-        the shards. zero.Init would draw them in the low precision, which gives other weights (DeepSpeed 0.19.8).
+        the shards afterwards. zero.Init would draw them in the low precision, which gives other weights (DeepSpeed
+        0.19.8).
         """
         self._init_config_if_needed()
         config = {**self.config}
@@ -215,8 +216,9 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and number of ranks. If the checkpoint has this run's layout, DeepSpeed
-        loads it, each rank its own shard. Any other checkpoint is assembled and sharded again."""
+        """Loads a checkpoint that any strategy wrote on any number of ranks, and returns its content. If the checkpoint
+        has this run's layout, DeepSpeed loads it, and each rank reads only its own shard. Any other checkpoint is
+        assembled from all shards and then sharded again."""
         path = Path(checkpoint_path)
         trained = self._training_engine is not None
         if trained and path.is_dir() and layout_of(path, self.checkpoint_io.trust) == self._layout:
@@ -315,7 +317,7 @@ def import_muon_uncompiled() -> None:
     """Imports DeepSpeed's Muon optimizer without compiling its kernels.
 
     Every ZeRO stage imports Muon in its first step, whatever the optimizer is. The import calls torch.compile, which
-    loads torch's compiler for 1.2 s (DeepSpeed 0.19.8, zero/muon/original_muon.py).
+    takes 1.2 s to load torch's compiler (DeepSpeed 0.19.8, zero/muon/original_muon.py).
     """
     compile = torch.compile
     torch.compile = lambda function: function
