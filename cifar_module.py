@@ -27,17 +27,17 @@ from cifar_zero.training.metrics import SplitMetrics, loss
 
 
 class CIFARModule(LightningModule):
-    """Trains a model with the loss of --loss, and computes its metrics on validation and test images.
+    """Trains a model with the loss that --loss selects, and computes the model's metrics on validation and test images.
 
-    A batch is (images, labels). Images (N, 3, H, W) are uint8, or floating-point and already normalised. Labels are
-    int64 (N,), and a label equal to IGNORED counts in neither loss nor metrics. In training, labels may also be the
-    share of each class, float (N, classes).
+    A batch is a tuple (images, labels). Images (N, 3, H, W) are uint8, or floating-point and already normalised. Labels
+    are int64 (N,). An image with the label IGNORED counts in neither loss nor metrics. In training, labels may also be
+    the share of each class in each image, float (N, classes).
 
     Args:
         settings: The options of the run.
         num_classes: Width of the model's output.
-        weights: State dict from which training starts, under the plain model's parameter names. Weights that are not in
-            it are initialised at random.
+        weights: State dict from which training starts, keyed by the parameter names of the plain model. Weights that
+            are not in it are initialised at random.
     """
 
     def __init__(self, settings: Settings, num_classes: int, weights: Mapping[str, Tensor] | None = None):
@@ -54,8 +54,9 @@ class CIFARModule(LightningModule):
         self.test_metrics = SplitMetrics(num_classes, settings.recipe.loss, curves=True)
 
     def configure_model(self) -> None:
-        """Builds the model in the strategy's context, so that ZeRO 3 shards each layer as soon as it is created. The
-        seed is set just before, so that every strategy and world size starts from the same weights."""
+        """Builds the model. Lightning calls this method in the strategy's context, so that ZeRO 3 shards each layer as
+        soon as it is created. The seed is set just before the model is built, so that the model starts from the same
+        weights under every strategy and world size."""
         if self.net is not None:
             return
         settings = self.settings
@@ -74,8 +75,9 @@ class CIFARModule(LightningModule):
             self.net.compile(dynamic=False, mode="reduce-overhead" if settings.placement.cuda_graphs else None)
 
     def starting_weights(self) -> Mapping[str, Tensor]:
-        """Returns the weights that the model computes from training images, such as SpeedNet's whitening filters. The
-        mapping is empty for a model without such weights, and outside of training."""
+        """Returns the weights that the model computes from training images before training starts, by name. SpeedNet's
+        whitening filters are such weights. The mapping is empty for a model without such weights, and if no data module
+        is attached."""
         compute = getattr(self.net, "starting_weights", None)
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         if compute is None or datamodule is None:
@@ -86,8 +88,9 @@ class CIFARModule(LightningModule):
         return compute(normalize(images, self.inputs))
 
     def on_train_start(self) -> None:
-        """Looks up the gates in the model that the strategy has set up, and freezes the statistics of batch norms
-        without trained parameters."""
+        """Finds the gates of the mixture-of-experts layers again, because the strategy may have replaced them. If the
+        model has frozen parameters, also freezes the running statistics of every batch norm without a trained
+        parameter."""
         assert self.net is not None
         self.gates = gates(self.net)
         build_model.freeze_statistics(self.net)
@@ -95,9 +98,9 @@ class CIFARModule(LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         """Returns class scores (N, classes) for images (N, 3, H, W), which are uint8 or already normalised.
 
-        The step methods call `self.forward`, not `self`, because Lightning has already called the module to reach the
-        step. A nested call would run DeepSpeed's module hooks twice, and ZeRO 3 could not record the order of the
-        layers.
+        The step methods, such as `training_step`, call `self.forward` instead of `self`, because Lightning has already
+        called the module to run the step method. A second, nested call would run DeepSpeed's module hooks twice, and
+        ZeRO 3 could not record the order of the layers.
         """
         assert self.net is not None
         images = normalize(images, self.inputs, next(self.net.parameters()).dtype)
@@ -106,7 +109,8 @@ class CIFARModule(LightningModule):
         )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Returns the mean loss of a micro-batch plus the weighted load-balancing losses, a float32 scalar."""
+        """Returns the loss to minimise, a float32 scalar. It is the mean loss of a micro-batch plus the weighted
+        load-balancing losses of the mixture-of-experts layers."""
         images, labels = batch
         with save_on_cpu(pin_memory=True) if self.settings.placement.activation_offload else nullcontext():
             total = loss(
@@ -126,11 +130,12 @@ class CIFARModule(LightningModule):
         return self._evaluate(self.test_metrics, batch, self.settings.recipe.tta)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs val/loss, val/acc and the other metrics, overall and per class."""
+        """Logs val/loss, val/acc and the other validation metrics, overall and per class."""
         self._log_metrics("val", self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
-        """Logs test/loss, test/acc and the other metrics. `test_metrics` keeps its values until the next test."""
+        """Logs test/loss, test/acc and the other test metrics, overall and per class. `test_metrics` keeps its values
+        until the next test."""
         self._log_metrics("test", self.test_metrics)
 
     def on_test_epoch_start(self) -> None:
@@ -142,8 +147,8 @@ class CIFARModule(LightningModule):
         self.val_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def configure_optimizers(self) -> Any:
-        """Returns the optimizer, in the implementation that the strategy needs. Also returns a learning-rate scheduler,
-        which is stepped once per optimizer step, unless the schedule is constant."""
+        """Returns the optimizer, in the implementation that the strategy needs. Unless the schedule is constant, also
+        returns a learning-rate scheduler, which Lightning steps once per optimizer step."""
         strategy = self.trainer.strategy
         hooks = hooks_of(strategy)
         parameters = parameter_groups(self.optimizer, dict(self.named_parameters()), hooks.shape)
@@ -161,9 +166,9 @@ class CIFARModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def resume_rates(self, scheduled: bool) -> None:
-        """Sets the learning rates for the step at which a run resumes, because its schedule or its length may have
-        changed. If the schedule was constant and still is, the checkpoint's learning rates stay, because
-        --reduce_on_plateau may have lowered them.
+        """Sets the learning rates for the step at which a run resumes. They may differ from the learning rates in the
+        checkpoint, because the schedule or the length of the run may have changed. If the schedule was constant and
+        still is, the learning rates of the checkpoint stay, because --reduce_on_plateau may have lowered them.
 
         Args:
             scheduled: Whether the run that wrote the checkpoint had a schedule that is not constant.
@@ -196,10 +201,10 @@ def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Vi
     model runs once per view.
 
     The views follow airbench (Jordan 2024, arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, `infer`). With
-    none, the only view is the image itself. With mirror, its mirror image is added, with equal weight. With
-    mirror_translate there are six views. The image and its mirror image have weight 1/4 each. Both are also shifted by
-    one pixel, once up and left and once down and right, with padding by reflection. Each of these four shifted views
-    has weight 1/8.
+    `views` none, the only view is the image itself. With mirror, its mirror image is the second view, with equal
+    weight. With mirror_translate there are six views. The image and its mirror image have weight 1/4 each. Both are
+    also shifted by one pixel, once up and left and once down and right, with padding by reflection. Each of these four
+    shifted views has weight 1/8.
     """
     if views == "none":
         return model(images).float()
@@ -217,15 +222,16 @@ def _mirrored(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 
 def lay_channels_last(net: nn.Module, strategy: Any) -> None:
-    """Converts convolution weights to channels_last, the memory format of the images, so that no step has to convert
-    them. This is done only on a GPU, and only under strategies that neither shard nor flatten the weights. FSDP2
-    accepts only torch's default format."""
+    """Converts the convolution weights of `net` to channels_last, the memory format of the images, so that no step has
+    to convert them. This is done only on a GPU, and only under strategies that neither shard nor flatten the weights.
+    FSDP2 accepts only torch's default format."""
     if type(strategy) in (SingleDeviceStrategy, DDPStrategy) and strategy.root_device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 class StepSchedule(LRScheduler):
-    """A torch scheduler that follows a schedule of cifar_zero/schedules and is stepped once per optimizer step."""
+    """A learning-rate scheduler of torch that follows a `Schedule` from cifar_zero/schedules. It must be stepped once
+    per optimizer step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule):
         self.schedule = schedule
@@ -236,6 +242,6 @@ class StepSchedule(LRScheduler):
         return [self.schedule.rate(self.last_epoch, float(lr)) for lr in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns only the step count, because the formula is in the configuration and the parameter groups belong to
-        the strategy."""
+        """Returns only the count of steps. The formula of the schedule is in the configuration, and the parameter
+        groups belong to the strategy."""
         return {key: value for key, value in super().state_dict().items() if key in ("last_epoch", "_step_count")}

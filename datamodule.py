@@ -1,4 +1,4 @@
-"""The LightningDataModule: loads the images of a source in batches, with the same content and order under every
+"""The LightningDataModule: loads the images of a source in batches, which have the same content and order under every
 strategy."""
 
 import socket
@@ -25,17 +25,18 @@ from cifar_zero.strategies import hooks_of
 
 EVAL_BATCH_SIZE = 1000
 """Largest number of images per rank in an evaluation batch, for images of 32 x 32 pixels. With larger images, a batch
-has fewer images. This number divides CIFAR-10's test set into ten equal batches, which are large enough to keep a GPU
-busy and small enough (12 MB of float32 input) for the activations to fit anywhere."""
+has fewer images. A batch of 1,000 is large enough to keep a GPU busy, and small enough (12 MB of float32 input) for the
+activations to fit into any memory. It also divides CIFAR-10's test set into ten equal batches."""
 
 
 class CIFARDataModule(LightningDataModule):
-    """Makes the training, validation and test loaders of any image source. The loaders shard the data themselves, so
-    the Trainer must be made with `use_distributed_sampler=False`.
+    """Creates the training, validation and test loaders for any image source. The loaders shard the data over the ranks
+    themselves, so the Trainer must be created with `use_distributed_sampler=False`.
 
     Args:
-        expected_identity: `Dataset.identity` of the images of the run that is resumed (see
-            `starting.check_checkpoint`). Other images are refused. None for a new run.
+        settings: The options of the run.
+        expected_identity: `Dataset.identity` of the images that the resumed run had when its checkpoint was saved (see
+            `starting.check_checkpoint`). `setup` refuses other images. None for a new run.
     """
 
     dataset: Dataset  # all images, after `setup`
@@ -50,15 +51,17 @@ class CIFARDataModule(LightningDataModule):
         self._stored: dict[tuple[int, torch.device], Stored] = {}
 
     def prepare_data(self) -> None:
-        """Downloads and decodes the images on one rank of each node. Takes milliseconds if they are already decoded."""
+        """Downloads and decodes the images, if necessary. Lightning calls this method on one rank of each node. It
+        takes milliseconds if the images are already decoded."""
         if not self.source:
             self.source = data.prepare(self._data)
 
     def setup(self, stage: str | None = None) -> None:
-        """Maps the images into memory and holds out the validation images, once for all stages.
+        """Maps the images into memory and holds out the validation images. Later calls, for other stages, do nothing.
 
         Raises:
-            UsageError: if the ranks have different images, or if the resumed run had other images.
+            UsageError: The ranks have different images, the resumed run had other images, or an option needs validation
+                images and there are none.
         """
         if hasattr(self, "dataset"):
             return
@@ -110,14 +113,14 @@ class CIFARDataModule(LightningDataModule):
         return len(self.dataset.test_labels)
 
     def sample(self, count: int) -> torch.Tensor:
-        """Returns n training images, uint8 (n, 3, H, W), with n at most `count`. They are evenly spaced over the
-        training images, so that they come from all classes."""
+        """Returns `count` training images, or all training images if there are fewer, as uint8 (n, 3, H, W). They are
+        evenly spaced over the training images, so that they come from all classes."""
         rows = self._train[np.linspace(0, self.num_train - 1, min(count, self.num_train)).astype(np.int64)]
         return torch.from_numpy(self.dataset.train_images[rows])
 
     def train_dataloader(self) -> Any:
-        """Returns a loader of shuffled micro-batches, with whole optimizer steps only. Raises UsageError if there are
-        fewer training images than one batch."""
+        """Returns a loader that yields shuffled micro-batches, only as many as fill whole optimizer steps. Raises
+        UsageError if there are fewer training images than one batch."""
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
@@ -126,8 +129,8 @@ class CIFARDataModule(LightningDataModule):
         return self._loader(split, order, recipe.augment)
 
     def val_dataloader(self) -> Any:
-        """Returns a loader that yields every validation image once. Without validation images it returns an empty list,
-        which makes Lightning skip validation."""
+        """Returns a loader that yields every validation image once. If there are no validation images, returns an empty
+        list, which makes Lightning skip validation."""
         if not len(self._val):
             return []
         return self._eval_loader(Split(self.dataset.train_images, self.dataset.train_labels, self._val))

@@ -1,4 +1,5 @@
-"""Runs `cifar-zero COMMAND ...`, or `python -m cifar_zero COMMAND ...`, and imports only what the command needs."""
+"""Runs a command, as `cifar-zero COMMAND ...` or `python -m cifar_zero COMMAND ...`. Imports only the module of this
+command."""
 
 import argparse
 import os
@@ -19,17 +20,17 @@ COMMANDS = {
     "sweep": "cifar_zero.sweeping.sweep",
     "doctor": "cifar_zero.diagnosis.doctor",
 }
-"""The module of each command. Its `main` returns the exit code."""
+"""The module of each command. Its function `main` runs the command and returns the exit code."""
 
 SPINS = "10000"
 """Value of GOMP_SPINCOUNT, which libgomp reads when torch is imported. It is the number of times that a thread in a
-parallel loop polls for the other threads before it sleeps. libgomp's default is 300,000. While another program runs,
-polling threads then occupy a core that the slowest thread needs, and steps took up to twice as long. A number smaller
-than this one costs more on an idle machine (benchmarks/results/performance.md)."""
+parallel loop polls for the other threads before it sleeps. libgomp's default is 300,000. With this default, threads
+that poll while another program runs occupy a core that the slowest thread needs, and steps took up to twice as long. A
+number smaller than 10,000 costs more on an idle machine (benchmarks/results/performance.md)."""
 
 
 def main() -> NoReturn:
-    """Runs the command that the first argument names."""
+    """Runs the command whose name is the first argument of the program, and ends the process."""
     if sys.argv[1:2] and sys.argv[1].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
         sys.argv.append(sys.argv.pop(1))
     parser = argparse.ArgumentParser("cifar-zero", usage="%(prog)s COMMAND ... (COMMAND --help lists its options)")
@@ -41,7 +42,8 @@ def main() -> NoReturn:
 
 
 def run(name: str) -> NoReturn:
-    """Runs a command and ends the process with its exit code. The command takes its arguments from `sys.argv`."""
+    """Runs the command `name` and ends the process with the command's exit code. The command takes its arguments from
+    `sys.argv`."""
     exits.install()  # before the imports, which take a second
     if "OMP_WAIT_POLICY" not in os.environ:  # a user's OMP_WAIT_POLICY implies its own spin count
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

@@ -1,10 +1,10 @@
-"""Builds a run's model and selects what is trained: all parameters, some of them, or adapters.
+"""Builds the model of a run, and selects which of its parameters are trained: all, some, or those of adapters.
 
 The adapters are LoRA adapters (Hu et al. 2022), which train the product of two small matrices next to a frozen linear
 layer. Hugging Face's peft is not used, because it renames every weight of a plain model
-(`base_model.model.<layer>.base_layer.weight`, `lora_A.default.weight`). No checkpoint would then fit the model for
---weights, an evaluation or an export. The adapters of this module leave the names of a layer's weights unchanged, and
-are named `<layer>.lora_a` and `<layer>.lora_b`.
+(`base_model.model.<layer>.base_layer.weight`, `lora_A.default.weight`). No checkpoint would then fit the model, be it
+for --weights, an evaluation or an export. With the adapters of this module, the weights of a layer keep their names,
+and the two matrices of an adapter are named `<layer>.lora_a` and `<layer>.lora_b`.
 """
 
 import math
@@ -27,8 +27,9 @@ from cifar_zero.models.moe import Gate
 
 
 def build(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model of a recipe with fresh weights (`initialization.initialize`), adapters (`adapt`) and frozen
-    parameters (`freeze`). Raises UsageError if a target of LoRA is not a linear layer."""
+    """Returns the model of a recipe. It has fresh weights (see `initialization.initialize`), the recipe's adapters (see
+    `adapt`), and frozen parameters (see `freeze`). Raises UsageError if a pattern of --lora.target matches no linear
+    layer."""
     with DrawnOnCPU():
         net = models.build(recipe.model.name, num_classes, **recipe.model.options)
         initialize(net, recipe.init, recipe.seed)
@@ -38,14 +39,14 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
 
 
 def on_meta(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model that `build` returns, on the meta device, where parameters have shapes but no values."""
+    """Returns the model that `build` returns, but on the meta device, where parameters have shapes but no values."""
     with torch.device("meta"):
         return build(replace(recipe, init="default"), num_classes)
 
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
-    """Freezes all parameters except adapters and parameters whose name matches a pattern in `trainable` (see
-    `fnmatch`). If there are neither patterns nor adapters, nothing is frozen."""
+    """Freezes all parameters of `net` except the adapters, and except parameters whose name matches a pattern in
+    `trainable` (see `fnmatch`). If there are neither patterns nor adapters, nothing is frozen."""
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
         return
@@ -55,12 +56,15 @@ def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
 
 
 def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> None:
-    """Checks that every pattern of --trainable matches a parameter and, if `ep_size` is above 1, that all experts train
-    the same parameters.
+    """Checks that every pattern of --trainable matches a parameter and, if `ep_size` is above 1, that the same
+    parameters are trained in all experts. Raises UsageError for the first pattern without a match, or for the first
+    parameter that is trained only in some experts.
 
-    If a mixture is distributed over `ep_size` ranks, each rank must train the same parameters of its experts. `net` is
-    the whole model after `freeze`, and may be on the meta device. Raises UsageError for the first pattern without a
-    match, or the first parameter that only some experts train.
+    Args:
+        net: The whole model after `freeze`. It may be on the meta device.
+        trainable: The patterns of --trainable.
+        ep_size: Number of ranks over which the experts of a mixture are distributed. If it is above 1, each rank must
+            train the same parameters of its experts.
     """
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
@@ -77,8 +81,8 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
 
 
 def trained_names(net: nn.Module) -> set[str]:
-    """Returns the names of the tensors that training changes. These are the parameters that are not frozen, and the
-    buffers of their layers."""
+    """Returns the names of the tensors of `net` that training changes. These are the parameters that are not frozen,
+    and the buffers of the layers that have such parameters."""
     found: set[str] = set()
     for prefix, module in net.named_modules():
         trained = [name for name, own in module.named_parameters(prefix, recurse=False) if own.requires_grad]
@@ -89,20 +93,21 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def freeze_statistics(net: nn.Module) -> None:
-    """Freezes the statistics of the batch norms that `frozen_batch_norms` returns, as torchvision's FrozenBatchNorm2d
-    does."""
+    """Freezes the running statistics of the batch norms that `frozen_batch_norms` returns. They normalise with these
+    statistics in training too, like torchvision's FrozenBatchNorm2d."""
     for norm in frozen_batch_norms(net):
         norm.eval()
 
 
 def tracked_batch_norms(net: nn.Module) -> list[_BatchNorm]:
-    """Returns the batch norms whose statistics training changes."""
+    """Returns the batch norms in `net` whose running statistics training changes."""
     rest = {*frozen_batch_norms(net)}
     return [module for module in net.modules() if isinstance(module, _BatchNorm) and module not in rest]
 
 
 def frozen_batch_norms(net: nn.Module) -> list[_BatchNorm]:
-    """Returns the batch norms without a trained parameter, or an empty list if the model has no frozen parameter."""
+    """Returns the batch norms in `net` without a trained parameter. If no parameter of the model is frozen, returns an
+    empty list, even if a batch norm has no parameters."""
     if all(parameter.requires_grad for parameter in net.parameters()):
         return []
     frozen: list[_BatchNorm] = []
@@ -118,9 +123,10 @@ A, B = ".lora_a", ".lora_b"  # suffixes of the adapters' names
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter: x W^T + bias + alpha / rank * (x A^T) B^T.
 
-    A, (rank, in), is drawn as torch draws a linear layer (Kaiming-uniform with a = sqrt(5)), as in Microsoft's loralib
-    and peft. B, (out, rank), is zero, so that before the first step the output equals the linear layer's output. The
-    adapted layer has the same parameters as the linear layer, whether ZeRO 3 has sharded them or not.
+    A has the shape (rank, in). It is drawn as torch draws the weights of a linear layer (Kaiming-uniform with a =
+    sqrt(5)), as in Microsoft's loralib and peft. B has the shape (out, rank). It is zero, so that before the first step
+    the output equals the output of the linear layer. W and the bias are the parameter objects of the given linear
+    layer, whether ZeRO 3 has sharded them or not.
     """
 
     def __init__(self, linear: nn.Linear, lora: LoRAConfig):
@@ -139,7 +145,8 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(net: nn.Module, lora: LoRAConfig) -> None:
-    """Adds an adapter to each target, unless the rank is 0. Raises UsageError if a target matches no linear layer."""
+    """Adds an adapter to each linear layer of `net` that a pattern in `lora.target` matches, unless `lora.rank` is 0.
+    Raises UsageError if a pattern matches no linear layer that can have an adapter."""
     if not lora.rank:
         return
     # Linear layers of a gate or of torch's attention (a subclass) cannot have an adapter. It would have no effect,
@@ -158,8 +165,13 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
 
 
 def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Returns the weights of the plain model that computes the same scores as the model with adapters. A layer's weight
-    is W + alpha / rank * B A in float32."""
+    """Returns the weights of the plain model that computes the same scores as a model with adapters. The weight of a
+    layer with an adapter becomes W + alpha / rank * B A, in float32.
+
+    Args:
+        weights: The weights of the model with adapters, by name.
+        alpha: The alpha of the adapters.
+    """
     plain = {name: value for name, value in weights.items() if not name.endswith((A, B))}
     for name, b in weights.items():
         if name.endswith(B):

@@ -17,7 +17,8 @@ from cifar_zero.training.resolve import announce, resolve
 
 
 def main() -> int:
-    """Parses the command line and trains, in this process or in the ranks that it starts. Returns the exit code."""
+    """Parses the command line, and trains the run in this process or in the ranks that this process starts. Returns the
+    exit code. With --plot_schedule or --check_gradients, nothing is trained; see `training.instead`."""
     rank_environment.adopt()
     run = resolve(survey.without_auto(command_line.parse(earlier_run=resume.saved_config)))
     if run.output.plot_schedule:
@@ -46,13 +47,13 @@ def main() -> int:
 
 
 def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, Any]:
-    """Trains and tests a run, as one of its ranks. Every rank returns the content of metrics.json, and rank 0 writes
-    the run folder.
+    """Trains and tests a run. Every rank of the run must call it. Rank 0 writes the run folder, and every rank returns
+    the content of metrics.json.
 
     Args:
         run: The resolved run.
-        module_class: LightningModule class that replaces the class of the run.
-        last: Whether this is the last run of the process, after which the process group is destroyed.
+        module_class: LightningModule class that replaces `CIFARModule`, or None.
+        last: Whether this is the last run of the process. After the last run, the process group is destroyed.
     """
     # Imported here, so that --help and errors in the command line do not wait for torch and Lightning.
     from cifar_zero.launch import collectives

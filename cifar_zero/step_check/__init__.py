@@ -1,1 +1,1 @@
-"""Checks the steps of a training in place, with the Lightning callback `StepCheck`, for any module and strategy."""
+"""Checks the steps of a run while it trains, with the Lightning callback `StepCheck`, for any module and strategy."""

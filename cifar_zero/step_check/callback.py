@@ -2,10 +2,10 @@
 step.
 
 In a checked step, the same micro-batches are replayed through a plain, unsharded copy of the module. torch's optimizer
-then makes the step from the state, gradient and learning rate of the strategy. The strategy's values must equal the
-results of the replay and of this optimizer up to the rounding error of this step, which a second replay in float64
-measures. There is no separate reference training, so differences do not accumulate. At step 10,000 the bound is still
-the rounding error of one step.
+then updates copies of the weights, from the optimizer state, gradient and learning rate of the strategy. The strategy's
+values must equal the results of the replay and of torch's optimizer up to the rounding error of this step. A second
+replay, in float64, measures this rounding error. No separate reference run is trained, so differences do not accumulate
+over the steps. At step 10,000 the bound is still the rounding error of one step.
 """
 
 import math
@@ -37,20 +37,22 @@ from cifar_zero.strategies import hooks_of
 
 
 class StepCheck(Callback):
-    """Checks steps of a training in place, for any module, data and strategy. Every rank must have this callback.
+    """Checks chosen steps of a run while it trains, for any module, data and strategy. Every rank must have this
+    callback.
 
     A checked step takes about four times as long. The memory of a rank grows by one unsharded copy of the model with
-    its gradients, in float64. After the training, `verdict` has the result.
+    its gradients, in float64. After the training, the attribute `verdict` holds the result.
     """
 
     needed: tuple[Kind, ...] = ("gradient", "update")
-    """The kinds of values for which most elements must be judged; see `Verdict.needed`."""
+    """The kinds of values of which the share ENOUGH must be judged, or the verdict is "not judged"; see
+    `Verdict.needed`."""
 
     checkpoint: Path | None = None
-    """The checkpoint from which the training continues; see `resume_check`."""
+    """The checkpoint that the run must resume. Only a `ResumeCheck` that judges a resumed run sets it."""
 
     resumed_at = 0
-    """The optimizer step after which the checkpoint was saved, or 0 without a checkpoint; see `ResumeCheck`."""
+    """The optimizer step after which `checkpoint` was saved, or 0 without a checkpoint."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class StepCheck(Callback):
         Args:
             every: Check each step whose number is divisible by this; 0 checks none.
             steps: Check the steps with these numbers.
-            count: Check this many steps, spread evenly over the training, including the first and the last.
+            count: Check this many steps, spread evenly over the run, including its first and its last step.
             on_fault: Whether to raise RunError at the first step with a fault, or to warn and continue.
             file: JSON file to which rank 0 writes the verdict at the end.
         """
@@ -92,8 +94,8 @@ class StepCheck(Callback):
                 self.verdict.note(f"the module cannot be copied ({type(error).__name__}: {error})")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Chooses the steps of `count`, and builds the copy if the module can be checked. For a large model, prints the
-        memory that the check needs."""
+        """Spreads the `count` steps to check over the run, and builds the plain copy if the module can be checked. For
+        a model of more than 10 million parameters, prints the memory that the check needs."""
         if not pl_module.automatic_optimization:
             self.verdict.note("the module steps its optimizers itself")
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
@@ -117,8 +119,8 @@ class StepCheck(Callback):
             say(f"step check: a checked step takes about four times as long, and needs {size} more memory on each rank")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps the values that a replay needs: the weights and buffers before the step, and each micro-batch with its
-        random state."""
+        """Keeps the values that the replay of a checked step needs: the weights and buffers before the step, and each
+        micro-batch with the random state before its forward pass."""
         del self._micro_batches[len(self._losses) :]  # the previous micro-batch, if the module skipped it
         if not self._micro_batches:
             step = trainer.global_step + 1
@@ -138,7 +140,8 @@ class StepCheck(Callback):
         self._micro_batches.append(MicroBatch(kept, batch_idx, random_state()))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares the gradients, and computes the update that torch's optimizer makes from them."""
+        """Replays a checked step, and compares the strategy's gradients with the gradients of the replay. Computes the
+        update that torch's optimizer makes from the strategy's gradients, and compares the learning rates."""
         if not self._micro_batches:
             return
         hooks = hooks_of(trainer.strategy)
@@ -168,7 +171,9 @@ class StepCheck(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compares losses, updates, weights and buffers after the last micro-batch of a step."""
+        """Compares the other values after the last micro-batch of a checked step. Losses and buffers must equal the
+        values of the replay, and updates must equal the updates of torch's optimizer. Weights that no optimizer updates
+        must be unchanged."""
         if not self._micro_batches:
             return
         self._losses.append(outputs["loss"] if isinstance(outputs, Mapping) else outputs)
@@ -213,21 +218,27 @@ class StepCheck(Callback):
             write_json(self._file, self.verdict.as_dict())
 
     def _compute_dtypes(self, trainer: Trainer, module: LightningModule) -> dict[str, torch.dtype]:
-        """Returns the dtype in which the strategy computes with each weight, by the plain model's names."""
+        """Returns the dtype in which the strategy computes with each weight, keyed by the weight's name in the plain
+        model."""
         hooks = hooks_of(trainer.strategy)
         own = {name: hooks.compute_dtype(each) for name, each in parameters_of(hooks, module).items()}
         # Weights that only other ranks hold get the lowest dtype of this rank.
         return dict.fromkeys(self._weights, lowest(own.values())) | own
 
     def _replay(self, *given: Any) -> tuple[Replay, Replay]:
-        """Replays a step in the training's precision and in float64; see `Replica.replay`."""
+        """Replays a step twice, in the training's precision and in float64. The arguments are those of
+        `Replica.replay`."""
         with random_state_kept():
             return self._replica.replay(*given), self._replica.replay(*given, exact=True)
 
     def _on_all_ranks(self, compute: Callable[[], tuple[Replay, Replay]], what: str) -> tuple[Replay, Replay] | None:
-        """Returns the replays that `compute` returns, with gradients that are averaged over the ranks. If `compute`
-        fails on a rank, notes the error and returns None on all ranks. `what` names in this note what is not
-        checked."""
+        """Returns the replays that `compute` returns, after averaging their gradients over the ranks. If `compute`
+        fails on any rank, adds a note to the verdict and returns None on all ranks.
+
+        Args:
+            compute: Replays the step on this rank.
+            what: Names, in the note, the values that are not checked.
+        """
         replays, error = None, ""
         try:
             replays = compute()
@@ -245,8 +256,8 @@ class StepCheck(Callback):
         self._micro_batches, self._losses, self._expected, self._replays = [], [], [], None
 
     def _checked_weights(self, trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
-        """Returns the unsharded weights by name. Checks that each rank computes with these weights, and that all ranks
-        have the same unsharded weights."""
+        """Returns the unsharded weights, keyed by their names in the plain model. Checks that the weights which each
+        rank holds in memory equal these weights, and that the unsharded weights are the same on all ranks."""
         hooks = hooks_of(trainer.strategy)
         weights = hooks.weights(module)
         for name, parameter in parameters_of(hooks, module).items():
@@ -263,7 +274,8 @@ class StepCheck(Callback):
         return weights
 
     def _compare_rates(self, trainer: Trainer, optimizer: Any) -> None:
-        """Compares the optimizer's learning rates with the scheduler's, and with the rates on the other ranks."""
+        """Compares the learning rates in the optimizer with the learning rates of the scheduler, and with the
+        optimizer's learning rates on the other ranks."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if any(others != rates for others in gather(rates)):
             self._findings.add("learning rate", "", math.inf, 0.0, 1, "not the same on all ranks")
@@ -280,7 +292,7 @@ class StepCheck(Callback):
         self, trainer: Trainer, module: LightningModule, optimizer: Any, gradients: Mapping[str, Tensor]
     ) -> list[Expected]:
         """Returns the updates that a copy of the optimizer makes to this rank's share of the weights. If the gradient
-        is clipped in another way than by its norm, notes this and returns an empty list."""
+        is clipped in another way than by its norm, adds a note to the verdict and returns an empty list."""
         hooks = hooks_of(trainer.strategy)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clips_known = by_norm and not is_overridden("configure_gradient_clipping", module)
@@ -292,9 +304,15 @@ class StepCheck(Callback):
         return [*expected_updates(hooks, module, optimizer, clipped, self._weights)]
 
     def _finish(self, trainer: Trainer, step: int) -> None:
-        """Adds the findings of all ranks in a checked step to the verdict, or the findings of rank 0 in a resume, for
-        which `step` is 0. Every rank adds the same findings, so that all ranks have the same verdict. If there is a
-        fault, raises RunError or prints a warning."""
+        """Adds the collected findings to the verdict. Every rank adds the same findings, so that all ranks have the
+        same verdict. If there is a fault, raises RunError or prints a warning, depending on `on_fault`.
+
+        Args:
+            trainer: The Trainer.
+            step: The checked step, whose findings are added from all ranks, except that findings of the kinds in SHARED
+                are added from rank 0 only. If 0, the findings compare a resumed run with its saved values and batches,
+                and only the findings of rank 0 are added.
+        """
         findings = []
         for rank, of_rank in enumerate(gather(self._findings.all)):
             for found in of_rank:
@@ -311,7 +329,7 @@ class StepCheck(Callback):
 
 
 def _shares_buffers(model: Any) -> bool:
-    """Returns whether DDP copies the buffers of rank 0 to the other ranks before a step. torch 2.15 has renamed the
-    option."""
+    """Returns whether DDP copies the buffers of rank 0 to the other ranks before a step. torch 2.15 has renamed DDP's
+    option `broadcast_buffers` to `forward_sync_buffers`."""
     shares = getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", False))
     return isinstance(model, DistributedDataParallel) and shares

@@ -1,4 +1,5 @@
-"""Compares the values of a step with the values of two replays, and collects the findings. Also defines the bounds."""
+"""Compares the values of a step with the values of two replays, one in the training's precision and one in float64, and
+collects the findings. Also defines the bounds."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -9,28 +10,30 @@ from torch import Tensor
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict
 
 ROUNDINGS = 3.0
-"""Multiple of a step's rounding error that is allowed as the error of a value, because the strategy sums in another
-order than the replay. In the acceptance cases, correct engines use up to a fifth of the bound (two CPU ranks, DeepSpeed
-0.19.8, torch 2.15)."""
+"""Largest allowed error of a value, as a multiple of the step's rounding error. An error is allowed at all because the
+strategy sums in another order than the replay. In the cases of `cifar-zero compare --acceptance`, correct engines use
+up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch 2.15)."""
 
 LEAST = 4.0
-"""Error that is always allowed, in machine epsilons of the dtype in which the strategy computes, because two correct
-sums may differ by that much."""
+"""Relative error that is allowed in addition, in machine epsilons of the dtype in which the strategy computes. Two
+correct sums may differ by that much even if the measured rounding error is 0."""
 
 SMALL = 1e-3
-"""The error of a tensor's gradient is divided by the norm of this gradient plus this share of the whole gradient's
-norm, because a gradient whose summands nearly cancel still has the rounding error of the summands."""
+"""Share of the whole gradient's norm that is added to the norm of one tensor's gradient before the error of this
+gradient is divided by it. Without this addition, the bound would be too tight for a gradient whose summands nearly
+cancel, because it still has the rounding error of the summands."""
 
 CONSTANT = 0.02
-"""A gradient counts as another gradient times a constant factor if the remainder is smaller than this share of the
-gradient."""
+"""A gradient counts as a constant multiple of another gradient if the norm of the remainder is smaller than this share
+of the gradient's norm."""
 
 Explain = Callable[[str, Tensor, Tensor], str]
-"""A function that returns what is wrong with a tensor, given the tensor's name, the tensor, and the correct tensor."""
+"""A function that takes a tensor's name, the tensor and the correct tensor, and returns a text that says what is wrong
+with the tensor."""
 
 
 def norm_of(tensors: Mapping[str, Tensor]) -> float:
-    """Returns the L2 norm of all tensors together."""
+    """Returns the L2 norm of all tensors together, as if they were one vector."""
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
 
 
@@ -41,32 +44,35 @@ def off_by(found: Tensor, wanted: Tensor) -> float:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Returns the norm of the difference. It is 0 for equal tensors even if they contain infinite values."""
+    """Returns the norm of the difference of two tensors. It is 0 for equal tensors even if they contain infinite
+    values."""
     return 0.0 if torch.equal(one, other) else float((one.double() - other.double()).norm())
 
 
 def constant_factor(found: Tensor, wanted: Tensor) -> float | None:
-    """Returns the constant factor between two gradients, or None if they differ in another way."""
+    """Returns the factor for which `found` is `factor * wanted` up to the share CONSTANT, or None if there is no such
+    factor."""
     factor = float((found * wanted).sum() / wanted.square().sum().clamp(min=1e-300))
     rest = float((found - factor * wanted).norm()) / max(float(found.norm()), 1e-300)
     return factor if rest < CONSTANT else None
 
 
 def explain_factor(name: str, found: Tensor, wanted: Tensor) -> str:
-    """Returns the constant factor between two gradients as a text, which is empty if there is none."""
+    """Returns a text with the constant factor by which the gradient `found` differs from `wanted`. The text is empty if
+    there is no such factor."""
     factor = constant_factor(found, wanted)
     return "" if factor is None else f"it is {factor:.3g} times the correct value"
 
 
 class Findings:
-    """Collects the findings of this rank in a step."""
+    """Collects the findings of this rank in one step."""
 
     def __init__(self, step: int, verdict: Verdict):
         """Begins an empty collection.
 
         Args:
             step: The optimizer step, from 1.
-            verdict: Receives notes on what is not checked.
+            verdict: The verdict that receives notes on what is not checked.
         """
         self.step, self.verdict, self.all = step, verdict, list[Finding]()
 
@@ -85,18 +91,18 @@ class Findings:
         added: float = 0.0,
         explain: Explain | None = None,
     ) -> None:
-        """Compares a tensor with its value in the replay `low`, whose difference from `exact` is the step's rounding
-        error.
+        """Compares a tensor with its value in the replay `low`, and adds the finding. The difference between `low` and
+        `exact` is the rounding error of the step, from which the bound of the error is computed.
 
         Args:
             kind: The kind of the finding.
             name: The tensor's name in the plain model.
-            found: The tensor.
+            found: The tensor to check.
             low: The tensor in the replay in the training's precision.
             exact: The tensor in the replay in float64.
             dtype: The dtype in which the strategy computes the tensor. The bound of an integer tensor is 0.
             added: A number that is added to the norm by which errors are divided.
-            explain: Explains a fault.
+            explain: Called if the error exceeds the bound, to explain the fault in the finding.
         """
         size = max(float(exact.double().norm()) + added, 1e-300)
         off, allowed = _distance(found, low) / size, 0.0
@@ -114,7 +120,8 @@ class Findings:
         kind: Kind = "loss",
         explain: Explain | None = None,
     ) -> None:
-        """Compares the loss of each micro-batch. The losses of the replays have the shape (micro-batches,)."""
+        """Compares the loss of each micro-batch with its values in the two replays; see `compare`. The losses of the
+        replays have the shape (micro-batches,)."""
         for number, values in enumerate(zip(found, low, exact, strict=True), 1):
             self.compare(kind, f"micro-batch {number}", *values, dtype, explain=explain)
 
@@ -127,7 +134,9 @@ class Findings:
         kind: Kind = "gradient",
         explain: Explain = explain_factor,
     ) -> None:
-        """Compares gradients by name. `dtypes` has the dtype in which the strategy computes with each weight."""
+        """Compares each gradient with the gradient of the same name in the two replays; see `compare`. A missing
+        gradient is a fault. `dtypes` maps the name of each weight to the dtype in which the strategy computes with
+        it."""
         whole = norm_of(exact)
         for name, wanted in exact.items():
             if name in found:
@@ -142,7 +151,8 @@ class Findings:
         exact: Mapping[str, Tensor],
         kind: Kind = "buffer",
     ) -> None:
-        """Compares buffers by name."""
+        """Compares each buffer with the buffer of the same name in the two replays; see `compare`. Adds a note to the
+        verdict for a buffer that the replays do not have."""
         for name, buffer in found.items():
             if name in low and low[name].shape == buffer.shape:
                 self.compare(kind, name, buffer.cpu(), low[name], exact[name], buffer.dtype)

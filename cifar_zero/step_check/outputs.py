@@ -1,5 +1,5 @@
-"""Defines `OutputCheck`, a step check that also compares the outputs of all submodules and names the first submodule
-whose output is wrong."""
+"""Defines `OutputCheck`, a step check that also compares the outputs of all submodules. Its verdict names the first
+submodule whose output is wrong."""
 
 from functools import partial
 from typing import Any
@@ -12,13 +12,13 @@ from cifar_zero.strategies.hooks import tensors_in
 
 
 class OutputCheck(StepCheck):
-    """Checks steps as `StepCheck` does, and also compares the outputs of submodules. In a checked step, memory holds
-    all outputs three times: from the strategy and from two replays."""
+    """Checks steps as `StepCheck` does, and also compares the outputs of all submodules with their outputs in the
+    replay. In a checked step, memory holds all outputs three times: from the strategy and from the two replays."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Registers hooks that keep the outputs of all submodules of the trained module and of its copy. The outermost
-        module gets no hook, because an engine calls the trained module itself, but a replay calls only the copy's
-        `training_step`."""
+        """Registers hooks that keep the outputs of all submodules of the trained module and of its plain copy. The
+        outermost module has no hook, because only the trained module would run it. A strategy may call the trained
+        module itself, but a replay calls only the copy's `training_step`."""
         super().on_train_start(trainer, pl_module)
         self._outputs: list[tuple[str, Tensor]] = []  # of the strategy, then of the two replays
         self._handles: list[Any] = []
@@ -27,7 +27,7 @@ class OutputCheck(StepCheck):
             self._handles = [part.register_forward_hook(partial(self._keep, name)) for name, part in parts if name]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares the gradients and the outputs."""
+        """Compares the gradients of the step, and the outputs of the submodules, with their values in the replay."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._replays is None:
             return

@@ -1,4 +1,5 @@
-"""Reads the recorded optimizer steps of a training script, and gives their weights and batches to a module."""
+"""Reads the recorded optimizer steps of a training script. A module can then start from the script's weights and train
+on the script's batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,8 @@ OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "neste
 
 @dataclass
 class ScriptStep:
-    """Holds one recorded optimizer step of a script. Tensors are on the CPU. Their keys are their names in the script's
-    model or, after `renamed`, in the module."""
+    """Holds one recorded optimizer step of a script. Tensors are on the CPU. They are keyed by their names in the
+    script's model, but in the step that `renamed` returns, by their names in the module."""
 
     epoch: int  # number of loader iterators that the script made before the iterator of this step
     order_state: Any  # state of all random generators before the iterator of this step was made
@@ -42,7 +43,13 @@ class ScriptStep:
     buffers_after: dict[str, Tensor] = field(default_factory=dict)
 
     def renamed(self, module: nn.Module, renames: Mapping[str, str]) -> "ScriptStep":
-        """Returns the step with the names of a plain module. Raises UsageError as `matched` does."""
+        """Returns the step with its tensors keyed by their names in `module`, which must be plain, not changed by a
+        strategy. Raises UsageError if the script's tensors do not match the module's tensors.
+
+        Args:
+            module: The plain module.
+            renames: See `matched`.
+        """
         names = matched(self.weights, dict(module.named_parameters()), renames)
         names |= matched(self.buffers, dict(module.named_buffers()), renames)
 
@@ -62,16 +69,22 @@ class ScriptStep:
 
 
 def step_file(folder: Path, number: int) -> Path:
-    """Returns the file of a step."""
+    """Returns the path of the file in `folder` that holds the recorded step `number`."""
     return folder / f"step-{number:04d}.pt"
 
 
 def matched(script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]) -> dict[str, str]:
-    """Returns the module's name of each of the script's tensors.
+    """Maps the name of each tensor of the script to the name of the matching tensor of the module.
 
-    Two names match if they are equal after `renames` has replaced prefixes and, if necessary, a common prefix has been
-    added. If the names do not match, all tensors are matched by order and shape instead. Raises UsageError with the
-    first tensors that do not match.
+    A name in the script matches a name in the module if the two are equal after prefixes have been replaced. If
+    necessary, one common prefix is then added to all names. If the names do not match, all tensors are matched by order
+    and shape instead. Raises UsageError if no match is found, or if tensors with matching names differ in shape. The
+    message lists tensors that do not match.
+
+    Args:
+        script: The script's tensors by name.
+        module: The module's tensors by name.
+        renames: Maps a prefix of the script's names to the prefix that replaces it.
     """
     renamed = {}
     for name in script:
@@ -98,7 +111,7 @@ def matched(script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Gives access to the recorded steps of a script."""
+    """Gives access to the recorded optimizer steps of a script, and to their weights, batches and sample order."""
 
     folder: Path
     count: int  # number of steps
@@ -106,18 +119,20 @@ class Recorded:
     own_data: bool = False  # the module trains on its own loader, and its batches are compared with the script's
 
     def step(self, number: int) -> ScriptStep:
-        """Returns a step, counted from 1. The file may contain objects of any class, which is safe because the script
-        has run on this machine."""
+        """Reads and returns the recorded step `number`, counted from 1. The file may contain objects of any class.
+        Loading them is safe, because the script itself has run on this machine."""
         return torch.load(step_file(self.folder, number), weights_only=False)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Returns the script's weights before its first step, by the names of a plain module. Raises UsageError as
-        `matched` does."""
+        """Returns the script's weights before its first step, keyed by their names in `module`, which must be plain,
+        not changed by a strategy. Raises UsageError if the script's tensors do not match the module's tensors; see
+        `matched`."""
         return self.step(1).renamed(module, self.renames).weights
 
     def give_weights(self, module: nn.Module) -> None:
-        """Overwrites the weights and buffers of a plain module with the script's values before its first step. Raises
-        UsageError as `matched` does."""
+        """Overwrites the weights and buffers of `module` with the script's values before its first step. The module
+        must be plain, not changed by a strategy. Raises UsageError if the script's tensors do not match the module's
+        tensors; see `matched`."""
         first = self.step(1).renamed(module, self.renames)
         module.load_state_dict({**first.weights, **first.buffers}, strict=False)
 
@@ -126,8 +141,8 @@ class Recorded:
         return _Batches(self, strategy)
 
     def order_like_script(self, source: Any) -> None:
-        """Wraps the `train_dataloader` of a module or data module, so that its loader draws the sample order that the
-        script's loader drew."""
+        """Wraps the method `train_dataloader` of `source`, a module or data module. The wrapper sets the random state
+        from which the script's loader drew its sample order, so that the module's loader draws the same order."""
         load, state = source.train_dataloader, self.step(1).order_state
 
         def train_dataloader() -> Any:
@@ -139,8 +154,8 @@ class Recorded:
 
 
 class _Batches:
-    """Yields this rank's part of the script's micro-batches. Each iteration yields the micro-batches of the script's
-    next epoch."""
+    """Yields this rank's part of each micro-batch of the script. Each iteration over an instance yields the
+    micro-batches of the script's next epoch."""
 
     def __init__(self, recorded: Recorded, strategy: Strategy):
         self._recorded, self._strategy = recorded, strategy
@@ -160,8 +175,8 @@ class _Batches:
 
 
 def part_of(batch: Any, rank: int, ranks: int) -> Any:
-    """Returns a rank's part of a batch, whose tensors are cut along the first dimension. Raises UsageError if the
-    number of ranks does not divide that dimension."""
+    """Returns the part of a batch for the rank with index `rank` of `ranks`. Each tensor is cut along its first
+    dimension. Raises UsageError if `ranks` does not divide the length of this dimension."""
     if ranks == 1:
         return batch
 
@@ -176,7 +191,7 @@ def part_of(batch: Any, rank: int, ranks: int) -> Any:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Returns the OPTIONS in a parameter group, each as a tuple of numbers."""
+    """Returns the options of a parameter group that OPTIONS lists and that are set, each as a tuple of numbers."""
     return {key: tuple(np.atleast_1d(group[key]).astype(float)) for key in OPTIONS if group.get(key) is not None}
 
 

@@ -21,12 +21,12 @@ from cifar_zero.launch.collectives import average_over_ranks, gather
 from cifar_zero.models.cast import keep_batch_norm_float32
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes that the exact replay replaces by float64."""
+"""The dtypes that a replay in float64 replaces by float64."""
 
 WIDER: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.half, Tensor.bfloat16, Tensor.float), lambda tensor, *args, **kwargs: tensor.double()
 )
-"""Functions that cast to a low precision, each with the function that the exact replay calls instead."""
+"""Maps each function that casts to a low precision to the function that a replay in float64 calls instead."""
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 
@@ -37,8 +37,8 @@ DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.b
 Plain = (bool, int, float, str, NoneType)
 
 INTERNAL = vars(LightningModule()).keys() - {"training"}
-"""Names of the attributes that every LightningModule has. They are not copied from the trained module before a step.
-The user's own attributes, such as counters, modes and hidden states, are copied."""
+"""Names of the attributes that every LightningModule has, except `training`. They are not copied from the trained
+module before a step. The user's own attributes, such as counters, modes and hidden states, are copied."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class MicroBatch:
 
 @dataclass
 class Replay:
-    """Holds the values that the copy computed in a step on this rank."""
+    """Holds the values that the plain copy of a module computed in the replay of a step on this rank."""
 
     losses: Tensor  # float64 (micro-batches,), on the CPU
     gradients: dict[str, Tensor]  # float64; zeros for an unused weight
@@ -67,17 +67,18 @@ class Replay:
 
 
 class Replica:
-    """Replays steps on a copy of a module. The copy is made before a strategy shards the module. Its weights are set
-    before each replay and freed afterwards."""
+    """Replays steps on a plain copy of a module. The copy is made before a strategy shards the module. The copy's
+    weights are set before each replay and freed after it."""
 
     def __init__(self, module: LightningModule):
-        """Copies the module. Raises what `copy.deepcopy` raises if an attribute cannot be copied."""
+        """Copies the module. If an attribute cannot be copied, raises the exception of `copy.deepcopy`."""
         self.module: Any = copy.deepcopy(module)  # Lightning leaves the trainer out
         self._attributes: dict[str, dict[str, Any]] = {}  # by the name of the submodule
         self._trained: dict[str, bool] = {}
 
     def build(self, trainer: Trainer) -> None:
-        """Runs `setup` and `configure_model` of the copy, and turns the copy's logging off."""
+        """Runs `setup` and `configure_model` of the copy, moves it to the device of the strategy, and turns off its
+        logging and compilation."""
         plain = self.module
         plain.trainer = trainer
         plain.log = plain.log_dict = _nothing
@@ -90,7 +91,8 @@ class Replica:
         self._free()
 
     def remember(self, module: LightningModule) -> None:
-        """Copies the state in the module's attributes before a step, and records which weights are trained."""
+        """Copies the state that the attributes of the trained module hold before a step, and records which of its
+        weights are trained."""
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         for name, part in module.named_modules():
             own = {key: value for key, value in vars(part).items() if key not in INTERNAL and _is_state(value)}
@@ -104,13 +106,16 @@ class Replica:
         scale: float = 1.0,
         exact: bool = False,
     ) -> Replay:
-        """Computes the losses of the micro-batches and their gradient, each micro-batch with its recorded random state.
+        """Replays a step: computes the loss of each micro-batch, starting from its recorded random state, and the
+        gradients of the sum of these losses. As in training, each loss is divided by the number of accumulated
+        micro-batches.
 
         Args:
             micro_batches: The micro-batches of a step on this rank.
             tensors: Unsharded float32 weights and buffers before the step, by name.
             dtypes: The dtype in which the strategy computes with each weight, by name.
-            scale: Scale of the loss in float16, by which the gradients are divided again.
+            scale: Loss scale of float16. The loss is multiplied by it before backward, and the gradients are divided by
+                it.
             exact: Whether to compute in float64, with the same weights and random numbers.
         """
         plain, trainer = self.module, self.module.trainer
@@ -160,11 +165,12 @@ class Replica:
 
 
 class Exact(TorchFunctionMode):
-    """Context manager that makes torch compute in float64, whatever precision the code requests. Random numbers stay
-    the same.
+    """Context manager in which torch computes in float64, whatever precision the code requests. Random numbers are the
+    same as in the training.
 
     Random numbers are drawn in the dtype in which the training draws them, because generators draw different numbers in
-    float64. Numbers that a compiled function draws internally, as attention with dropout does, are not replaced.
+    float64. Random numbers that a function in C++ or CUDA draws internally, as attention with dropout does, are not
+    handled.
     """
 
     def __init__(self, lowest: torch.dtype):
@@ -188,7 +194,8 @@ class Exact(TorchFunctionMode):
 
 
 def gathered_losses(low: Replay, exact: Replay) -> Tensor:
-    """Returns the losses of two replays on all ranks, float64 (ranks, 2, micro-batches). Every rank must call it."""
+    """Returns the losses of the two replays of a step from all ranks, as one tensor, float64 (ranks, 2, micro-batches).
+    Every rank must call it."""
     return torch.stack(gather(torch.stack([low.losses, exact.losses])))
 
 
@@ -198,8 +205,8 @@ def lowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def _wide(value: Any) -> Any:
-    """Converts a tensor of a low precision to float64, replaces a low-precision dtype by float64, and returns anything
-    else unchanged."""
+    """Converts a tensor whose dtype is in LOW to float64, replaces a dtype in LOW by float64, and returns any other
+    value unchanged."""
     if isinstance(value, Tensor):
         return value.double() if value.dtype in LOW else value
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value

@@ -1,11 +1,12 @@
-"""Defines `ResumeCheck`, which compares a resumed training with the uninterrupted training from which it was saved, and
-checks each step of the resumed training.
+"""Defines `ResumeCheck`, which compares a resumed run with the uninterrupted run that saved its checkpoint, and checks
+each step of the resumed run.
 
-In both trainings, the step after the checkpoint must start from exactly the same values: weights, state and options of
-the optimizer, averages of the weights, buffers, and the positions of loops and schedules. The batches of this step and
-of later steps must be the same. `StepCheck` judges what a step computes from these values. The resumed training may
-have another strategy and number of ranks, because unsharded tensors are compared, bit by bit. If the resumed training
-keeps a value in a lower precision, the value must be the rounded saved value.
+In both runs, the step after the checkpoint must start from exactly the same values: weights, state and options of the
+optimizer, averages of the weights, buffers, and the positions of loops and schedules. The batches of this step and of
+later steps must be the same. `StepCheck` judges what a step computes from these values.
+
+Tensors are compared bit by bit, in unsharded form, so the resumed run may have another strategy and number of ranks. If
+the resumed run keeps a value in a lower precision, the value must equal the saved value rounded to this precision.
 """
 
 import math
@@ -32,7 +33,7 @@ from cifar_zero.strategies.hooks import local_of, tensors_in
 CHECKPOINT = "checkpoint.ckpt"
 
 STATE = "state.pt"
-"""File with the values from which the step after the checkpoint started in the uninterrupted training, and with the
+"""File that the uninterrupted run writes. It has the values from which the step after the checkpoint started, and the
 checksums of the batches of all steps."""
 
 NOT_RESTORED = (
@@ -45,15 +46,16 @@ State = dict[tuple[Kind, str], Tensor]  # values by kind and name; a number is a
 
 
 class ResumeCheck(StepCheck):
-    """Saves a training, or judges a training that continues a saved one. Every rank must have this callback."""
+    """Saves a checkpoint of an uninterrupted run, or judges the run that resumes from this checkpoint. Every rank must
+    have this callback."""
 
     def __init__(self, folder: Path, save_at: int = 0):
-        """Chooses whether to save or to judge.
+        """Chooses whether to save a checkpoint or to judge a resumed run.
 
         Args:
-            folder: The folder of the checkpoint and of STATE.
-            save_at: Save after this optimizer step, which must not be the last. 0 means that the training continues a
-                saved training.
+            folder: The folder that has the checkpoint and the file STATE.
+            save_at: The optimizer step after which to save, which must not be the last step. 0 means that this run
+                resumes from the checkpoint in `folder` and is judged.
         """
         super().__init__(every=1, on_fault="warn")
         self._folder, self._save_at = folder, save_at
@@ -65,7 +67,8 @@ class ResumeCheck(StepCheck):
         self._batches: dict[int, list[int]] = {}  # of this rank, by step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps or compares the values from which the first step after the checkpoint starts."""
+        """Handles the values from which the first step after the checkpoint starts. The uninterrupted run keeps them,
+        and the resumed run compares them with the saved values. Also keeps checksums of the batch."""
         if self._begins:
             self._begins = False
             state = _state(trainer, pl_module)
@@ -79,13 +82,13 @@ class ResumeCheck(StepCheck):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves the training if the chosen step has ended and its epoch has not."""
+        """Saves the checkpoint if step `save_at` has ended but its epoch has not."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not trainer.is_last_batch:  # a checkpoint saved here would not count the epoch as done
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the training if the chosen step was the last of the epoch."""
+        """Saves the checkpoint if step `save_at` was the last step of the epoch."""
         self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
@@ -94,7 +97,8 @@ class ResumeCheck(StepCheck):
             self._begins = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes STATE, or compares the batches."""
+        """Writes the file STATE in the uninterrupted run. In the resumed run, compares the batches of all its steps
+        with the batches of the uninterrupted run."""
         of_ranks = gather(self._batches)
         batches = {step: [each[step] for each in of_ranks] for step in self._batches}
         if not self._save_at:
@@ -104,7 +108,7 @@ class ResumeCheck(StepCheck):
         super().on_train_end(trainer, pl_module)
 
     def _compare(self, trainer: Trainer, state: State) -> None:
-        """Compares the values from which the first step starts with the saved values."""
+        """Compares the values from which the first step of the resumed run starts with the saved values."""
         self._findings = Findings(self.resumed_at, self.verdict)
         for (kind, name), wanted in self._saved["state"].items():
             found = state.get((kind, name))
@@ -133,13 +137,13 @@ class ResumeCheck(StepCheck):
 
 
 def _are_same(one: Batch, other: Batch) -> bool:
-    """Returns whether each rank had the same rows. If the numbers of ranks differ, returns whether all ranks together
-    had the same rows."""
+    """Returns whether each rank had the same rows in both batches. If the batches come from different numbers of ranks,
+    returns whether all ranks together had the same rows, in any order."""
     return one == other or (len(one) != len(other) and {*chain(*one)} == {*chain(*other)})
 
 
 def _rows(batch: Any) -> list[int]:
-    """Returns a checksum of each row of each tensor of a micro-batch. Floating-point values are rounded to bfloat16,
+    """Returns a checksum of each row of each tensor in a micro-batch. Floating-point values are rounded to bfloat16,
     because an engine may have cast them."""
     found: list[int] = []
     for tensor in tensors_in(batch):
@@ -151,7 +155,8 @@ def _rows(batch: Any) -> list[int]:
 
 def _state(trainer: Trainer, module: LightningModule) -> State:
     """Returns the values from which the next step starts, as flattened unsharded tensors. Elements that no rank keeps
-    are NaN. Buffers come from rank 0, as in most checkpoints. Every rank must call it."""
+    are NaN, and elements for which ranks have different values are infinite. Buffers come from rank 0, as in most
+    checkpoints. Every rank must call it."""
     hooks = hooks_of(trainer.strategy)
     buffers = {name: buffer.detach().flatten().cpu() for name, buffer in module.named_buffers()}
     weights = hooks.weights(module)
@@ -192,8 +197,15 @@ def _state(trainer: Trainer, module: LightningModule) -> State:
 def _kept(
     trainer: Trainer, module: LightningModule, numbers: Mapping[str, Tensor]
 ) -> Iterator[tuple[list[str], Tensor, dict[str, Any]]]:
-    """Yields the values that this rank keeps in order to update and average weights. Each item has the names of the
-    weights, this rank's part of the `numbers` of their elements, and the kept tensors and scalars by name."""
+    """Yields the values that this rank keeps in order to update and average weights, such as its shards of the
+    optimizer state. Each item has the names of one or more weights, this rank's part of the `numbers` of their
+    elements, and the kept tensors and scalars by name.
+
+    Args:
+        trainer: The Trainer.
+        module: The module that the strategy trains.
+        numbers: A number for each element of each weight and buffer, in unsharded tensors by name.
+    """
     hooks = hooks_of(trainer.strategy)
     for updated, own in updated_by(hooks, module, trainer.optimizers[0], at_any_step=True):
         options = _numbers({**updated.group, "params": None})
@@ -217,13 +229,18 @@ def _scalar(value: Any) -> Tensor:
 
 
 def _label(key: str, name: str) -> tuple[Kind, str]:
-    """Returns the kind and the name of a value that is kept for a weight."""
+    """Returns the kind and the name of the finding for a value that is kept for a weight.
+
+    Args:
+        key: Name of the value, such as lr or exp_avg.
+        name: Name of the weight.
+    """
     kinds: dict[str, Kind] = {"lr": "learning rate", "weight": "weight"}
     return (kinds[key], name) if key in kinds else ("state", f"{key} of {name}")
 
 
 def _numbers(container: Any) -> dict[str, float]:
-    """Returns the numbers in nested containers, by paths such as lr or betas.0."""
+    """Returns the numbers in nested containers, keyed by their paths, such as lr or betas.0."""
     found: dict[str, float] = {}
     for path, value in tree_leaves_with_path(container):
         if type(value) in (int, float) or (isinstance(value, Tensor) and not value.dim()):

@@ -1,8 +1,9 @@
 """Defines `ScriptCheck`, which compares each step that a module computes with the recorded step of a training script.
 
 The script was run unchanged, and its steps were recorded. A plain copy of the module computes each step again, from the
-script's weights, batches and random states. The two trainings therefore do not drift apart, and the bound is the
-rounding error of one step, as in a step check.
+script's weights, batches and random states. Because each step starts from the script's values, differences between
+script and module do not accumulate over steps. The bound of an error is the rounding error of one step, as in
+`StepCheck`.
 """
 
 import math
@@ -29,12 +30,13 @@ from cifar_zero.strategies.hooks import Updated, tensors_in
 
 
 class ScriptCheck(StepCheck):
-    """Checks each step of a training in place, and checks that the module computes the script's steps."""
+    """Checks each step of a run while it trains, as `StepCheck` does, and checks that the module computes the recorded
+    steps of the script."""
 
     needed = ("gradient", "update", "script's gradient")
 
     def __init__(self, recorded: Recorded):
-        """Prepares the comparison. The training ends after the last recorded step."""
+        """Prepares the comparison with the steps in `recorded`. The training ends after the last recorded step."""
         super().__init__(every=1, on_fault="warn")
         self.recorded = recorded
         self._gradients: dict[str, Tensor] = {}  # the script's gradients in the step before
@@ -42,7 +44,8 @@ class ScriptCheck(StepCheck):
         self._rates: dict[str, dict[str, float]] = {}  # of each weight in the step before, in the module and the script
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keeps what a replay needs. If the module trains on its own data, compares its batch with the script's."""
+        """Keeps the values that a replay needs. If the module trains on its own data, compares its micro-batch with the
+        script's micro-batch."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         number = len(self._micro_batches)
         if self.recorded.own_data and number:
@@ -51,7 +54,8 @@ class ScriptCheck(StepCheck):
             self._findings.add("script's batch", f"micro-batch {number}", math.inf if why else 0.0, 0.0, 1, why)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Replays the script's step with the module and compares the results, then checks the strategy's own step."""
+        """Replays the script's step with a plain copy of the module, and compares the results with the recorded
+        results. Then checks the step of the strategy, as `StepCheck` does."""
         if self._micro_batches and hooks_of(trainer.strategy).ends_step():
             step = self.recorded.step(self._findings.step).renamed(self._replica.module, self.recorded.renames)
             self._compare_step(step, trainer, pl_module, optimizer)
@@ -60,7 +64,8 @@ class ScriptCheck(StepCheck):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compares the rest of the step, and ends the training after the last recorded step."""
+        """Finishes the check of the strategy's step, as `StepCheck` does. Ends the training after the last recorded
+        step."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if trainer.global_step >= self.recorded.count:
             trainer.should_stop = True
@@ -139,7 +144,14 @@ class ScriptCheck(StepCheck):
             self._findings.add("script's option", name, off, 0.0, 1, pattern)
 
     def _compare_update(self, name: str, updated: Updated, step: ScriptStep) -> None:
-        """Compares the script's update with the update that the module's optimizer makes from the script's gradient."""
+        """Compares the script's update of a weight with the update that the module's optimizer makes from the same
+        weight, gradient and optimizer state of the script.
+
+        Args:
+            name: Name of the weight.
+            updated: The weight in the module's optimizer.
+            step: The script's step.
+        """
         target = updated.target
         before = step.weights[name].to(target.device, target.dtype)
         twin = Parameter(before.clone())
@@ -154,8 +166,12 @@ class ScriptCheck(StepCheck):
 
 
 def difference(found: Any, wanted: Any) -> str:
-    """Returns a text that explains how a module's batch differs from a script's batch, or an empty string if they are
-    equal bit by bit."""
+    """Returns a text that explains how two batches differ, or an empty string if they are equal bit by bit.
+
+    Args:
+        found: The module's batch.
+        wanted: The script's batch.
+    """
     ours, theirs = tensors_in(found), tensors_in(wanted)
     shapes = [[tuple(each.shape) for each in batch] for batch in (ours, theirs)]
     if shapes[0] != shapes[1]:

@@ -1,9 +1,10 @@
 """Defines `SketchCheck`, a step check that also keeps sketches of the values of each step. Sketches are small enough to
-be stored, and compared later on another machine or with another release (`cifar-zero compare --save_baseline`).
+be stored (`cifar-zero compare --save_baseline`). Later they can be compared with the sketches of a run on another
+machine or with another release.
 
 A sketch is a short vector. Each element of a tensor is added to one element of the sketch, or subtracted from it. The
-sketch of a difference is the difference of the sketches. Its norm equals the norm of the difference, up to an error of
-about a fifth (feature hashing, Weinberger et al. 2009).
+sketch of the difference of two tensors is therefore the difference of their sketches. The norm of this sketch equals
+the norm of the difference of the tensors, up to an error of about a fifth (feature hashing, Weinberger et al. 2009).
 """
 
 import math
@@ -28,20 +29,22 @@ SIZE = 16
 
 
 class SketchCheck(StepCheck):
-    """Checks every step, warns of faults, and keeps values of the steps in `sketches`, in float64 on the CPU.
+    """Checks every step, warns of faults, and keeps the losses and the sketches of each step in `sketches`, in float64
+    on the CPU.
 
     Each key of `sketches` has a list with one tensor per step. A step that overflows in float16 is left out. These keys
-    have values of the training:
+    have values that do not come from the replay in float64:
 
     - `weights` (SIZE,): the sketch of all weights before the step
-    - `found` (SIZE,): the sketch of the whole gradient
+    - `found` (SIZE,): the sketch of the strategy's whole gradient
     - `losses` (ranks, micro-batches): the losses of the replay in the training's precision
 
-    These keys have values of the replay in float64:
+    These keys have values that come from the replay in float64:
 
     - `loss/` (ranks, micro-batches): the losses
-    - `gradient/NAME` (SIZE,): the sketch of the gradient of a tensor
-    - `update/` (SIZE,): the sketch of the update that torch's optimizer makes from these gradients, in float32
+    - `gradient/NAME` (SIZE,): the sketch of the gradient of the weight NAME
+    - `update/` (SIZE,): the sketch of the update of all weights that torch's optimizer makes, in float32, from these
+      gradients
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,7 @@ class SketchCheck(StepCheck):
         self.sketches: dict[str, list[Tensor]] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares the gradients and keeps the sketches."""
+        """Checks the step as `StepCheck` does, and keeps its losses and sketches."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._replays is None or self._overflows:
             return
@@ -73,16 +76,29 @@ def sketch_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def sketch(values: Tensor, places: Tensor) -> Tensor:
-    """Returns the sketch of a tensor, float64 (SIZE,). `places` has the place in the sketch of each element; see the
-    function `places`. Elements with place 0 are left out."""
+    """Returns the sketch of a tensor, float64 (SIZE,).
+
+    Args:
+        values: The tensor.
+        places: For each element of the tensor, its place in the sketch, as the function `places` returns it. Elements
+            with place 0 are left out.
+    """
     places = places.cpu().flatten()
     signed = values.detach().cpu().double().flatten() * places.sign()
     return torch.zeros(SIZE + 1, dtype=torch.float64).index_add(0, places.abs().long(), signed)[1:]
 
 
 def places(name: str, like: Tensor) -> Tensor:
-    """Returns the place in the sketch to which each element of a tensor is added, counted from 1, or the negative place
-    from which it is subtracted. The places are float32, in the tensor's shape. They depend on name and shape only and
-    are the same on any machine, because numpy does not change the numbers of RandomState between releases (NEP 19)."""
+    """Returns, for each element of a tensor, its place in the sketch: the index, counted from 1, of the sketch's
+    element to which it is added. If it is subtracted instead, the place is negative. The places are float32, in the
+    tensor's shape.
+
+    The places depend only on the tensor's name and shape. They are the same on any machine, because numpy does not
+    change the random numbers of RandomState between releases (NEP 19).
+
+    Args:
+        name: The tensor's name.
+        like: The tensor, or another tensor of its shape.
+    """
     drawn = np.random.RandomState(zlib.crc32(name.encode())).randint(-SIZE, SIZE, math.prod(like.shape), np.int64)
     return torch.from_numpy(drawn + (drawn >= 0)).float().view(like.shape)

@@ -12,9 +12,9 @@ from cifar_zero.step_check.findings import Findings, norm_of, off_by
 from cifar_zero.strategies.hooks import Hooks, Updated, local_of
 
 UPDATE = 1e-4
-"""Relative error that a different order of float32 operations may cause in an update, an optimizer's state or a norm.
-Correct engines are off by up to 4e-6. DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which is off by up
-to 6e-5."""
+"""Relative error that a different order of float32 operations may cause in an update, in an optimizer's state or in the
+gradient norm. Correct engines have errors of up to 4e-6. DeepSpeed's Adam on the CPU has errors of up to 6e-5, because
+it keeps 1 - beta2 in float32."""
 
 
 @dataclass
@@ -34,7 +34,8 @@ class Expected:
         return self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
 
     def compare(self, findings: Findings) -> None:
-        """Compares each value that the strategy has updated. Must be called after the step."""
+        """Compares the strategy's update and optimizer state with the update and state of torch's optimizer, and adds
+        the results to `findings`. Must be called after the step."""
         tensors = self.updated.target.detach(), self.before, self.twin
         target, before, twin = (local_of(tensor)[self.used] for tensor in tensors)
         findings.add("update", self.name, *update_error(target, before, twin), target.numel())
@@ -50,9 +51,14 @@ class Expected:
 
 
 def update_error(found: Tensor, before: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """Returns the error of an update and its bound, both as shares of the update's norm. `found` and `wanted` are the
-    weights after the update. If they should not have changed, because the learning rate is 0 for example, the bound is
-    0."""
+    """Returns the error of an update and the bound of this error, both as shares of the update's norm. If the weights
+    should not have changed, for example because the learning rate is 0, the bound is 0.
+
+    Args:
+        found: The weights after the update to check.
+        before: The weights before the update.
+        wanted: The weights after the correct update.
+    """
     if torch.equal(wanted, before):
         return off_by(found, before), 0.0
     update = (wanted - before).double()
@@ -61,13 +67,13 @@ def update_error(found: Tensor, before: Tensor, wanted: Tensor) -> tuple[float, 
 
 
 def clip_factor(gradients: Mapping[str, Tensor], limit: float) -> float:
-    """Returns the factor that clips the gradients to the norm `limit`. A `limit` of 0 means that gradients are not
-    clipped, and the factor is 1."""
+    """Returns the factor by which the gradients must be multiplied to clip their norm to `limit`. A `limit` of 0 means
+    that gradients are not clipped, and the factor is 1."""
     return min(1.0, limit / (norm_of(gradients) + 1e-6)) if limit else 1.0
 
 
 def parameters_of(hooks: Hooks, module: nn.Module) -> dict[str, Any]:
-    """Returns this rank's parameters by the plain model's names."""
+    """Returns this rank's parameters, keyed by their names in the plain model."""
     parameters = dict(module.named_parameters())
     return {plain: parameters[name] for name, plain in hooks.plain_names(parameters).items()}
 
@@ -75,7 +81,7 @@ def parameters_of(hooks: Hooks, module: nn.Module) -> dict[str, Any]:
 def updated_by(
     hooks: Hooks, module: nn.Module, optimizer: Any, at_any_step: bool = False
 ) -> Iterator[tuple[Updated, list[str]]]:
-    """Yields each tensor of `Hooks.updated` with the plain model's names of its parameters."""
+    """Yields each tensor that `Hooks.updated` yields, with the names of its parameters in the plain model."""
     names = {id(parameter): name for name, parameter in parameters_of(hooks, module).items()}
     for updated in hooks.updated(optimizer, at_any_step):
         yield updated, [names[id(each)] for each in updated.parameters]
@@ -88,7 +94,7 @@ def expected_updates(
     gradients: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
 ) -> Iterator[Expected]:
-    """Yields the updates that copies of the optimizer make to this rank's share of the weights.
+    """Yields the updates that torch's optimizer makes to copies of this rank's share of the weights.
 
     Args:
         hooks: Hooks of the strategy.
@@ -109,8 +115,14 @@ def expected_updates(
 
 
 def torch_step(updated: Updated, twin: nn.Parameter, state: dict[str, Any] | None = None) -> Mapping[str, Any]:
-    """Updates `twin`, a copy of one of the optimizer's tensors, in place with torch's optimizer. Returns the
-    optimizer's state of `twin` after the update. `state` replaces the state before the update."""
+    """Updates a copy of one of the strategy's tensors in place, with torch's optimizer, and returns the optimizer state
+    of the copy after the update.
+
+    Args:
+        updated: The tensor, as the strategy's optimizer updates it.
+        twin: The copy, with its gradient.
+        state: Optimizer state before the update, which replaces the strategy's state.
+    """
     optimizer = updated.optimizer_of(twin)
     if state is not None:
         optimizer.state[twin] = state
@@ -122,8 +134,13 @@ def torch_step(updated: Updated, twin: nn.Parameter, state: dict[str, Any] | Non
 
 
 def laid(updated: Updated, wholes: list[Tensor]) -> Tensor:
-    """Returns this rank's part of the unsharded tensors of the parameters, in the layout of the optimizer's tensor.
-    Padding is 0."""
+    """Returns this rank's part of unsharded tensors, in the layout of the optimizer's tensor `updated.target`. Padding
+    is 0.
+
+    Args:
+        updated: The optimizer's tensor, which holds this rank's part of one or more parameters.
+        wholes: An unsharded tensor for each of these parameters.
+    """
     part: Any = updated.cut(wholes)
     part = part.to(updated.target.device, updated.target.dtype)
     if part.numel() == updated.target.numel():

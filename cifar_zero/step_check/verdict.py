@@ -1,4 +1,4 @@
-"""Defines the verdict of a step check and the findings on which it is based. Does not import torch."""
+"""Defines the verdict of a step check, and the findings on which the verdict is based. Does not import torch."""
 
 import math
 from collections.abc import Iterable
@@ -27,25 +27,25 @@ Kind = Literal[
 """Kinds of values that are compared with the values of plain PyTorch and, in a `ScriptCheck`, also of a script."""
 
 SHARED: tuple[Kind, ...] = ("gradient", "gradient norm", "script's loss", "script's gradient", "script's buffer")
-"""Kinds for which all ranks have the same findings, so that each finding counts once."""
+"""Kinds of values that are the same on all ranks. Their findings are therefore counted only once, from rank 0."""
 
 Outcome = Literal["bit-identical", "within rounding", "different", "not judged"]
 
 BLUNT = 0.5
-"""Largest bound, as a share of a value's norm, for which a value is judged. Agreement within a larger bound is not
-evidence."""
+"""Largest bound of the error, as a share of a value's norm, for which the value counts as judged. Agreement within a
+larger bound is not evidence."""
 
 ENOUGH = 0.95
-"""Smallest share of the elements of gradients and of updates that must be judged. If fewer are judged, the verdict is
-"not judged"."""
+"""Smallest share of the elements that must be judged, for each kind in `Verdict.needed`. If fewer are judged, the
+verdict is "not judged"."""
 
 FAULTS_KEPT = 50
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Describes one compared value by its error and the error that rounding allows. Both are shares of the value's
-    norm."""
+    """Describes one compared value by its error `off` and by its bound `allowed`, the error that rounding allows. Both
+    are shares of the value's norm."""
 
     step: int  # optimizer step, from 1
     kind: Kind
@@ -65,8 +65,8 @@ class Finding:
 
     @property
     def is_judged(self) -> bool:
-        """Returns whether the bound is tight enough for a verdict. A value that exceeds even a wide bound is judged as
-        a fault."""
+        """Returns whether the value counts as judged: its bound is at most BLUNT, or its error exceeds even a wider
+        bound, which is a fault."""
         return self.allowed <= BLUNT or self.share > 1
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Finding:
 
 @dataclass
 class Tally:
-    """Counts the compared values of a kind."""
+    """Counts the compared values of one kind (see `Kind`)."""
 
     elements: int = 0
     judged: int = 0
@@ -101,7 +101,8 @@ class Tally:
 
 @dataclass
 class Verdict:
-    """Counts the judged values, and collects the faults and notes on what could not be checked."""
+    """Counts the compared and the judged values of all checked steps. Collects the faults, and notes on what could not
+    be checked."""
 
     steps: list[int] = field(default_factory=list)  # the checked steps, from 1
     tallies: dict[str, Tally] = field(default_factory=dict)  # by kind
@@ -111,7 +112,8 @@ class Verdict:
     first_output: Finding | None = None  # the first fault of a submodule's output, in the order of execution
 
     def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
-        """Counts the findings of a step and returns the faults among them. `step` is 0 for the findings of a resume."""
+        """Counts the findings of a step, and returns the faults among them. `step` is 0 for findings that compare a
+        resumed run with its saved values and batches; they do not count as a checked step."""
         if step:
             self.steps.append(step)
         faults = []
@@ -125,25 +127,25 @@ class Verdict:
         return faults
 
     def note(self, reason: str) -> None:
-        """Notes what is not checked, once for each reason."""
+        """Adds a note on what is not checked and why, unless the same note exists already."""
         if reason not in self.not_checked:
             self.not_checked.append(reason)
 
     @property
     def judged(self) -> float:
-        """Returns the judged share of a kind's elements, for the kind in `needed` with the smallest share. The share of
-        a kind without elements is 0."""
+        """For each kind of value in `needed`, computes the share of its elements that were judged, and returns the
+        smallest of these shares. The share of a kind without elements is 0."""
         counted = [self.tallies.get(kind, Tally()) for kind in self.needed]
         return min(tally.judged / tally.elements if tally.elements else 0.0 for tally in counted)
 
     @property
     def used(self) -> float:
-        """Returns the largest error of a judged value, as a share of its bound."""
+        """Returns the largest error among all judged values. Each error is measured as a share of its own bound."""
         return max((tally.worst.share for tally in self.tallies.values() if tally.worst), default=0.0)
 
     @property
     def outcome(self) -> Outcome:
-        """Returns the verdict in one or two words."""
+        """Returns the verdict in one or two words; see `Outcome`."""
         if self.faults:
             return "different"
         if self.judged < ENOUGH:
@@ -152,8 +154,8 @@ class Verdict:
         return "bit-identical" if whole and not self.used and not self.not_checked else "within rounding"
 
     def __str__(self) -> str:
-        """Returns the verdict in one line. It names the first fault or, without a fault, what was judged and the
-        smallest error that would be seen."""
+        """Returns the verdict in one line. If there are faults, the line describes the first one. Otherwise it states
+        what was judged and the smallest scale error of a gradient that would be seen."""
         if self.faults:
             first = self.faults[0]
             others = sum(each.step == first.step and each.kind == first.kind for each in self.faults) - 1
@@ -179,7 +181,7 @@ class Verdict:
         return "; ".join([text, *parts, *(f"not checked: {reason}" for reason in self.not_checked)])
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON."""
+        """Returns the verdict as plain data for JSON."""
         return {
             "outcome": self.outcome,
             "text": str(self),

@@ -42,9 +42,9 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
     Args:
         run: The resolved run.
-        run_dir: Run folder into which the callbacks write on rank 0; None on the other ranks.
-        callbacks: Callbacks that replace the run's callbacks.
-        elements: Number of parameters of a model that replaces the run's model; 0 for the run's model.
+        run_dir: The run folder on rank 0, into which the callbacks write. None on the other ranks.
+        callbacks: Callbacks that replace all of the run's callbacks. None for the run's callbacks.
+        elements: Number of parameters in the model that replaces the run's model. 0 if the run's model is trained.
     """
     strategy = strategies.build(run.placement, elements) if elements else strategy_of(run)
     precision = run.placement.precision
@@ -89,14 +89,16 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 
 def strategy_of(run: Run) -> Strategy | str:
-    """Returns the strategy of a run, built for the run's own model and optimizer."""
+    """Returns the strategy of a run, built for the run's own model and optimizer, either as an object or as Lightning's
+    name of it."""
     net = on_meta(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
     return strategies.build(run.placement, sum(sizes), max(sizes), run)
 
 
 def maths_callbacks(recipe: Recipe) -> list[Callback]:
-    """Returns the callbacks that change what a run computes. A run of `compare` has only these callbacks."""
+    """Returns the callbacks that change what a run computes. In a run that `cifar-zero compare` trains, they are the
+    only callbacks besides the step check."""
     made: list[Callback] = [BatchNormStatistics(), Resume()]
     if recipe.ema or recipe.swa_from:
         made.append(Averaging(recipe.ema, recipe.swa_from))
@@ -151,8 +153,8 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
 
 
 def _given(flags: tuple[str, ...]) -> list[Callback]:
-    """Returns the user's callbacks, which --trainer.callbacks names by class path as in LightningCLI. Raises UsageError
-    if one cannot be created."""
+    """Creates and returns the user's callbacks. `flags` are the flags --trainer.callbacks, which give class paths and
+    arguments as in LightningCLI. Raises UsageError if a callback cannot be created."""
     if not flags:
         return []
     parser = ArgumentParser(exit_on_error=False)
@@ -167,8 +169,8 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
 
 
 def check_trainer_options(settings: Settings) -> None:
-    """Raises UsageError for an option of --trainer that Lightning's Trainer does not have. The message suggests the
-    nearest option."""
+    """Raises UsageError if --trainer has an option that Lightning's Trainer does not have, or that this project sets
+    itself. The message suggests the option with the nearest name."""
     known = sorted(set(inspect.signature(Trainer.__init__).parameters) - {"self", *OWNED})
     for name in settings.recipe.trainer:
         if name not in known:

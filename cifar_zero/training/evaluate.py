@@ -1,4 +1,4 @@
-"""Tests a checkpoint of any strategy on one device, with the same metrics as at the end of its run; see --help."""
+"""Tests a checkpoint of any strategy on one device, with the metrics that its run computes at the end; see --help."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from cifar_zero.training.resolve import make_run, resolve_devices
 
 
 def main() -> int:
-    """Prints the test table of a checkpoint and returns the exit code."""
+    """Parses the command line, tests the checkpoint, prints its test table, and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog=command("evaluate"),
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train> VALUE ...]",
@@ -51,9 +51,14 @@ def main() -> int:
 
 
 def _run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None) -> Run:
-    """Returns a run with the data options and the recipe of a checkpoint, for one device and the default placement. The
-    recipe comes from the run folder or from the checkpoint itself, and the flags of train in `given` override recipe
-    and placement. Raises UsageError if the checkpoint has no recipe."""
+    """Returns the run that tests a checkpoint: with the data options and the recipe of the checkpoint, on one device,
+    and with the default placement. Raises UsageError if the checkpoint has no recipe.
+
+    Args:
+        checkpoint: The checkpoint. Its recipe is read from its run folder, or from the checkpoint itself.
+        given: Flags of train, which override the checkpoint's data options and recipe and the default placement.
+        content: The content of the checkpoint, if it has been read already.
+    """
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
@@ -70,7 +75,7 @@ def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None 
 
     Args:
         checkpoint: A checkpoint of any strategy.
-        given: Flags of train, which override the recipe of the checkpoint.
+        given: Flags of train, which override the checkpoint's data options and recipe and the default placement.
         content: The content of the checkpoint, if it has been read already.
     """
     from cifar_zero.checkpoints.read import RECORD, read

@@ -1,15 +1,15 @@
 """Replaces Lightning's epoch loop and fit loop.
 
-Lightning's epoch loop has an overhead per batch, which is a third of the step time of a small model. The epoch loop of
-this module avoids the overhead. `--fast_loop false` runs Lightning's own epoch loop, with the same results bit for bit.
-The fit loop, which iterates over epochs, corrects two faults of Lightning's fit loop in resumed runs, and refuses
-epochs that end within an optimizer step.
+Lightning's epoch loop has an overhead per batch, which is a third of the step time of a small model. The class
+`EpochLoop` avoids this overhead. `--fast_loop false` runs Lightning's own epoch loop, with the same results bit for
+bit. The class `FitLoop`, which iterates over epochs, corrects two faults of Lightning's fit loop in resumed runs. It
+also refuses epochs that end within an optimizer step.
 
-For each batch Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy through a
-profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and waits for
-its value (Lightning's issues 6196, 7093 and 8857). The epoch loop of this module looks up the implemented hooks once
-per epoch, and calls them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters
-of the two epoch loops.
+For each batch, Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy. It does so
+through a profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and
+waits for its value (Lightning's issues 6196, 7093 and 8857). `EpochLoop` looks up the implemented hooks once per epoch,
+and calls them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two
+epoch loops.
 """
 
 import math
@@ -50,12 +50,13 @@ STEP_METHODS = (
     "on_after_batch_transfer",
     "on_train_batch_start",  # it may end the epoch by returning -1
 )
-"""Methods that change a training step. If a module overrides one of them, Lightning's own epoch loop trains it."""
+"""Methods of a module that change a training step. If a module overrides one of them, Lightning's own code trains it
+instead of the fast loop."""
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
-    """Replaces the loops of a trainer before `fit`. The fit loop becomes `FitLoop`. The epoch loop becomes `EpochLoop`
-    if `fast` is set, otherwise Lightning's own epoch loop."""
+    """Replaces the loops of a Trainer. Must be called before `fit`. The new fit loop is a `FitLoop`. The new epoch loop
+    is an `EpochLoop` if `fast` is set, otherwise Lightning's own epoch loop."""
     theirs = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
@@ -63,14 +64,15 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Trains an epoch. Lightning's own code runs instead in five cases: batches that are not on the device yet, a
-    profiler, a custom training step, float16 with a gradient scaler, and a run that resumes at a validation."""
+    """Trains an epoch faster than Lightning's own code. Lightning's own code still runs in five cases: batches that are
+    not on the device yet, a profiler, a custom training step, float16 with a gradient scaler, and a run that resumes at
+    a validation."""
 
     _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Looks up the implemented hooks before the first batch of an epoch."""
+        """Decides whether the fast loop trains this epoch, and looks up the implemented hooks."""
         super().on_run_start(data_fetcher)
         self._is_fast = self._applies()
         if self._is_fast:
@@ -78,7 +80,8 @@ class EpochLoop(_TrainingEpochLoop):
         self._hooks = {name: self._implemented(name) for name in HOOKS}
 
     def advance(self, data_fetcher: Any) -> None:
-        """Trains on one micro-batch: forward, backward and, at an accumulation boundary, the optimizer step."""
+        """Trains on one micro-batch. Runs the forward pass, the backward pass and, at an accumulation boundary, the
+        optimizer step, and calls the hooks."""
         resumes_at_validation = self.restarting and self._should_check_val_fx(data_fetcher)
         if resumes_at_validation or not self._is_fast:
             super().advance(data_fetcher)
@@ -104,7 +107,8 @@ class EpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
 
     def _step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Runs forward and backward of a micro-batch and, at an accumulation boundary, the optimizer step.
+        """Runs the forward and backward pass of a micro-batch and, at an accumulation boundary, the optimizer step.
+        Returns the outputs of the module's training step, with the detached loss.
 
         DeepSpeed's engine accumulates, clips and zeroes the gradients itself, so engine.step() is called after every
         micro-batch.
@@ -143,7 +147,8 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
-        """Calls the hook and removes the gradients of the parameter groups, at the first micro-batch of a step."""
+        """At the first micro-batch of an optimizer step, calls the hooks `on_before_zero_grad` and removes the
+        gradients of the parameter groups. At other micro-batches, does nothing."""
         if batch_idx % self.trainer.accumulate_grad_batches:
             return
         progress = self.automatic_optimization.optim_progress.optimizer.zero_grad
@@ -186,20 +191,20 @@ class EpochLoop(_TrainingEpochLoop):
 class FitLoop(_FitLoop):
     """Trains epoch after epoch, and corrects two faults of Lightning 2.6.6 in resumed runs.
 
-    If `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from the middle of the
-    epoch. The resumed run counts that epoch twice, and either skips the images of the next epoch or ends at once. With
-    this loop the run resumes as if max_steps were not set. The correction can be removed when Lightning's issue 19617
-    is fixed.
+    The first fault: if `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from
+    the middle of the epoch. The resumed run counts that epoch twice, and either skips the images of the next epoch or
+    ends at once. With this loop, the run resumes as if `max_steps` were not set. The correction can be removed when
+    Lightning's issue 19617 is fixed.
 
-    A user's own ModelCheckpoint may save at the last batch of an epoch. From this checkpoint Lightning continues with
-    the next epoch, but as if this epoch had already begun. It does not count the start of the epoch, and a later
-    checkpoint of the same epoch resumes at the first image of the epoch. No upstream issue is known;
-    tests/distributed/test_resume.py shows the fault.
+    The second fault: a user's own ModelCheckpoint may save at the last batch of an epoch. From this checkpoint,
+    Lightning continues with the next epoch as if the next epoch had already begun. It does not count the start of the
+    next epoch. If a later checkpoint is saved in the middle of that epoch, the run resumes from it at the first image
+    of the epoch. No upstream issue is known; tests/distributed/test_resume.py shows the fault.
     """
 
     def setup_data(self) -> None:
-        """Creates the loader. Raises UsageError if an epoch ends within an optimizer step, which can happen if its
-        batches are limited or come from a user's loader."""
+        """Creates the training loader. Raises UsageError if an epoch would end within an optimizer step. This can
+        happen if the batches of an epoch are limited or come from a user's loader."""
         super().setup_data()
         parts, batches = self.trainer.accumulate_grad_batches, self.max_batches
         if 0 < batches < parts:
@@ -211,8 +216,8 @@ class FitLoop(_FitLoop):
             )
 
     def reset(self) -> None:
-        """Restores the counters. If the checkpoint was saved at the last batch of an epoch, the next epoch begins like
-        any other."""
+        """Restores the counters of epochs and batches. If the checkpoint was saved at the last batch of an epoch, makes
+        the next epoch begin like any other epoch."""
         super().reset()
         epoch: Any = self.epoch_progress.current
         if self.restarted_mid_epoch and epoch.processed == epoch.ready:

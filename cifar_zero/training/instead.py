@@ -27,15 +27,16 @@ POINTS = 2000  # largest number of points of the curve; the figure is less than 
 IMAGES = 4
 
 STEP = 1e-6
-"""Distance of the central difference on each side, in float64. The error of the difference is about 1e-12 (the square
-of the distance) plus 1e-10 (the rounding error of the loss divided by the distance)."""
+"""Distance from an element's value to the two values, one on each side, between which the central difference is
+computed in float64. The error of the difference is about 1e-12 (the square of the distance) plus 1e-10 (the rounding
+error of the loss, divided by the distance)."""
 
 TOLERANCE = 1e-5  # largest difference relative to the derivative
 
 
 def plot_schedule(run: Run) -> int:
-    """Draws the learning rate of each optimizer step into a PNG file on rank 0, and returns the exit code. Raises
-    UsageError if the file cannot be written."""
+    """Draws the learning rate over the optimizer steps of a run into the PNG file of --plot_schedule, and returns the
+    exit code. Only rank 0 draws. Raises UsageError if the file cannot be written."""
     if rank_environment.global_rank() != 0:
         return 0
     file, schedule, optimizer = Path(run.output.plot_schedule), run.recipe.schedule, run.recipe.optimizer
@@ -59,9 +60,9 @@ def plot_schedule(run: Run) -> int:
 
 
 def run_steps(settings: Settings, datamodule: Any) -> int:
-    """Returns the number of optimizer steps that a run would do in all its epochs, at most --max_steps. This is what
-    Lightning's `Trainer.estimated_stepping_batches` returns in the run. Decodes the images if necessary, because it
-    needs their number."""
+    """Returns the number of optimizer steps that a run would do in all its epochs, at most --max_steps. In the run,
+    Lightning's `Trainer.estimated_stepping_batches` returns the same number. Decodes the images if necessary, because
+    the number of images is needed."""
     datamodule.setup()
     batches, recipe = len(datamodule.train_dataloader()), settings.recipe
     limit = recipe.trainer.get("overfit_batches") or recipe.trainer.get("limit_train_batches", 1.0)
@@ -73,10 +74,13 @@ def run_steps(settings: Settings, datamodule: Any) -> int:
 
 
 def check_gradients(run: Run) -> int:
-    """Compares autograd with finite differences and returns the exit code, 1 if they differ. Prints a table with one
-    row per parameter. A row is about the element of the parameter with the largest gradient. It has the derivative of
-    the loss with respect to this element, from autograd and as a central difference. The model computes in float64
-    without dropout."""
+    """Compares the gradients of autograd with finite differences. Returns the exit code, which is 1 if they differ by
+    more than TOLERANCE.
+
+    Prints a table with one row per parameter, for the element of the parameter that has the largest gradient. The row
+    has the derivative of the loss with respect to this element, from autograd and as a central difference. The model
+    computes in float64 without dropout.
+    """
     torch.manual_seed(run.recipe.seed)
     net = build_model.build(run.recipe, run.num_classes).double().eval()
     side = run.data.image_size

@@ -1,4 +1,4 @@
-"""Creates the loggers of --logger, and adds the results of a run to them at the end of the run."""
+"""Creates the loggers that --logger selects, and adds the results of a run to them at its end."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,17 +27,17 @@ LAYOUT = {
     },
     "Memory": {"peak of the fullest rank, GB": ["Multiline", ["mem/peak_gb$"]]},
 }
-"""Charts of TensorBoard's Custom Scalars tab, by section and title. Each chart has a list of regular expressions, which
-are matched from the beginning of a curve's tag."""
+"""The charts in TensorBoard's Custom Scalars tab, keyed by section and title. Each chart shows the curves whose tags
+match one of its regular expressions, from the beginning of the tag."""
 
 SETTINGS = ("strategy", "world_size", "batch_size", "model", "accumulate", "precision", "dataset", "seed")
 RESULTS = ("test/acc", "val/acc", "test/loss", "perf/images_per_second")
-"""SETTINGS and RESULTS are the keys of metrics.json in TensorBoard's HPARAMS table."""
+"""SETTINGS and RESULTS are the keys of metrics.json whose values appear in TensorBoard's HPARAMS table."""
 
 
 def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
-    """Returns the loggers of --logger, or none without a run folder. Raises UsageError if W&B has no login or its
-    server does not answer."""
+    """Creates and returns the loggers that --logger selects. Without a run folder, returns an empty list. Raises
+    UsageError if W&B has no login or its server does not answer."""
     made: list[Logger] = []
     if run_dir is None:
         return made
@@ -57,8 +57,15 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
 
 
 def write_to(logger: Any, write: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Calls `write`, which writes to a logger, with further arguments and options. The first error of the logger is
-    printed, and no error ends the training."""
+    """Calls a function that writes to a logger. The first error of each logger is printed, and no error ends the
+    training.
+
+    Args:
+        logger: The logger.
+        write: The function.
+        arguments: Positional arguments of the function.
+        options: Keyword arguments of the function.
+    """
     write_once = partial(write, *arguments, **options)
     if getattr(logger, "has_failed", False):
         failure_of(write_once)
@@ -87,15 +94,16 @@ def _wandb(run: Run, run_dir: Path) -> Logger:
 
 
 def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> None:
-    """Adds the results of a run, the content of metrics.json, to its loggers. An error does not end the run."""
+    """Adds the results of a run to its loggers. `metrics` is the content of metrics.json. An error of a logger does not
+    end the run."""
     for logger in trainer.loggers:
         write_to(logger, _log_results, logger, run, metrics, trainer.global_step)
 
 
 def _log_results(logger: Logger, run: Settings, metrics: dict[str, Any], step: int) -> None:
-    """Adds the results to one logger. TensorBoard gets a row in its table of runs, and the results as points at `step`.
-    W&B gets metrics.json in the summary of the run. TensorBoard shows the number 4 as 4.0000, so whole numbers are text
-    in its table."""
+    """Adds the results of a run to one logger, if it is TensorBoard or W&B. In TensorBoard, adds a row to the HPARAMS
+    table, and adds the results as points at `step`. TensorBoard shows the number 4 as 4.0000, so whole numbers become
+    text in this table. In W&B, adds all of metrics.json to the summary of the run."""
     if isinstance(logger, TensorBoardLogger):
         optimizer, schedule = run.recipe.optimizer, run.recipe.schedule
         shown = {name: metrics[name] for name in SETTINGS}

@@ -1,4 +1,5 @@
-"""Computes the losses of --loss, and the metrics of a split over all ranks, which torchmetrics derives from counts.
+"""Computes the losses that --loss selects, and the metrics of a split (validation or test) over all ranks. torchmetrics
+keeps the counts from which the metrics are computed.
 
 docs/runs.md has a table of the metrics, with their values for a class without images.
 """
@@ -27,8 +28,8 @@ TOP = 5
 With at most five classes the accuracy would always be 1, so it is left out."""
 
 OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "validate_args": False}
-"""Options of torchmetrics' classes. Their check of arguments is off, because it would wait for the device in each
-batch."""
+"""Options of torchmetrics' classes. Their check of arguments is turned off, because it would wait for the device in
+each batch."""
 
 BINS = 15  # number of confidence bins, from Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
 
@@ -42,17 +43,17 @@ def loss(
 ) -> Tensor:
     """Returns the mean loss of a batch as a scalar, or the loss of each image (N,) if `reduction` is none.
 
-    mse compares the scores with 1 for the class of an image and 0 for the other classes (Hui and Belkin 2021,
-    "Evaluation of Neural Architectures Trained with Square Loss"). bce treats a score as the log odds of its class.
-    Both are summed over the classes.
+    mse is the squared difference between the scores and the targets, which are 1 for the class of an image and 0 for
+    the other classes (Hui and Belkin 2021, "Evaluation of Neural Architectures Trained with Square Loss"). bce treats a
+    score as the log odds of its class. The losses mse and bce are summed over the classes.
 
     Args:
-        name: One of the losses of --loss.
+        name: Name of the loss, as in --loss.
         scores: Class scores before the softmax, float32 (N, classes).
-        labels: Classes, int64 (N,), or the share of each class, (N, classes). In an unreduced loss, an image with the
-            label IGNORED has the loss 0.
-        label_smoothing: Share of a label that is spread evenly over all classes.
-        reduction: mean or none.
+        labels: Classes, int64 (N,), or the share of each class in each image, (N, classes). In an unreduced loss, an
+            image with the label IGNORED has the loss 0.
+        label_smoothing: Share of each label that is spread evenly over all classes.
+        reduction: Whether to return the mean over the batch (mean) or the loss of each image (none).
     """
     if name == "cross_entropy":
         return F.cross_entropy(
@@ -73,17 +74,17 @@ def loss(
 
 
 class SplitMetrics:
-    """Computes loss, accuracy, precision, recall, F1, calibration error and confusion matrix of all ranks over one pass
-    through a split.
+    """Computes the metrics of one pass through a split, over the images of all ranks. They are loss, accuracy,
+    precision, recall, F1, calibration error and confusion matrix.
 
     Counts are int64 and the loss is summed in float32, whatever the precision of the run. Images with the label IGNORED
-    do not count. The class is not an nn.Module, because DeepSpeed would visit it several times per step, as it visits
-    all layers.
+    do not count. This class is not an nn.Module. Otherwise DeepSpeed would visit its instances several times per step,
+    as it visits all layers.
 
     `curves` adds the ROC and precision-recall curves of each class against the rest (one-vs-rest), over all thresholds.
-    The curves are exact. Therefore every rank keeps the probabilities of its images in float64, and gathers the
-    probabilities of all ranks at the end. The gathered probabilities take 8 bytes x images x classes, which is 8 MB for
-    CIFAR-100. In float32 the probabilities of a confident model would round to 1 and tie.
+    The curves are exact. Every rank therefore keeps the probabilities of its images, and gathers the probabilities of
+    all ranks at the end. The gathered probabilities take 8 bytes x images x classes, which is 8 MB for CIFAR-100. They
+    are float64, because in float32 the probabilities of a confident model would round to 1 and tie.
     """
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy", curves: bool = False):
@@ -105,16 +106,16 @@ class SplitMetrics:
             self.curves = (self.roc, self.precision_recall)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Counts a batch. Scores (N, classes) are float32, before the softmax; labels are (N,)."""
+        """Adds a batch to the counts. Scores (N, classes) are float32, before the softmax. Labels are (N,)."""
         self.loss_sum.update(loss(self.loss, scores, labels, reduction="none"))
         probabilities = scores.double().softmax(dim=1)
         for metric in (self.confusion, *self.shares.values(), *self.curves):
             metric.update(probabilities, labels)
 
     def per_class(self) -> dict[str, Tensor]:
-        """Returns the metrics of each class, float64 (classes,) on the CPU. A class without images has NaN. The
-        precision of a class that was never predicted is 0, as in scikit-learn. With `curves` the area under the ROC
-        curve and the average precision are included. Every rank must call it."""
+        """Returns metrics by name, each with one value per class, float64 (classes,) on the CPU. The values of a class
+        without images are NaN. The precision of a class that was never predicted is 0, as in scikit-learn. With
+        `curves`, the area under the ROC curve and the average precision are included. Every rank must call it."""
         counts = self.confusion.compute().cpu().double()  # true class by predicted class
         right, images, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
         absent = images == 0
@@ -133,9 +134,12 @@ class SplitMetrics:
         return metrics
 
     def overall(self) -> dict[str, float]:
-        """Returns the metrics of the whole split. Every rank must call it. The metrics of `per_class` except acc become
-        macro averages, which are means over the classes with images. The *_weighted metrics weight each class by its
-        number of images. There is no weighted recall, because it would equal the accuracy."""
+        """Returns the metrics of the whole split by name. Every rank must call it.
+
+        acc is the accuracy over all images. The other metrics of `per_class` become macro averages, which are means
+        over the classes with images. The *_weighted metrics are means in which each class is weighted by its number of
+        images. There is no weighted recall, because it would equal the accuracy.
+        """
         per_class = self.per_class()
         counts = self.confusion.compute().cpu().double()
         images = counts.sum()
@@ -152,8 +156,13 @@ class SplitMetrics:
         return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
-        """Returns the values to log. They are <split>/<metric> for the whole split, and <split>/<metric>_class/<name>
-        for each class with images. Every rank must call it."""
+        """Returns the values to log by the tag of their curve. The tag is <split>/<metric> for the whole split, and
+        <split>/<metric>_class/<name> for a class with images. Every rank must call it.
+
+        Args:
+            split: val or test.
+            class_names: The name of each class, indexed by label.
+        """
         per_class = self.per_class()
         curves = ["acc"]  # metrics with a curve for each class
         if self.num_classes <= 30:
@@ -166,8 +175,13 @@ class SplitMetrics:
         return logged
 
     def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
-        """Sets all counts to 0 and moves them to `device`. The ranks of `group` (default: all ranks) together see each
-        image once."""
+        """Sets all counts to 0 and moves them to `device`.
+
+        Args:
+            device: The device of the scores and labels.
+            group: The ranks over which the counts are summed. Together they must see each image once. The default is
+                all ranks.
+        """
         for metric in (self.loss_sum, self.confusion, *self.shares.values(), *self.curves):
             metric.process_group = group
             metric.to(device).reset()

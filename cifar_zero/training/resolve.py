@@ -1,4 +1,5 @@
-"""Turns the settings of a user into the resolved run. This is the only place where open settings are decided."""
+"""Turns the settings of a user into the resolved run. Settings that the user leaves open, such as --devices auto, are
+decided only in this module."""
 
 import os
 from functools import cache
@@ -20,17 +21,18 @@ LEAST_MICRO_BATCH = 32
 for its kernels to be launched and for the other GPUs, whatever the model."""
 
 TINY_MICRO_BATCH = 4
-"""Largest number of images in a micro-batch for which `announce` recommends a larger batch in a ZeRO run. The
-tutorial's batches have this size."""
+"""Largest number of images in a micro-batch for which `announce` recommends a larger batch if the strategy is ZeRO. The
+micro-batches of the tutorial have this size."""
 
 
 def resolve(settings: Settings) -> Run:
-    """Returns the resolved run of the settings on this computer. The strategy must be a name, not auto. Also sets the
-    environment variable from which DeepSpeed takes the device type of this process and of the ranks that it starts.
+    """Resolves the settings for this computer, and returns the run. The strategy must be a name, not auto. Also sets or
+    removes the environment variable DS_ACCELERATOR, from which DeepSpeed takes the device type in this process and in
+    the ranks that this process starts.
 
     With several nodes, or under torchrun, rank 0 decides later for all ranks which checkpoint is resumed and, for
-    --data.source auto, which images are used; see `training.starting`. Raises UsageError if the run is not possible;
-    the message has an alternative.
+    --data.source auto, which images are used; see `training.starting`. Raises UsageError if the run is not possible.
+    The message gives an alternative.
     """
     run = make_run(resolve_devices(settings))
     if not rank_0_decides(run):
@@ -49,8 +51,8 @@ def resolve(settings: Settings) -> Run:
 
 
 def announce(run: Run) -> None:
-    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks, and recommends a larger
-    batch if a micro-batch is tiny under ZeRO."""
+    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks. Recommends a larger batch if
+    the strategy is ZeRO and a micro-batch has at most TINY_MICRO_BATCH images."""
     ranks, placement = run.placement.world_size, run.placement
     what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
     say(f"starting: {what}, batch size {run.recipe.batch_size}, ranks {ranks} ({placement.accelerator})")
@@ -64,7 +66,7 @@ def announce(run: Run) -> None:
 
 
 def warn_of_few_cores(ranks: int) -> None:
-    """Warns if this computer has fewer cores than CPU ranks."""
+    """Warns if this computer has fewer cores than the `ranks` that run on its CPU."""
     if ranks > (cores := core_count()):
         shared = "1 core" if cores == 1 else f"{cores} cores"
         say(f"warning: {ranks} CPU ranks share {shared}: use --devices {cores} so that each rank has a core")
@@ -94,8 +96,8 @@ def resolve_devices(settings: Settings) -> Settings:
 
 
 def _most_devices(settings: Settings, gpus: int) -> int:
-    """Returns the largest number of GPUs on which the run is accepted, or 1 on the CPU. Prints why not all GPUs are
-    used."""
+    """Returns the largest number of GPUs on which the run is possible with micro-batches of at least LEAST_MICRO_BATCH
+    images, or 1 on the CPU. If not all GPUs are used, prints why."""
     why_not_all = ""
     for devices in range(gpus, 0, -1):
         try:
@@ -119,14 +121,14 @@ _say_once = cache(say)  # a process may resolve several runs
 
 
 def rank_0_decides(settings: Settings) -> bool:
-    """Returns whether rank 0 must decide for all ranks which checkpoint is resumed. This is so on several nodes, and
-    under torchrun, because torchrun may restart the ranks."""
+    """Returns whether rank 0 must decide for all ranks which checkpoint is resumed. This is the case on several nodes.
+    It is also the case under torchrun, because torchrun may restart the ranks."""
     return settings.placement.num_nodes > 1 or rank_environment.by_torchrun()
 
 
 def make_run(settings: Settings) -> Run:
-    """Returns the run of settings whose accelerator, devices and precision are decided. Raises UsageError if the batch
-    cannot be divided, or if the images or a raw DeepSpeed configuration cannot be used."""
+    """Returns the run for settings in which accelerator, devices and precision are decided. Raises UsageError if the
+    batch cannot be divided into equal micro-batches, or if the images or the file of --ds_config cannot be used."""
     decided = {"spec": ds_config.spec_of(settings.placement), "num_classes": len(data.class_names(settings.data))}
     run = Run(**{**vars(settings), **decided})
     strategy_rules.check_micro_batch(run)
@@ -134,10 +136,14 @@ def make_run(settings: Settings) -> Run:
 
 
 def with_checkpoint(run: Run, resume: str) -> Run:
-    """Returns the run with `resume`, the path of the checkpoint that it resumes (empty for a new run), and with
-    absolute paths of the weights and the delta from which it starts. A resumed run keeps the images with which it
-    began, even under --data.source auto. Raises UsageError if the strategy cannot resume, or if the weights or the
-    delta do not exist."""
+    """Returns the run with the path of the checkpoint that it resumes, and with absolute paths of the weights and the
+    delta from which it starts. A resumed run keeps the image source with which it began, even under --data.source auto.
+    Raises UsageError if the strategy cannot resume, or if the weights or the delta do not exist.
+
+    Args:
+        run: The run.
+        resume: Path of the checkpoint to resume, or an empty string for a new run.
+    """
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))

@@ -17,7 +17,7 @@ from cifar_zero.core.hardware import git_commit, versions
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 
 IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Keys of metrics.json with the settings that are actually in effect."""
+"""Keys of metrics.json whose values are what is actually in effect in the run, such as the dtype of the computation."""
 
 MEASURED = (
     *("dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),
@@ -33,11 +33,12 @@ MEASURED = (
     *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
     *IN_EFFECT,
 )
-"""Keys of metrics.json that a run fills in, in the order of the file. A value that the run does not have is null."""
+"""Keys of metrics.json that a run fills in, in the order of the file. If the run does not have a value, the value is
+null."""
 
 FALLBACK = "fallback"
-"""Key of metrics.json that exists only if the run fell back to other data than requested. Its value says so in one
-line."""
+"""Key of metrics.json that exists only if the run fell back to the embedded digits because CIFAR-10 was not available.
+Its value is a line that states this."""
 
 SHOWN = {
     "precision": "macro precision",
@@ -48,14 +49,15 @@ SHOWN = {
     "average_precision": "macro average precision",
     "calibration_error": "calibration error",
 }
-"""Metrics of a test that are printed below its table, with their titles."""
+"""Metrics of a test that are printed below the test table, with the titles under which they are printed."""
 
 MOST_ROWS = 25  # the most classes for which a test table has rows; metrics.json has all classes
 
 
 def collect(trainer: Any, module: Any, datamodule: Any, run: Run) -> dict[str, Any]:
-    """Returns the content of metrics.json after fit and test, with the keys in their order. Values that a run without
-    test or validation lacks are None. The `totals_of_run` of the callbacks are included."""
+    """Returns the content of metrics.json after fit and test, with its keys in the order of the file. Values that the
+    run does not have, for example without a test, are None. The `totals_of_run` of the callbacks are included. Every
+    rank must call it."""
     metrics = {"schema": SCHEMA, **dict.fromkeys(MEASURED), "versions": versions(), "git_commit": git_commit()}
     metrics |= {
         "dataset": datamodule.dataset.name,
@@ -83,7 +85,8 @@ def collect(trainer: Any, module: Any, datamodule: Any, run: Run) -> dict[str, A
 
 
 def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
-    """Returns the test/* metrics of metrics.json, or no metrics without a test. Every rank must call it."""
+    """Returns the test/* metrics of metrics.json. If no image was tested, returns an empty dictionary. Every rank must
+    call it."""
     metrics: dict[str, Any] = {}
     tested = module.test_metrics
     if tested.confusion.update_called:
@@ -95,8 +98,8 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
 
 
 def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
-    """Writes metrics.json and prints the summary. Returns the reason if the file could not be written, otherwise an
-    empty string."""
+    """Writes metrics.json and prints the summary. Returns an empty string or, if the file could not be written, a
+    message with the reason."""
     file = run_dir / run_folder.METRICS
     failure = failure_of(lambda: write_json(file, metrics))
     print_summary(metrics, run_dir)
@@ -106,7 +109,12 @@ def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
 
 
 def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
-    """Prints the results of a run from metrics.json, and the run folder, <out>/<name>/version_N, that holds them."""
+    """Prints the results of a run, and the path of its run folder.
+
+    Args:
+        metrics: The content of metrics.json.
+        run_dir: The run folder, <out>/<name>/version_N.
+    """
     print_test_table(metrics)
     rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
     if metrics["trained_parameters"] < metrics["parameters"]:
@@ -139,9 +147,11 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
-    """Prints the test/* metrics, or nothing if there was no test. Up to 25 classes have a row each, with nan for a
-    class without images. The last row has the means over the classes, weighted by their numbers of images. The weighted
-    mean of the recall is the accuracy."""
+    """Prints the test/* metrics in `metrics`, or nothing if there was no test.
+
+    If there are at most 25 classes, each class has a row, with nan for a class without images. The last row has means
+    over the classes, weighted by their numbers of images. The weighted mean of the recall is the accuracy.
+    """
     if metrics.get("test/acc") is None:
         return
     table = Table("class", *(Column(name, justify="right") for name in ("accuracy (recall)", "precision", "F1")))

@@ -1,4 +1,4 @@
-"""Starts a run in its own process group, and ends it. Does not import torch."""
+"""Starts a run in a process group of its own, and ends the process group. Does not import torch."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ SAVING_SECONDS = 45.0  # time for a run to end; the launcher gives the ranks 30 
 DEBUG = frozenset(["--debug"])  # flags that a program passes on to its runs, to show their tracebacks
 
 TRAIN = ("cifar_zero", "train")
-"""The module that trains a run, and its first argument, as `start` takes them."""
+"""The Python module that trains a run, and its first argument: the argument `program` of `start` for a training."""
 
 
 @contextmanager
@@ -32,13 +32,13 @@ def start(
     launcher: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Context manager that starts a run. At the end of the context, a run that is still alive receives SIGINT, as from
-    Ctrl-C, and has SAVING_SECONDS to end before its process group is killed. If the user presses Ctrl-C again, the
-    group is killed at once.
+    Ctrl-C. Its process group is killed if the run has not ended SAVING_SECONDS later, or at once if the user presses
+    Ctrl-C again.
 
     Args:
-        program: Module that Python runs, and its first arguments. Modules in the user's directory cannot shadow other
-            modules.
-        flags: Further arguments.
+        program: Python module to run (python -m), and its first arguments. Python runs with -P, so that modules in the
+            user's directory cannot shadow other modules.
+        flags: Further arguments of the program.
         log: File for the output of the run.
         extra_env: Environment variables to add.
         launcher: Command that starts the ranks (srun ...).
@@ -71,8 +71,14 @@ def start(
 
 
 def failure(log: Path, code: int) -> str:
-    """Returns the last error message in a log, which is in a line that begins with `error:`. If there is no such line,
-    returns how the run ended and the last line of the log. With --debug the whole log is printed."""
+    """Returns why a run failed: the text of the last line in its log that begins with `error:`. If there is no such
+    line, returns how the run ended and the last line of the log. With --debug, also prints the whole log to standard
+    error.
+
+    Args:
+        log: File with the output of the run.
+        code: Exit code of the run.
+    """
     text = log.read_text(errors="replace")
     if DEBUG.intersection(sys.argv):
         sys.stderr.write(text)
@@ -84,7 +90,8 @@ def failure(log: Path, code: int) -> str:
 
 
 def folders(out: Path, name: str) -> list[Path]:
-    """Returns the run folders of a run name, the newest last, including runs that fell back to the embedded digits."""
+    """Returns the run folders in `out` of all runs with this name, the newest last. Runs that fell back to the embedded
+    digits are included."""
     names = (name, name + FALLBACK_SUFFIX)
     found = [folder for each in names for folder in (out / each).glob("version_*")]
     return sorted(found, key=lambda folder: int(folder.name.removeprefix("version_")))

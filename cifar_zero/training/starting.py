@@ -1,4 +1,5 @@
-"""Starts a run on all ranks. Makes them agree on its checkpoint, weights and images, and creates its folder."""
+"""Prepares the start of a run on all ranks. Makes the ranks agree on its checkpoint, weights and images, and creates
+the run folder."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,11 +35,11 @@ from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
     """Returns the run with the path of the checkpoint that it resumes. On several nodes or under torchrun, rank 0
-    decides for all ranks; otherwise `resolve` has decided.
+    chooses the checkpoint for all ranks. Otherwise `resolve` has already chosen it.
 
-    After torchrun has restarted the ranks, the run resumes from its own newest checkpoint, whatever --resume names. If
-    no checkpoint was written before the restart, the run begins again. Raises UsageError if there is no checkpoint to
-    resume, or if the strategy cannot resume.
+    After torchrun has restarted the ranks, the run resumes from the newest checkpoint that it has written itself,
+    whatever --resume names. If no checkpoint was written before the restart, the run begins again. Raises UsageError if
+    there is no checkpoint to resume, or if the strategy cannot resume.
     """
     if not rank_0_decides(run):
         return run
@@ -54,12 +55,12 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
 
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
-    """Returns the `Dataset.identity` of the images of the checkpoint to resume. The data module compares it with the
-    identity of its own images. Returns None for a new run.
+    """Checks the checkpoint to resume, and returns the `Dataset.identity` of the images on which its run was trained.
+    The data module compares this identity with the identity of its own images. Returns None for a new run.
 
-    Every rank must call it. Only rank 0 reads the checkpoint. It verifies the checksums, and reads the names and shapes
-    of tensors but not their values. Raises UsageError if the checkpoint is damaged, incomplete or not trusted, or if
-    its version, recipe, model or classes differ.
+    Every rank must call it. Only rank 0 reads the checkpoint. Rank 0 verifies the checksums, and reads the names and
+    shapes of tensors but not their values. Raises UsageError if the checkpoint is damaged, incomplete or not trusted,
+    or if its version, recipe, model or classes differ.
     """
 
     def checked_identity() -> Mapping[str, int] | None:
@@ -79,17 +80,21 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
 
 
 def agree_on_images(run: Run) -> Run:
-    """Returns the run with a fixed image source, if --data.source is auto. Rank 0 prepares CIFAR-10, or the embedded
-    digits if CIFAR-10 is not available. The recipe then names the source. If the source is the digits, the name of the
-    run shows this too. Every rank must call it."""
+    """Returns the run with a fixed image source instead of --data.source auto. If the source is already fixed, returns
+    the run unchanged.
+
+    Rank 0 prepares CIFAR-10 or, if CIFAR-10 is not available, the embedded digits. The recipe then names this source.
+    If the source is the digits, the name of the run shows this too. Every rank must call it.
+    """
     if run.data.source != "auto":
         return run
     return run.with_images_of(by_rank_0(lambda: data.prepare(run.data)))
 
 
 def pretrained_weights(run: Run) -> Match | None:
-    """Returns the weights to start from, or None for fresh weights or a resumed run. Raises UsageError if the weights
-    are damaged or belong to another model, or if --trainable or --lora.target matches nothing in the model."""
+    """Returns the weights from which the training starts, or None for fresh weights or a resumed run. Raises UsageError
+    if the weights are damaged or belong to another model. Also raises UsageError if a pattern of --trainable or
+    --lora.target matches nothing in the model."""
     model = on_meta(run.recipe, run.num_classes)
     check_patterns(model, run.recipe.trainable, run.recipe.model.options.get("ep_size", 1))
     if run.output.resume:
@@ -108,8 +113,9 @@ def pretrained_weights(run: Run) -> Match | None:
 
 
 def open_run(run: Run, weights: Match | None) -> Path:
-    """Creates and returns the run folder, and prints what a user should know about the start of the run. Only rank 0
-    calls it. The folder contains the recipe that repeats the run. Raises UsageError if the folder cannot be written."""
+    """Creates the run folder and returns its path. Prints messages about the start of the run, such as how many of the
+    pretrained weights fit. Only rank 0 calls it. The folder contains a recipe file that repeats the run. Raises
+    UsageError if the folder cannot be written."""
     folder = run_folder.claim(run.output.out, run.run_name)
     if file := os.environ.get(rank_environment.RUN_FILE):
         Path(file).write_text(str(folder))
@@ -134,8 +140,14 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 
 def record_places(run: Run, places: Sequence[Place], run_dir: Path | None) -> None:
-    """Writes the `Place` of each rank into the run folder of rank 0, and checks that all nodes share the directory
-    --out. If the nodes do not share it, all ranks raise UsageError. Does nothing on one node without torchrun."""
+    """Writes the `Place` of each rank into the run folder, and checks that all nodes share the directory --out. If the
+    nodes do not share it, all ranks raise UsageError. Does nothing on one node without torchrun.
+
+    Args:
+        run: The resolved run.
+        places: The `Place` of each rank, in the order of the ranks.
+        run_dir: The run folder on rank 0; None on the other ranks.
+    """
     if not rank_0_decides(run):
         return
     if run_dir is not None:

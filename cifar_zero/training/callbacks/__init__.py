@@ -1,1 +1,2 @@
-"""Callbacks that write curves and figures, average weights, or end the training; `training.build` lists them."""
+"""Lightning callbacks that write curves, figures and checkpoints, average weights, or end the training.
+`training.build` adds them to the Trainer."""

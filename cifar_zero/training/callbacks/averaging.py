@@ -1,7 +1,9 @@
-"""Averages batch norm statistics over the ranks, and weights over the training. The averages are evaluated and saved.
+"""Averages batch norm statistics over the ranks, and weights over the steps of the training. The averages are what is
+evaluated, and they are saved in checkpoints.
 
 Lightning's own callback (WeightAveraging, 2.6.6) is not used. It copies the whole module before the strategy shards it,
-so it cannot average the shards of ZeRO 3, and DeepSpeed does not save what it adds to the state_dict of a checkpoint.
+so it cannot average the shards of ZeRO 3. Also, DeepSpeed does not save the entries that WeightAveraging adds to a
+checkpoint's state_dict.
 """
 
 import math
@@ -19,10 +21,11 @@ from cifar_zero.strategies import hooks_of
 
 
 class BatchNormStatistics(Callback):
-    """Averages the running means and variances over the ranks before each validation, test and checkpoint.
+    """Averages the running means and variances of batch norms over the ranks before each validation, test and
+    checkpoint.
 
     In training, a rank normalises with the statistics of its own micro-batch, and no step reads the running statistics.
-    The running statistics of a rank cover only the images that this rank has seen. Their average over the ranks covers
+    A rank's running statistics cover only the images that this rank has seen. Only their average over the ranks covers
     all images. Without this callback, torch's DistributedDataParallel would send the statistics of rank 0 to all other
     ranks in every step. DeepSpeed (0.19.8) would evaluate a different model on each rank and save the model of rank 0.
     """
@@ -33,8 +36,8 @@ class BatchNormStatistics(Callback):
     on_test_start = on_validation_start
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Averages the module's statistics in place, and updates the copies that the checkpoint may already have.
-        Lightning calls this method on every rank."""
+        """Averages the module's running statistics in place, and overwrites copies of them that the checkpoint already
+        has. Lightning calls this method on every rank."""
         average_statistics(pl_module)
         saved = checkpoint.get("state_dict", {})
         for name, buffer in pl_module.named_buffers():
@@ -43,14 +46,15 @@ class BatchNormStatistics(Callback):
 
 
 class Averaging(Callback):
-    """Averages the trained parameters and the batch norm statistics in float32. Each rank averages its own shards.
+    """Averages the trained parameters and the batch norm statistics over the training, in float32. Each rank averages
+    its own shards.
 
-    The training continues with the unaveraged weights, and a checkpoint has both. The exponential average (Polyak and
-    Juditsky 1992; Tarvainen and Valpola 2017) is updated after each optimizer step. The decay of a step is min(1 - 1 /
-    (step + 1), ema), as in the code of Mean Teacher. The first 1 / (1 - ema) steps therefore count equally, and the
-    model's initial weights do not contribute to the average. Stochastic weight averaging (Izmailov et al. 2018)
-    averages the weights at the ends of epochs equally, and recomputes the batch norm statistics of the average on the
-    training images.
+    The training continues with the unaveraged weights, and a checkpoint has both the averages and the unaveraged
+    weights. The exponential average (Polyak and Juditsky 1992; Tarvainen and Valpola 2017) is updated after each
+    optimizer step. The decay of a step is min(1 - 1 / (step + 1), ema), as in the code of Mean Teacher. The first 1 /
+    (1 - ema) steps therefore count equally, and the model's initial weights do not contribute to the average.
+    Stochastic weight averaging (Izmailov et al. 2018) gives equal weight to the model at the end of each epoch. The
+    batch norm statistics that belong to this average are recomputed on the training images.
 
     Args:
         ema: Decay of the exponential average. 0 selects stochastic weight averaging.
@@ -76,8 +80,8 @@ class Averaging(Callback):
             self._first_step = round(self._swa_from * trainer.estimated_stepping_batches)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Adds the newest weights to the average, after an optimizer step (exponential average) or at the end of an
-        epoch (stochastic weight averaging)."""
+        """Adds the current weights to the average. The exponential average does this after each optimizer step.
+        Stochastic weight averaging does it at the end of each epoch, from `swa_from` on, and after step `max_steps`."""
         accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches
         ends = self._kind == "ema" or trainer.is_last_batch or trainer.global_step == trainer.max_steps
         if accumulating or not ends or trainer.global_step < self._first_step:
@@ -92,14 +96,14 @@ class Averaging(Callback):
         self._stale = self._kind == "swa"
 
     def averages(self, pl_module: LightningModule) -> dict[str, dict[str, Any]]:
-        """Returns this rank's part of each average and the number of weights averaged in it, by the names of
-        `averaged_tensors`."""
+        """Returns, for each tensor of `averaged_tensors`, this rank's part of its average and the number of values that
+        were averaged. Empty before the first average."""
         parts = zip(averaged_tensors(pl_module), self._averages, strict=False)  # no averages at first
         return {name: {"average": part, "averaged": self._count} for name, part in parts}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the averages to the checkpoint, under the names of the plain model. Under ZeRO 3 each rank adds its own
-        shards. Lightning calls this method on every rank."""
+        """Adds the averages to the checkpoint, keyed by their names in the plain model. Under ZeRO 3 each rank adds its
+        own shards. Lightning calls this method on every rank."""
         if not self._count:
             return
         if self._stale:
@@ -112,7 +116,8 @@ class Averaging(Callback):
         checkpoint[AVERAGE] = {"kind": self._kind, "count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the averages. If the checkpoint has no average of this kind, the averaging starts again."""
+        """Restores the averages from the checkpoint. The averaging starts again if the checkpoint has no average, an
+        average of the other kind, or no average of a tensor that is averaged now."""
         saved = checkpoint.get(AVERAGE)
         if saved is None or saved["kind"] != self._kind:
             return
@@ -159,7 +164,8 @@ class Averaging(Callback):
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _renew_statistics(self, trainer: Trainer, module: LightningModule) -> None:
-        """Computes the batch norm statistics for the averaged weights, on the training images of epoch 0."""
+        """Computes the batch norm statistics that belong to the averaged weights, from the training images of epoch 0.
+        The model must have the averaged weights."""
         norms: list[Any] = tracked_batch_norms(module)
         if not norms:
             return
@@ -185,17 +191,19 @@ class Averaging(Callback):
             buffer.copy_(average)
 
     def _agree(self, module: LightningModule) -> None:
-        """Averages the batch norm statistics over the ranks, because each rank has seen only its own images."""
+        """Replaces each average of a batch norm statistic by its mean over the ranks, because each rank has seen only
+        its own images."""
         average_over_ranks([average for _, average in self._statistics(module)])
 
     def _statistics(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
-        """Returns the averaged buffers of the model, each with its average."""
+        """Returns each buffer of the model that is averaged, with its average."""
         pairs = zip(averaged_tensors(module).values(), self._averages, strict=True)
         return [(part, average) for part, average in pairs if not isinstance(part, torch.nn.Parameter)]
 
 
 def average_statistics(module: LightningModule) -> None:
-    """Replaces each running mean and variance by its average over the ranks; every rank must call it."""
+    """Replaces the running mean and variance of each batch norm by their averages over the ranks. Every rank must call
+    it."""
     statistics: list[Tensor] = []
     for norm in tracked_batch_norms(module):
         if norm.running_mean is not None and norm.running_var is not None:
@@ -204,8 +212,8 @@ def average_statistics(module: LightningModule) -> None:
 
 
 def averaged_tensors(module: LightningModule) -> dict[str, Any]:
-    """Returns the tensors that are averaged, by name: trained parameters, and floating-point buffers except the buffers
-    of frozen batch norms."""
+    """Returns the tensors of the model that are averaged, by name. These are the trained parameters, and all
+    floating-point buffers except the buffers of frozen batch norms."""
     found: dict[str, Any] = {name: each for name, each in module.named_parameters() if each.requires_grad}
     fixed = {buffer for norm in frozen_batch_norms(module) for buffer in norm.buffers()}
     for name, buffer in module.named_buffers():

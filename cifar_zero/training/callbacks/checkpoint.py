@@ -1,5 +1,5 @@
-"""Adds to a checkpoint the state that Lightning does not save. With this state a run resumes exactly, and the
-checkpoint can be read without its run folder. Also saves last.ckpt, the newest state of a run."""
+"""Adds to each checkpoint the state that Lightning does not save. With this state a run resumes exactly, and the
+checkpoint can be read without its run folder. Also saves last.ckpt, the checkpoint with the newest state of a run."""
 
 import random
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ SCHEMA = 2  # version of the record; version 2 added the identity of the images
 
 
 class Resume(Callback):
-    """Saves the configuration, the class names and every rank's random state in each checkpoint, and restores the
-    random states. If a run begins, or resumes on another number of ranks, its random states are derived from the seed,
-    the step and the index of the replica."""
+    """Saves the configuration, the class names, the identity of the images and every rank's random state in each
+    checkpoint, and restores the random states. If a run begins, or resumes on another number of ranks, each rank
+    derives its random state from the seed, the step and the index of its replica."""
 
     _states: Sequence[dict[str, Any]] = ()
     _schedule: str | None = None  # name of the schedule of the run that saved the checkpoint
@@ -49,7 +49,8 @@ class Resume(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Sets the random state and the learning rates, and prints at which step a resumed run continues."""
+        """Sets the random state. If the run is resumed, also sets the learning rates, and prints the step at which the
+        run continues."""
         if self._schedule is not None:
             pl_module.resume_rates(self._schedule != "constant")
         here = [pl_module.settings.recipe.seed, trainer.global_step, hooks_of(trainer.strategy).replica()[1]]
@@ -87,8 +88,9 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Saves in mid-epoch if the training ends there, or every `steps` optimizer steps. A hook at the end of the
-        training would be too late, because Lightning has then counted the unfinished epoch as done."""
+        """Saves after an optimizer step in mid-epoch if the training ends there, and every `steps` optimizer steps. A
+        hook at the end of the training would be too late, because Lightning has then counted the unfinished epoch as
+        done."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
         is_time = self._steps and trainer.global_step % self._steps == 0
@@ -102,8 +104,14 @@ class LastCheckpoint(Checkpoint):
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
-    """Converts the counts of micro-batches in a checkpoint from the --accumulate `before` to the --accumulate `now`.
-    Checkpoints are saved between steps, so the counts divide evenly."""
+    """Converts the counts of micro-batches in a checkpoint for a run that resumes with another --accumulate.
+    Checkpoints are saved between optimizer steps, so the counts divide evenly.
+
+    Args:
+        fit_loop: State of the fit loop in the checkpoint, which is changed in place.
+        before: --accumulate of the run that saved the checkpoint.
+        now: --accumulate of the resumed run.
+    """
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         in_hand = progress["processed"] - progress["completed"]  # 1 if a hook saved at the end of a batch
         for key in ("ready", "started", "processed"):

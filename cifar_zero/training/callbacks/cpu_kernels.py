@@ -1,4 +1,5 @@
-"""Sets the threads, convolution kernels and memory thresholds that suit the current batch, for ranks on the CPU."""
+"""Sets the number of threads, the convolution kernels and the memory thresholds that suit the size of the current
+batch, for ranks on the CPU."""
 
 import ctypes
 import os
@@ -10,15 +11,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 FLOPS_PER_THREAD = 50_000_000
-"""Number of floating-point operations of a micro-batch, forward and backward, from which a thread is worth its
-synchronisation.
+"""Smallest number of floating-point operations per thread, in the forward and backward pass of a micro-batch. With
+fewer operations per thread, another thread costs more in synchronisation than it gains.
 
 Threads with little work wait for each other. On two cores, a second thread gained 9 % for 4 images of Net and 5 % for
 16 images. While another program was using the cores, it made a step 12 times slower.
 """
 
 ONEDNN_FLOPS = 20_000_000
-"""Number of floating-point operations of a micro-batch below which torch's own convolutions are faster than oneDNN's.
+"""Number of floating-point operations of a micro-batch below which torch's own convolution kernels are faster than
+those of oneDNN.
 
 A call of oneDNN has a fixed cost. Without oneDNN a step of Net was 28 % shorter for 2 images, 10 % shorter for 4 images
 (13 million operations), and longer from 8 images on. benchmarks/results/performance.md has the measurements (float32 on
@@ -29,8 +31,13 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (ma
 
 
 class CPUKernels(Callback):
-    """Sets threads and kernels before training, and again before evaluation, whose batches are large. `flops` is the
-    number of floating-point operations of a training micro-batch, forward and backward."""
+    """Chooses the number of threads, and between the convolution kernels of torch and oneDNN. In training the choice
+    depends on the size of a micro-batch. In evaluation, whose batches are large, all threads and oneDNN are used.
+
+    Args:
+        flops: Number of floating-point operations in the forward and backward pass of a training micro-batch.
+        precision: Precision of the run. Below float32, oneDNN is always used, because only oneDNN has kernels for it.
+    """
 
     def __init__(self, flops: int, precision: str):
         self._all_threads = torch.get_num_threads()
@@ -61,8 +68,8 @@ class CPUKernels(Callback):
 
 
 def demote_network_threads() -> None:
-    """Keeps gloo's network threads from displacing the threads that they serve. This is done on Linux if all threads
-    share one core.
+    """Keeps gloo's network threads from taking the core from the threads for which they send and receive. This is done
+    on Linux if all threads of the process share one core.
 
     A network thread that finds its connection locked does not wait but retries without end (gloo in torch 2.15,
     transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as the thread that holds this lock has sent

@@ -1,5 +1,5 @@
 """Writes the training curves over the optimizer steps: loss, epoch, learning rate, gradients, and how mixtures of
-experts distribute their tokens. Also defines at which steps the curves have a point."""
+experts distribute their tokens. Also defines the steps at which the curves have a point."""
 
 import math
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from cifar_zero.training.loggers import write_to
 
 
 class IntervalCallback(Callback):
-    """Calls `_log` every --log_interval optimizer steps, and after the last step, even if a signal ends the run
-    there."""
+    """Base class of the callbacks that write a point of their curves every --log_interval optimizer steps, and after
+    the last step, even if a signal ends the run there. A subclass writes the point in `_log`."""
 
     _last_step: float = -1  # the step that is planned to be the last
     _logged_step = 0  # step of the newest point, or the step at which the training began
@@ -47,18 +47,20 @@ class IntervalCallback(Callback):
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        """Writes a point of the curves. Every rank calls it at the same steps."""
+        """Writes a point of the curves. It is called on every rank, after the same steps."""
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
-    """Writes one point of each curve, at the number of optimizer steps done. Only rank 0 has loggers."""
+    """Writes one point of each curve to all loggers. `scalars` has the values by the tag of their curve. The
+    x-coordinate is the number of optimizer steps done. Only rank 0 has loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), trainer.global_step)
 
 
 class TrainingCurves(IntervalCallback):
-    """Writes the train/* curves and, with `writes_losses`, the loss of each optimizer step into `losses.csv`. Between
-    two points the callback only keeps the losses on the device, so that no step waits for a value to reach the host."""
+    """Writes the train/* curves and, with `writes_losses`, the loss of each optimizer step into the file `losses.csv`.
+    Between two points of the curves, the callback only keeps the losses on the device, so that no step waits for a
+    value to reach the host."""
 
     def __init__(self, writes_losses: bool = True):
         # The newest point, by tag. train/loss is the mean over the micro-batches of the interval and over all ranks,
@@ -81,9 +83,9 @@ class TrainingCurves(IntervalCallback):
         self._write(trainer, "step,loss\n", mode="w")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Keeps the learning rate and the gradient norm of a step that will be logged. DeepSpeed calls the hook for
-        every micro-batch. Only the last call before the step counts, when the gradients of all micro-batches have been
-        summed."""
+        """Keeps the learning rate and the gradient norm of a step at which the curves have a point. Under DeepSpeed
+        this hook is called for every micro-batch, and each call overwrites the values of the call before. The last call
+        sees the summed gradients of all micro-batches."""
         if not self.is_point(trainer, trainer.global_step + 1):
             return
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
@@ -114,8 +116,8 @@ class TrainingCurves(IntervalCallback):
         self._learning_rate = self._gradient_norm = None
 
     def reduced_losses(self, trainer: Trainer) -> list[float]:
-        """Returns the loss of each micro-batch since the newest point, averaged over all ranks. Every rank must call
-        it."""
+        """Returns the loss of each micro-batch since the last point of the curves, averaged over all ranks. Every rank
+        must call it."""
         # Lightning (2.6.6) passes on the loss divided by accumulate_grad_batches, under DeepSpeed too.
         own = torch.stack(self.losses) * trainer.accumulate_grad_batches
         return trainer.strategy.reduce(own, reduce_op="mean").tolist()
@@ -135,11 +137,11 @@ class TrainingCurves(IntervalCallback):
 
 
 class GradientLogger(IntervalCallback):
-    """Logs the norm of each gradient before clipping, and TensorBoard's histograms of the gradients
+    """Logs the norm of each parameter's gradient before clipping and, in TensorBoard, histograms of the gradients
     (`--log_gradients`)."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Logs the gradients of a step if a point is due. Lightning calls this method on every rank."""
+        """Logs the gradients of a step at which the curves have a point. Lightning calls this method on every rank."""
         hooks = hooks_of(trainer.strategy)
         if not self.is_point(trainer, trainer.global_step + 1) or not hooks.ends_step():
             return
@@ -153,8 +155,8 @@ class GradientLogger(IntervalCallback):
 
 
 class Experts(IntervalCallback):
-    """Writes the moe/* curves. Between two points it only keeps references to tensors that the gates already have on
-    the device."""
+    """Writes the moe/* curves, which show how each mixture of experts distributes its tokens. Between two points of the
+    curves, the callback only keeps references to tensors that the gates already have on the device."""
 
     def __init__(self) -> None:
         self._newest: list[Any] = []  # for each gate, its `Routing` of the last micro-batch; all have one size

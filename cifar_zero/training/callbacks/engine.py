@@ -1,5 +1,5 @@
-"""Records the memory of each rank, its model states in bytes, and the settings in effect. Model states are the ZeRO
-paper's term for parameters, gradients and optimizer state."""
+"""Records the peak memory of each rank, the size of its model states, and the settings in effect. Model states are the
+ZeRO paper's term for parameters, gradients and optimizer state."""
 
 import json
 import resource
@@ -20,15 +20,15 @@ from cifar_zero.strategies import hooks_of
 from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
 
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
-"""The keys whose values add up to mem/model_state_rank_bytes."""
+"""The keys of metrics.json whose values add up to mem/model_state_rank_bytes."""
 
 MEMORY = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
 
 
 class EngineInfo(IntervalCallback):
-    """Records what is trained, on which device, in which dtypes, and with how much memory. Writes the curve
-    mem/peak_gb, the peak of the rank with the most memory, in units of 10^9 bytes. Under DeepSpeed rank 0 also writes
-    the engine's configuration."""
+    """Records, for metrics.json, the number of parameters, the device, the dtypes in effect and the memory of each
+    rank. Writes the curve mem/peak_gb, the peak memory of the rank with the highest peak, in units of 10^9 bytes. Under
+    DeepSpeed, rank 0 also writes the engine's configuration into the run folder."""
 
     def __init__(self) -> None:
         self._state_step = self._applied_steps = 0
@@ -37,7 +37,7 @@ class EngineInfo(IntervalCallback):
         self.totals_of_run: dict[str, Any] = {key: [] for key in MEMORY}
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Counts the parameters of the whole model, and records the device."""
+        """Counts all parameters and the trained parameters of the unsharded model, and records the device."""
         parameters = trained = 0
         for parameter in on_meta(pl_module.settings.recipe, pl_module.num_classes).parameters():
             parameters += parameter.numel()
@@ -50,8 +50,8 @@ class EngineInfo(IntervalCallback):
             self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the settings in effect. With a gradient scaler, starts to count the steps that the scaler does not
-        skip."""
+        """Reads the settings in effect from the strategy. With a gradient scaler, starts to count the optimizer steps
+        that the scaler does not skip."""
         super().on_train_start(trainer, pl_module)
         self._applied_steps = trainer.global_step
         # Model states are measured in the second step, when the optimizer has its state, or in a run's only step.
@@ -104,8 +104,8 @@ class EngineInfo(IntervalCallback):
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank so far, in bytes. On a GPU this is the memory of the tensors on that GPU. On
-    the CPU it is the memory of the whole process."""
+    """Returns the peak memory of this rank so far, in bytes. On a GPU this is the memory of this rank's tensors on that
+    GPU. On the CPU it is the memory of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":

@@ -26,12 +26,12 @@ LABELLED_CLASSES = 30  # largest number of classes whose names and counts are le
 SHOWN = MISTAKE_ROWS * MISTAKE_COLUMNS  # number of mistakes that the figure shows and the callback keeps
 
 Mistakes = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Tensors of n mistakes, the most confident first. They are confidence (n,), images (n, 3, H, W), true labels (n,) and
-predicted labels (n,)."""
+"""Describes n wrongly classified images, the most confident first, by four tensors: confidence (n,), images (n, 3, H,
+W), true labels (n,) and predicted labels (n,)."""
 
 
 class TestFigures(Callback):
-    """Writes the figures of a test into the run folder and the loggers."""
+    """Writes the figures of a test into the run folder and to the loggers."""
 
     _mistakes: Sequence[Mistakes] = ()  # empty, or one item with the mistakes of all batches so far
 
@@ -64,22 +64,29 @@ class TestFigures(Callback):
 
 
 def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
-    """Returns the most confident mistakes of a batch of images (N, 3, H, W), as many as a figure shows. Scores (N,
-    classes) are before the softmax. Labels (N,) are negative for padding."""
+    """Returns the most confident mistakes in a batch, at most as many as a figure shows.
+
+    Args:
+        scores: Class scores before the softmax, (N, classes).
+        images: The images, (N, 3, H, W).
+        labels: The true labels, (N,), negative for padding.
+    """
     confidence, predicted = scores.float().softmax(dim=1).max(dim=1)
     wrong = (predicted != labels) & (labels >= 0)
     return merge([(confidence[wrong], images[wrong], labels[wrong], predicted[wrong])])
 
 
 def merge(found: list[Mistakes]) -> Mistakes:
-    """Merges groups of mistakes, and returns the most confident mistakes, as many as a figure shows."""
+    """Merges several groups of mistakes, and returns the most confident mistakes among them, at most as many as a
+    figure shows."""
     confidence, images, true, predicted = (torch.cat(parts) for parts in zip(*found, strict=True))
     surest = confidence.argsort(descending=True, stable=True)[:SHOWN]
     return confidence[surest], images[surest], true[surest], predicted[surest]
 
 
 def as_pixels(images: Tensor, inputs: Inputs) -> Tensor:
-    """Returns images (n, 3, H, W) as uint8 pixels. Floating-point images are denormalised."""
+    """Returns images (n, 3, H, W) as uint8 pixels. Floating-point images are denormalised with the mean and standard
+    deviation in `inputs`."""
     if not images.is_floating_point():
         return images
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (inputs.mean, inputs.std))
@@ -100,7 +107,7 @@ def _write(trainer: Trainer, figure: Figure, name: str) -> None:
 
 
 def confusion_figure(counts: Tensor, class_names: Sequence[str]) -> Figure:
-    """Draws the confusion matrix of counts (classes, classes), with true classes in rows and predicted classes in
+    """Draws the confusion matrix `counts` (classes, classes), with true classes in rows and predicted classes in
     columns."""
     figure = Figure(figsize=(10, 9), layout="constrained")
     axes = figure.add_subplot()
@@ -120,7 +127,8 @@ def mistakes_figure(
     class_names: Sequence[str],
 ) -> Figure:
     """Draws a grid of wrongly classified RGB images (N, 3, H, W), in the order given. At most the first 24 are shown.
-    `true`, `predicted` and `confidence` have the shape (N,). `confidence` is the probability of the predicted class."""
+    The true labels, predicted labels and confidences have the shape (N,). A confidence is the probability of the
+    predicted class."""
     figure = Figure(figsize=(1.75 * MISTAKE_COLUMNS, 2.1 * MISTAKE_ROWS + 0.4), layout="constrained")
     figure.suptitle("most confident mistakes: true → predicted" if len(images) else "no mistakes")
     cells = list(figure.subplots(MISTAKE_ROWS, MISTAKE_COLUMNS).flat)
@@ -135,13 +143,13 @@ def mistakes_figure(
 
 
 def curve_figure(curves: Any, areas: Tensor, class_names: Sequence[str], title: str, axes: tuple[str, str]) -> Figure:
-    """Draws the one-vs-rest curve of each class.
+    """Draws the curve of each class against the rest (one-vs-rest), such as the ROC curve.
 
     Args:
-        curves: x and y coordinates of all curves, from 0 to 1.
+        curves: The x-coordinates of all curves and their y-coordinates, from 0 to 1.
         areas: Area under each curve for the legend, (classes,), NaN for a class without images.
         class_names: Names of the classes for the legend.
-        title: Name of the areas. The title of the figure adds the mean of the areas.
+        title: What an area is called, such as AUROC. The title of the figure is this name with the mean of the areas.
         axes: Names of the x-axis and the y-axis.
     """
     figure = Figure(figsize=(7.6, 4.8), layout="constrained")

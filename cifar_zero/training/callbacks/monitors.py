@@ -1,4 +1,5 @@
-"""Callbacks that react to losses and metrics: they end a diverged run, lower the learning rate, or stop early."""
+"""Defines the callbacks that react to losses and metrics. They end a diverged run, lower the learning rate, or stop
+early."""
 
 import math
 from typing import Any
@@ -21,10 +22,12 @@ FACTOR = 0.1  # default of torch's ReduceLROnPlateau
 class Divergence(Callback):
     """Ends a run whose losses or weights are NaN or infinite, or whose float16 loss scale has reached its minimum.
 
-    Losses are checked at each point of the curves, where they are on the host already, and before each checkpoint. No
-    training loss shows the effect of the last update. Therefore the losses of validation and test are checked too, and
-    so are the weights before each checkpoint. The callback of the curves must come before this callback. All checked
-    values are the same on every rank.
+    Training losses are checked before each checkpoint and at each point of the training curves, where they are on the
+    host already. No training loss shows the effect of the last update. Therefore the losses of validation and test are
+    checked too, and the weights are checked before each checkpoint. Every rank reaches the same decision.
+
+    Args:
+        curves: The callback from which the losses are read. It must come before this callback in the Trainer's list.
     """
 
     def __init__(self, curves: TrainingCurves):
@@ -58,8 +61,8 @@ class Divergence(Callback):
     on_test_end = on_validation_end
 
     def _check(self, trainer: Trainer, losses: list[float]) -> None:
-        """Raises RunError unless all losses are finite. `losses` has the losses of the newest micro-batches. Its last
-        element belongs to the newest step."""
+        """Raises RunError unless all losses are finite. `losses` has the losses of the last micro-batches, in their
+        order. Its last element belongs to the current step."""
         for number, loss in enumerate(losses):
             if not math.isfinite(loss):
                 step = trainer.global_step - (len(losses) - 1 - number) // trainer.accumulate_grad_batches
@@ -69,16 +72,17 @@ class Divergence(Callback):
 class ReduceOnPlateau(Callback):
     """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss.
 
-    torch's ReduceLROnPlateau is not used. It accepts none of DeepSpeed's optimizers. Lightning (2.6.6) steps it after
-    the checkpoint of the epoch is written, so a resumed run would miss that validation. The lowered learning rate is in
-    the optimizer state of the checkpoint.
+    torch's ReduceLROnPlateau is not used. It accepts none of DeepSpeed's optimizers. Also, Lightning (2.6.6) steps it
+    after the checkpoint of the epoch is written, so a resumed run would not count the validation of that epoch. A
+    checkpoint has the lowered learning rate in its optimizer state.
     """
 
     def __init__(self, patience: int):
         self._patience, self._best, self._waited = patience, math.inf, 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts a validation, and lowers the learning rate if the patience is exhausted. All ranks do the same."""
+        """Counts a validation without a lower val/loss, and lowers the learning rate when `patience` such validations
+        follow one another. All ranks do the same."""
         loss = trainer.callback_metrics["val/loss"].item()
         self._waited += 1
         if loss < self._best:
@@ -99,23 +103,28 @@ class ReduceOnPlateau(Callback):
 
 
 class EarlyStop(EarlyStopping):
-    """Stops the training as Lightning's EarlyStopping does, and prints one line when it stops. The metric is --monitor,
-    which also selects the best checkpoint.
+    """Stops the training as Lightning's EarlyStopping does, and prints one line when it stops.
 
-    A resumed run continues the count with its own patience, and ends at once if this patience is already exhausted. An
-    epoch that --max_steps cuts short has no validation and does not count. `patience` is in validations.
+    A resumed run continues the count of validations without an improvement. It applies its own patience to this count,
+    and ends at once if the patience is already exhausted. An epoch that --max_steps cuts short has no validation and
+    does not count.
+
+    Args:
+        patience: Number of validations in a row without an improvement after which the training stops.
+        monitor: The metric, from --monitor, which also selects the best checkpoint.
+        mode: Whether a higher (max) or a lower (min) value of the metric is better.
     """
 
     def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):
         super().__init__(monitor, mode=mode, patience=patience, strict=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the count. Lightning (2.6.6) would also restore the patience of the run that saved the
-        checkpoint."""
+        """Restores the count of validations without an improvement. Lightning (2.6.6) would also restore the patience
+        of the run that saved the checkpoint."""
         super().load_state_dict({**state_dict, "patience": self.patience})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends a resumed training whose patience is already exhausted."""
+        """Ends a resumed run at once if its patience is already exhausted."""
         trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -22,18 +22,19 @@ from cifar_zero.launch.collectives import gather
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
 EXCHANGE_SECONDS = 1.0
-"""Approximate time between two exchanges in which the ranks share their requests to stop. An exchange all-reduces two
-numbers, which takes less than a thousandth of this time."""
+"""Approximate time between two exchanges. In an exchange, each rank learns whether any rank has received a signal. An
+exchange all-reduces two numbers, which takes less than a thousandth of this time."""
 
 
 class Interrupt(Callback):
     """Stops the training after a signal, without a validation in mid-epoch, so that a checkpoint can be written.
 
-    The ranks exchange their requests to stop about once a second, at the same optimizer step on every rank.
+    A signal on a rank is a request to stop. The ranks exchange their requests about once a second, after the same
+    optimizer step on every rank.
 
     A second Ctrl-C ends the process at once, unless the checkpoint has already been written. A second signal from the
-    cluster changes nothing, because the cluster's signal arrives both directly and through the launcher. Before and
-    after the training a signal raises Stopped at once; see `exits.interrupt`.
+    cluster has no effect, because one signal of the cluster reaches a rank twice, directly and through the launcher.
+    Before and after the training, any signal raises Stopped at once; see `exits.interrupt`.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Interrupt(Callback):
         self._exchanged = 0.0  # when the last exchange was, in seconds of the monotonic clock
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs the signal handlers."""
+        """Installs the signal handlers that record a request to stop."""
         self._exchange_step, self._exchanged = trainer.global_step, time.monotonic()
         wanted = [*exits.SIGNALS]
         if "SLURM_JOB_ID" in os.environ:
@@ -56,7 +57,7 @@ class Interrupt(Callback):
         self.has_started = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops after a step as soon as any rank has received a signal."""
+        """Stops the training after an optimizer step if a rank has received a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if self._is_requested(trainer):
@@ -68,8 +69,8 @@ class Interrupt(Callback):
                 trainer.limit_val_batches = 0
 
     def _is_requested(self, trainer: Trainer) -> bool:
-        """Returns whether any rank has requested a stop. Between two exchanges it returns False. Every rank must call
-        it after each step."""
+        """Returns whether any rank has requested a stop. With several ranks, the result is always False between two
+        exchanges. Every rank must call it after each optimizer step."""
         step, own = trainer.global_step, self._requested is not None
         if trainer.world_size == 1:
             return own
@@ -85,7 +86,8 @@ class Interrupt(Callback):
         return requested > 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the signal handlers, and then checks whether any rank has received a signal since the last step."""
+        """Restores the signal handlers, and then checks whether any rank has received a signal that no exchange has
+        shared."""
         self.has_ended = True
         if self.signal is None:
             for number, handler in self._previous.items():
@@ -101,17 +103,25 @@ class Interrupt(Callback):
 
 
 def keep_handlers(trainer: Trainer) -> None:
-    """Keeps Lightning (2.6.6) from replacing the signal handlers, for which it has no option. Lightning's handler of
-    SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be in another collective.
-    After `fit` Lightning restores the handlers that it found before, so a rank would ignore Ctrl-C again."""
+    """Keeps Lightning (2.6.6) from replacing the signal handlers. Lightning has no option for this. Lightning's handler
+    of SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be in another
+    collective. After `fit`, Lightning restores the handlers that it found before `fit`, so a rank would ignore Ctrl-C
+    again."""
     connector: Any = trainer._signal_connector
     connector.register_signal_handlers = lambda: None
 
 
 @contextmanager
 def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]:
-    """Context manager for the training and the steps after it. Adds to a Stopped exception whether the run was saved
-    and how to resume it. Raises RunError if the checkpoint could not be written."""
+    """Context manager for `fit` and everything that follows it in a run. If a signal raises Stopped, adds to the
+    exception's message whether the run was saved and how to resume it. Raises RunError instead if the checkpoint could
+    not be written.
+
+    Args:
+        trainer: The Trainer of the run.
+        run: The resolved run.
+        run_dir: The run folder on rank 0; None on the other ranks, which add no message.
+    """
     try:
         yield
     except Stopped as stop:
@@ -119,8 +129,9 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_group: bool) -> None:
-    """Raises Stopped if a signal has stopped the training, after it has checked that the run was saved and has shut the
-    ranks down. For `destroy_group` see `shutdown`."""
+    """Raises Stopped if a signal has stopped the training. Before this, waits for all ranks, checks that the checkpoint
+    was written (see `check_saved`), and shuts the ranks down. Rank 0 also requeues a SLURM job that was stopped by
+    SLURM_REQUEUE. For `destroy_group` see `shutdown`."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:
         return
@@ -134,8 +145,8 @@ def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_grou
 
 
 def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
-    """Returns a message for the user after a signal has ended a run. It states whether the run was saved and how to
-    resume it. The message is empty before the first step."""
+    """Returns the message for the user after a signal has ended a run. It states whether the run was saved and how to
+    resume it. The message is empty if the run had not finished a step, and on all ranks but rank 0."""
     interrupt = _interrupt(trainer)
     if run_dir is None or not interrupt.has_started or not trainer.global_step:
         return ""
@@ -157,16 +168,16 @@ def _interrupt(trainer: Trainer) -> Interrupt:
 
 
 def check_saved(trainer: Trainer) -> None:
-    """Raises RunError if the newest checkpoint could not be written. Every rank calls it, but only rank 0 records this
-    failure."""
+    """Raises RunError if the newest checkpoint could not be written. Only rank 0 has recorded such a failure, so on the
+    other ranks nothing is raised."""
     plugin = trainer.strategy.checkpoint_io
     if isinstance(plugin, AtomicCheckpointIO) and plugin.failure:
         raise RunError(plugin.failure)
 
 
 def shutdown(trainer: Trainer, destroy_group: bool) -> None:
-    """Waits for the other ranks. After the last run of a process (`destroy_group`), destroys the process group, as
-    torch requires."""
+    """Waits for the other ranks, and then destroys the process group if `destroy_group` is set. torch requires this at
+    the end of a process, so `destroy_group` must be set for the last run of a process."""
     trainer.strategy.barrier()
     if destroy_group and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,11 +1,13 @@
 """Measures speed and progress of a run: time per optimizer step, time spent waiting for data, images per second and
 FLOPs per second.
 
-FLOPs are counted on a copy of the model with shapes and no values (torch's meta device), so that the count does not
-depend on whether the strategy shards, casts or offloads the model. The dense peak of NVIDIA's GPUs is the denominator
-of the model FLOPs utilisation (MFU). Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) is not used.
-For the H100 NVL and the H200 it has figures with sparsity, twice what a dense model can reach (Lightning's issue
-21677), and it lacks the name "NVIDIA H200" and the tensor cores of GeForce cards.
+FLOPs are counted on a copy of the model that has shapes but no values (torch's meta device). The count therefore does
+not depend on whether the strategy shards, casts or offloads the model.
+
+The model FLOPs utilisation (MFU) is relative to the dense peak of the GPU, which PEAKS lists for NVIDIA's GPUs.
+Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) is not used. For the H100 NVL and the H200 it has
+figures with sparsity, twice what a dense model can reach (Lightning's issue 21677). It also lacks the name "NVIDIA
+H200" and the tensor cores of GeForce cards.
 """
 
 import os
@@ -31,12 +33,17 @@ from cifar_zero.training.callbacks.curves import IntervalCallback, TrainingCurve
 
 
 class Throughput(IntervalCallback):
-    """Writes the perf/* curves, and keeps the totals of the run.
+    """Writes the perf/* curves, and keeps the perf/* values of the whole run for metrics.json.
 
-    The clock runs inside the epochs and includes waiting for a batch. It excludes validation, the writing of
-    checkpoints, the start of an epoch, and the first --warmup_steps (at most half of the run, except in a benchmark).
+    The clock runs inside the epochs, and the measured time includes waiting for a batch. It excludes validation, the
+    writing of checkpoints, the start of an epoch, and the first --warmup_steps steps. The warm-up is at most half of
+    the run, except in a benchmark.
 
     docs/runs.md defines perf/data_time_ms, perf/tflops and perf/mfu (PaLM, Chowdhery et al. 2022, appendix B).
+
+    Args:
+        settings: The options of the run.
+        flops_per_step: FLOPs of one optimizer step, over all ranks.
     """
 
     def __init__(self, settings: Settings, flops_per_step: int):
@@ -70,15 +77,16 @@ class Throughput(IntervalCallback):
         self._first_timed_step = self._point_step = trainer.global_step + warmup_steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Adds the time spent waiting for this batch. After the warm-up and after each pause it starts the clock
-        instead."""
+        """Adds the time that was spent waiting for this batch. At the first batch after the warm-up or after a pause,
+        starts the clock instead."""
         if self._clock_started is not None:
             self._data_seconds += time.perf_counter() - self._batch_ended
         elif trainer.global_step >= self._first_timed_step:
             self._clock_started = self._now()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Records the time to the end of the first step, and writes a point if one is due."""
+        """Records the time from the start of the command to the end of the first step. If the curves have a point at
+        this step, writes it."""
         key = "perf/seconds_to_first_step"
         if key not in self.totals_of_run and trainer.global_step > self._logged_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
@@ -112,14 +120,19 @@ class Throughput(IntervalCallback):
             self._clock_started = self._now()
 
     def _now(self) -> float:
-        """Waits until all work queued on the device is done, and returns the time."""
+        """Waits until all work that is queued on the device is done, and returns the time in seconds."""
         torch.get_device_module(self._device).synchronize(self._device)  # returns at once on the CPU
         return time.perf_counter()
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        """Returns the perf/* metrics of `steps` optimizer steps. They took `seconds`, of which `data_seconds` were
-        spent waiting for data. Tokens per second are included only for transformers, and the MFU only if `peak_flops`
-        is known."""
+        """Returns the perf/* metrics of a number of optimizer steps. Tokens per second are included only for
+        transformers, and the MFU only if `peak_flops` is known.
+
+        Args:
+            seconds: Time that the steps took.
+            data_seconds: Part of this time that was spent waiting for data.
+            steps: The number of optimizer steps.
+        """
         images_per_second = self._config.recipe.batch_size * steps / seconds
         flops_per_second = self._flops_per_step * steps / seconds
         rates = {
@@ -144,12 +157,12 @@ FORMATS = {
     "perf/images_per_second": "Images/s: {:.0f}",
     "perf/tokens_per_second": "Tokens/s: {:.0f}",
 }
-"""Format of each part of a progress line, by the tag of its curve."""
+"""Format of each part of a progress line, keyed by the tag of the curve whose value it shows."""
 
 
 class ProgressBar(TQDMProgressBar):
-    """Extends Lightning's progress bar of an epoch. The bar also shows the loss at the newest point of the curves, the
-    accuracy of the newest validation, and the remaining training time."""
+    """Extends Lightning's progress bar of an epoch. The bar also shows the loss at the last point of the training
+    curves, the accuracy in the last validation, and the remaining training time."""
 
     def __init__(self, curves: TrainingCurves, throughput: Throughput):
         super().__init__(refresh_rate=20)  # drawing the bar takes as long as a step of a small model
@@ -167,8 +180,9 @@ class ProgressBar(TQDMProgressBar):
 
 
 class ProgressLines(IntervalCallback):
-    """Prints the newest point of the curves on rank 0, in the format of DeepSpeedExamples
-    (training/DeepSpeed-SuperOffload/finetune_zero3.py). The callbacks of the curves must come before this one."""
+    """Prints each point of the curves as a line on rank 0, in the format of DeepSpeedExamples
+    (training/DeepSpeed-SuperOffload/finetune_zero3.py). The callbacks `curves` and `throughput`, whose values are
+    printed, must come before this callback in the Trainer's list."""
 
     def __init__(self, curves: TrainingCurves, throughput: Throughput):
         self._curves, self._throughput = curves, throughput
@@ -193,8 +207,8 @@ class ProgressLines(IntervalCallback):
 
 
 def time_left(trainer: Trainer, throughput: Throughput) -> str:
-    """Returns the remaining time, such as "0:12:34 left", from the newest time of a step. Returns an empty string
-    during the warm-up."""
+    """Returns the remaining time of the training as a text, such as "0:12:34 left". It is computed from the mean time
+    of a step at the last point of the curves. Returns an empty string during the warm-up."""
     if not throughput.newest_rates:
         return ""
     steps = trainer.estimated_stepping_batches - trainer.global_step
@@ -202,8 +216,9 @@ def time_left(trainer: Trainer, throughput: Throughput) -> str:
 
 
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
-    """Returns the FLOPs of a forward and backward pass, two for each multiply-add. Counts matrix products and
-    convolutions, as torch's FlopCounterMode does. What activation checkpointing recomputes is not included.
+    """Returns the number of FLOPs in a forward and backward pass of a batch. A multiply-add counts as two FLOPs. Only
+    matrix products and convolutions are counted, as by torch's FlopCounterMode. Activations that activation
+    checkpointing recomputes are not counted again.
 
     Args:
         recipe: The recipe, which determines the model and its trained parameters.
@@ -266,7 +281,8 @@ PEAKS = {
     # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
     r"\bB200$": Peak(75e12, 1100e12, 2250e12),
 }
-"""Peaks by a pattern of the device's name. Slices of a GPU (MIG) and GPUs that are not listed have no known peak."""
+"""The peaks of NVIDIA's GPUs, keyed by a regular expression for the device's name. Slices of a GPU (MIG) and GPUs that
+are not listed have no known peak."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -278,9 +294,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
     """Returns the dense peak of one GPU in FLOP/s, or None if it is unknown. `device_name` is the name that
-    torch.cuda.get_device_name returns. The precision 32-true counts as TF32 where torch.get_float32_matmul_precision()
-    allows TF32. For convolutions cuDNN uses TF32 whatever that setting is, unless torch.backends.cudnn.allow_tf32 is
-    off."""
+    torch.cuda.get_device_name returns. For the precision 32-true, the peak of TF32 is returned if
+    torch.get_float32_matmul_precision() allows TF32. This setting does not apply to convolutions. For them cuDNN uses
+    TF32 unless torch.backends.cudnn.allow_tf32 is off."""
     peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
     if peak is None or " MIG " in device_name:
         return None
