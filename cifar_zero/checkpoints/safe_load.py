@@ -8,10 +8,12 @@ from typing import Any
 
 from cifar_zero.core.errors import UsageError, short
 
+STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+
 HARMLESS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    STAGE,
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 """Classes that DeepSpeed (0.19.8) puts into its checkpoints and that only hold data."""
@@ -35,16 +37,25 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
     check_records(file, verify)
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        unknown = sorted(set(names).difference(HARMLESS))
+        unknown = sorted(set(names).difference(HARMLESS, ["builtins.getattr"] if STAGE in names else []))
         if unknown and not trust:
             wanted = ", ".join(unknown[:3])
             raise UsageError(f"{file} loads {wanted}, which could run any code: add --trust if you know who wrote it")
-        with torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in HARMLESS if name in names]):
+        allowed = [pkgutil.resolve_name(name) for name in HARMLESS if name in names]
+        with torch.serialization.safe_globals([*allowed, (_stage, "builtins.getattr")]):
             return torch.load(file, map_location=device, mmap=mapped or device == "meta", weights_only=not trust)
     except UsageError:
         raise
     except Exception as error:  # torch, pickle and zipfile each raise other errors for a damaged file
         raise UsageError(f"{file} cannot be read, because it is damaged or not a checkpoint: {short(error)}") from error
+
+
+def _stage(enum: Any, name: str) -> Any:
+    """Returns the ZeRO stage called `name`. Replaces getattr, with which Python 3.11.2 pickles a member of an enum;
+    Python 3.11.7 pickles its value. Raises UsageError for any other object, because getattr can reach all code."""
+    if enum is not pkgutil.resolve_name(STAGE):
+        raise UsageError(f"the checkpoint reads {name} of {enum}, which could run any code")
+    return enum[name]
 
 
 def check_records(file: Path, checksums: bool = True) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
@@ -21,6 +23,28 @@ def test_a_pickle_runs_code_only_with_trust(tmp_path: Path):
     assert not proof.exists()
     load(file, trust=True)
     assert proof.exists()
+
+
+class Attribute:
+    """Is pickled as an attribute of an object, as Python 3.11.2 pickles a member of an enum."""
+
+    def __init__(self, *path: Any) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return getattr, self.path
+
+
+def test_getattr_reads_only_the_stage_of_zero(tmp_path: Path):
+    file = tmp_path / "states.pt"
+    torch.save({"zero_stage": Attribute(ZeroStageEnum, "weights")}, file)
+    assert load(file) == {"zero_stage": ZeroStageEnum.weights}
+    torch.save([ZeroStageEnum.weights, Attribute("text", "format")], file)
+    with pytest.raises(UsageError, match="reads format of text, which could run any code"):
+        load(file)
+    torch.save(Attribute("text", "format"), file)
+    with pytest.raises(UsageError, match=r"loads builtins\.getattr, which could run any code: add --trust"):
+        load(file)
 
 
 def test_a_flipped_byte_of_a_tensor_is_found(tmp_path: Path):
