@@ -76,8 +76,6 @@ def test_a_folder_of_the_users_is_not_replaced(config: DataConfig, name: str):
     photo = image_file(config).parents[1] / name / "train" / "cat" / "photo.png"
     photo.parent.mkdir(parents=True)
     photo.write_bytes(b"mine")
-    with pytest.raises(
-        UsageError, match=r"other files \(train\): choose another directory with --data\.cache DIR"
-    ):
+    with pytest.raises(UsageError, match=r"other files \(train\): choose another directory with --data\.cache DIR"):
         data.prepare(config)
     assert photo.read_bytes() == b"mine"
