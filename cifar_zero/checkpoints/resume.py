@@ -173,7 +173,8 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
 
 
 def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:
-    """Raises UsageError if the images have other classes than the run that wrote the checkpoint with this `record`."""
+    """Raises UsageError if the classes of the images differ from the classes of the run that wrote the checkpoint with
+    this `record`."""
     names, known = [*data.class_names(images)], record["classes"]
     if names != known:
         differing = ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"

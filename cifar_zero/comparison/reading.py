@@ -114,7 +114,7 @@ def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
 
 def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
     """Returns the names of the settings in `differences` that differ between the variants `one` and `other` and make a
-    verdict on them meaningless. Settings in ENVIRONMENT do not."""
+    verdict on the two variants meaningless. Settings in ENVIRONMENT may differ and are never returned."""
     found = []
     for setting, values in differences.items():
         if setting.split(".")[0] not in ENVIRONMENT and values.get(one) != values.get(other):

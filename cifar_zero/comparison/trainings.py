@@ -31,7 +31,7 @@ class Planned:
     launcher: Sequence[str] = ()  # see `run_process.start`
 
     def flags_of(self, seed: int) -> list[str]:
-        """Returns the flags of train for the run with this seed, without --out and --name."""
+        """Returns the `cifar-zero train` flags for the run with this seed, without --out and --name."""
         return [*self.variant.flags, "--seed", str(seed)]
 
     def run_name(self, seed: int) -> str:

@@ -1,4 +1,4 @@
-"""Formats the help of the command line: all options, or on one screen the options that most people need."""
+"""Formats the help of the command line: either all options, or one screen with the options that most people need."""
 
 import argparse
 import re

@@ -1,6 +1,6 @@
-"""The recipe: the options that decide what a run computes, on whatever devices it is trained. The docstring under each
-field is its `--help` text; numbers are at least 0 unless `limited` sets other limits. A resumed run keeps its recipe,
-except for the fields with `may_change_on_resume`."""
+"""The recipe: the options that decide what a run computes, regardless of the devices. The docstring under each field is
+its `--help` text; numbers are at least 0 unless `limited` sets other limits. A resumed run keeps its recipe, except for
+the fields with `may_change_on_resume`."""
 
 import math
 from dataclasses import dataclass, field

@@ -165,8 +165,8 @@ def why_not_resumed(run: Run) -> str:
 
     DeepSpeed 0.19.8 keeps Adam's state in SuperOffload's process, or in `backup_optimizer` for an offload ratio below
     1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, loading
-    a checkpoint does not restore the parameters and the groups that are too small for the disk (engine.py,
-    `load_checkpoint`).
+    a checkpoint restores neither the parameters nor the optimizer's sub-groups that are too small to be swapped to disk
+    (engine.py, `load_checkpoint`).
     """
     spec, name = run.spec, run.placement.strategy_name
     if spec.super_offload or run.placement.offload.ratio < 1:

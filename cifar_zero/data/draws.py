@@ -43,9 +43,9 @@ class Draws(NamedTuple):
 
 
 def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = IMAGE_SHAPE[1]) -> Draws:
-    """Draws, on the CPU, the table of an epoch for a split of `count` images of `side` x `side` pixels. It uses numpy's
-    generator, which has the beta distribution and accepts the seed and the epoch as two numbers. torch's generator
-    accepts only one number. The global generators are not used."""
+    """Draws, on the CPU, the table of one epoch's random augmentation for a split of `count` images of `side` x `side`
+    pixels. It uses numpy's generator, which has the beta distribution and accepts the seed and the epoch as two
+    numbers. torch's generator accepts only one number. The global generators are not used."""
     rng = _generator(seed, epoch)
     drawn: dict[str, Any] = {}
     if config.flip == "random":

@@ -330,6 +330,6 @@ MODELS = Models(
 
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
-    """Builds the model that MODELS has under `name`. `options` are values for the fields of its entry. Raises
+    """Builds the model that is registered in MODELS as `name`. `options` are values for the fields of its entry. Raises
     ValueError if an option is invalid."""
     return MODELS[name](**options).build(num_classes)

@@ -41,7 +41,8 @@ def register_user_model(name: str) -> None:
 
     The model maps images (N, 3, H, W) to scores (N, classes). The arguments of the class or function become options,
     except those whose default is not a plain value, such as a class. An argument `num_classes` does not become an
-    option. It receives the number of classes. Only the command line may name such a model, because it is code.
+    option. It receives the number of classes. A user's model is loaded only if the command line names it,
+    because loading it runs code. It is not enough that a recipe or a checkpoint names it.
 
     Args:
         name: FILE.py:NAME or PACKAGE.MODULE:NAME.

@@ -61,8 +61,8 @@ def parameter_groups(
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Returns a saved optimizer state, adapted to the options and groups of the optimizer that will load it. The saved
     state may come from another implementation, device or grouping. Only the learning rates are kept from the saved
-    options, because a schedule has changed them. Groups without `param_names` are taken to be the same in the state and
-    in the optimizer."""
+    options, because a schedule has changed them. If a group has no `param_names`, the saved groups are assumed to match
+    the optimizer's groups in order and content."""
     own_groups = optimizer.param_groups
     wanted: list[Any] = [group.get("param_names") for group in own_groups]
     found = [group.get("param_names") for group in state["param_groups"]]

@@ -1,5 +1,5 @@
 """Adds up the parts of the memory that a rank needs under each strategy, and compares them with the memory that is
-available to the rank. Recommends a strategy, also for `--strategy auto`."""
+available to the rank. Recommends a strategy, both for `cifar-zero plan` and for `--strategy auto`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ class MemoryEstimate:
 
     @property
     def host(self) -> int:
-        """The peak in the host's memory, without the memory of the process itself."""
+        """The rank's peak host memory, without the memory of the bare process. `available` subtracts CPU_RANK_BYTES for
+        the bare process."""
         return max(self.built_on_host, self._host_in_training)
 
     def compared(self, room: MemoryBudget) -> int:

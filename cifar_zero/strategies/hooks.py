@@ -42,8 +42,8 @@ class Updated:
         return self.optimizer.state.get(self.target, {})
 
     def optimizer_of(self, twin: Parameter) -> Any:
-        """Returns an optimizer that updates `twin`, a copy of the tensor, exactly as the original optimizer updates the
-        tensor. The new optimizer has a copy of the tensor's state."""
+        """Returns a new optimizer that updates `twin`, a copy of `target`, exactly as the original optimizer updates
+        `target`. The new optimizer has a copy of the original optimizer's state of `target`."""
         other = object.__new__(type(self.optimizer))  # copy.copy would drop attributes of subclasses (torch 2.15)
         vars(other).update(vars(self.optimizer))
         other.param_groups = [{**self.group, "params": [twin]}]
@@ -138,7 +138,7 @@ class Hooks:
         """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none.
 
         The gradient is summed over micro-batches, averaged over ranks, divided by the loss scale and not yet clipped.
-        If the parameter belongs to an expert, the gradient is of this rank's expert. Collective; call it only in
+        For a parameter of an expert, it is the gradient of this rank's own expert. Collective; call it only in
         `on_before_optimizer_step` when `ends_step` returns true.
         """
         if parameter.grad is None:
@@ -200,8 +200,9 @@ class Hooks:
         return True
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns the number of ranks that divide among themselves the gradient of a parameter, or the layers to which
-        the parameter belongs. The number is 1 if all ranks have the same gradient."""
+        """Returns the number of ranks over which the gradient of a parameter is sharded. If whole layers are
+        distributed over ranks instead, returns the number of these ranks for a parameter of these layers. The number is
+        1 if all ranks have the same gradient."""
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             return 1
@@ -239,8 +240,8 @@ class Hooks:
             _foreach_mul_(gradients, scale)
 
     def step_gradient_norm(self) -> float | None:
-        """Returns the gradient norm that the last step computed itself. Returns None if `gradient_norm` returns the
-        norm before the step."""
+        """Returns the gradient norm that the strategy computed in its last step. Returns None if the strategy computes
+        no norm in a step. In this case `gradient_norm`, which is called before the step, returns the norm."""
         return None
 
     def loss_scale(self) -> float | None:

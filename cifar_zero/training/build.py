@@ -89,16 +89,15 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 
 def strategy_of(run: Run) -> Strategy | str:
-    """Returns the strategy of a run, built for the run's own model and optimizer, either as an object or as Lightning's
-    name of it."""
+    """Returns the strategy for the run's own model and optimizer, either as an object or by its name in Lightning."""
     net = on_meta(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
     return strategies.build(run.placement, sum(sizes), max(sizes), run)
 
 
 def maths_callbacks(recipe: Recipe) -> list[Callback]:
-    """Returns the callbacks that change what a run computes. In a run that `cifar-zero compare` trains, they are the
-    only callbacks besides the step check."""
+    """Returns the callbacks that change what a run computes. When `cifar-zero compare` trains a case of --acceptance
+    or --script, the case has only these callbacks and the comparison's own callbacks."""
     made: list[Callback] = [BatchNormStatistics(), Resume()]
     if recipe.ema or recipe.swa_from:
         made.append(Averaging(recipe.ema, recipe.swa_from))

@@ -56,7 +56,8 @@ def _run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None) 
 
     Args:
         checkpoint: The checkpoint. Its recipe is read from its run folder, or from the checkpoint itself.
-        given: Flags of train, which override the checkpoint's data options and recipe and the default placement.
+        given: `cifar-zero train` flags. They override the checkpoint's data options and recipe, and also the default
+            placement.
         content: The content of the checkpoint, if it has been read already.
     """
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
@@ -75,7 +76,8 @@ def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None 
 
     Args:
         checkpoint: A checkpoint of any strategy.
-        given: Flags of train, which override the checkpoint's data options and recipe and the default placement.
+        given: `cifar-zero train` flags. They override the checkpoint's data options and recipe, and also the default
+            placement.
         content: The content of the checkpoint, if it has been read already.
     """
     from cifar_zero.checkpoints.read import RECORD, read

@@ -156,8 +156,8 @@ class SplitMetrics:
         return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
-        """Returns the values to log by the tag of their curve. The tag is <split>/<metric> for the whole split, and
-        <split>/<metric>_class/<name> for a class with images. Every rank must call it.
+        """Returns the values to log, keyed by the tag of their curve. The tag is <split>/<metric> for the whole split,
+        and <split>/<metric>_class/<name> for each class that has images in the split. Every rank must call it.
 
         Args:
             split: val or test.

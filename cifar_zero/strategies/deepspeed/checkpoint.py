@@ -48,7 +48,7 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
         self._try(lambda: super(GuardedCheckpointEngine, self).makedirs(path, exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Writes a file."""
+        """Writes `state_dict` to the file `path`."""
         optimizer = state_dict.get("optimizer_state_dict")
         if isinstance(optimizer, dict) and "zero_stage" in optimizer:
             # Python 3.11.2 (Debian 12) pickles an Enum as a call of getattr, which no reader should allow.

@@ -87,8 +87,8 @@ def names_of_parameters(engine: Any) -> dict[Parameter, str]:
 
 @contextmanager
 def rewriting(engine: Any) -> Generator[None, None, None]:
-    """Makes ZeRO 3 shard the parameters that it keeps whole when the context is entered, and gather them again when it
-    is left."""
+    """Returns a context manager. On entry, it makes ZeRO 3 shard the parameters that ZeRO 3 otherwise keeps whole. On
+    exit, it makes ZeRO 3 gather them again."""
     shards = engine.zero_optimization_partition_weights()
     if shards:
         engine.optimizer.checkpoint_event_prologue()

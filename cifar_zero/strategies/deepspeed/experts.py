@@ -18,8 +18,8 @@ from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 class SpreadGate(Gate):
     """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice in
-    an evaluation, and drops no random tokens there. A training step does not wait for the device to return the
-    capacity, as it does with DeepSpeed's gate."""
+    an evaluation, and drops no random tokens there. With DeepSpeed's gate, a training step waits for the device to
+    return the capacity. With this gate it does not."""
 
     def __init__(self, gate: Gate):
         super().__init__(gate.wg.in_features, gate.num_experts, gate.options)

@@ -148,8 +148,9 @@ class EngineHooks(Hooks):
         return self.engine.gradient_clipping() or 0.0
 
     def ends_step(self) -> bool:
-        """Returns whether the engine is at an accumulation boundary. DeepSpeed steps after each micro-batch, so
-        Lightning calls its hook for each micro-batch."""
+        """Returns whether the engine is at an accumulation boundary. Lightning calls `on_before_optimizer_step` for
+        every micro-batch, because DeepSpeed's `step` must be called for every micro-batch, although it updates the
+        weights only at a boundary."""
         return self.engine.is_gradient_accumulation_boundary()
 
     def ranks_of(self, parameter: Any) -> int:

@@ -45,8 +45,8 @@ second fit."""
 
 
 class ZeROStrategy(DeepSpeedStrategy):
-    """Runs DeepSpeed's engine under Lightning, on CUDA as Lightning's strategy does, and elsewhere on DeepSpeed's own
-    CPU accelerator.
+    """Runs DeepSpeed's engine under Lightning. GPU ranks use CUDA, as under Lightning's strategy. CPU ranks use
+    DeepSpeed's own CPU accelerator.
 
     Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are the options of Lightning's
     strategy. The class adds two things that Lightning 2.6.6 lacks:
@@ -145,7 +145,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             return 1
 
     def setup_distributed(self) -> None:
-        """Starts the process group, on the CPU without Lightning's check of GPU indices."""
+        """Starts the process group. On CPU ranks, skips Lightning's check of GPU indices."""
         if not self.on_cpu:
             super().setup_distributed()
             return

@@ -31,7 +31,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (ma
 
 
 class CPUKernels(Callback):
-    """Chooses the number of threads, and between the convolution kernels of torch and oneDNN. In training the choice
+    """Chooses the number of threads and the convolution kernels (torch's or oneDNN's). In training the choice
     depends on the size of a micro-batch. In evaluation, whose batches are large, all threads and oneDNN are used.
 
     Args:
