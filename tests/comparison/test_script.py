@@ -93,13 +93,14 @@ def test_mistakes_of_a_migration(flags: str, outcome: str, found: Sequence[str],
 @pytest.mark.parametrize(
     ("scale", "differs", "found"),
     [
-        pytest.param("1.0", False, "script's batch 4 values", marks=of_test_all),
+        pytest.param("1.0", False, "4 steps checked", marks=of_test_all),
         ("0.5", True, "the module's values are 0.5 times the script's plus 0, so the normalisation differs"),
     ],
 )
 def test_the_batches_of_the_modules_own_loader(scale: str, differs: bool, found: str, tmp_path: Path):
     verdict = verdict_of("", tmp_path, "--module.scale", scale, own_data=True)
     assert (verdict.outcome == "different") == differs
+    assert verdict.tallies["script's batch"].elements == 4
     assert found in str(verdict)
 
 
