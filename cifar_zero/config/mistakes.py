@@ -32,7 +32,7 @@ OWNED = {
     "strategy": "--strategy",
     "use_distributed_sampler": "--data.loader (it shards the data itself)",
 }
-"""Options of Lightning's Trainer for which this program has a flag of its own, and what to use instead. They are
+"""Options of Lightning's Trainer for which this program has its own flag, and what to use instead. They are
 refused, so that each setting has only one owner."""
 
 

@@ -133,14 +133,14 @@ class Verdict:
 
     @property
     def judged(self) -> float:
-        """For each kind of value in `needed`, computes the share of its elements that were judged, and returns the
-        smallest of these shares. The share of a kind without elements is 0."""
+        """Returns the smallest share of judged elements among the kinds of values in `needed`. The share of a kind
+        without elements is 0."""
         counted = [self.tallies.get(kind, Tally()) for kind in self.needed]
         return min(tally.judged / tally.elements if tally.elements else 0.0 for tally in counted)
 
     @property
     def used(self) -> float:
-        """Returns the largest error among all judged values. Each error is measured as a share of its own bound."""
+        """Returns the largest error among all judged values. Each error is measured as a share of its bound."""
         return max((tally.worst.share for tally in self.tallies.values() if tally.worst), default=0.0)
 
     @property

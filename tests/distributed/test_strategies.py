@@ -83,7 +83,7 @@ def weights(runs: dict[Run, Path], *run: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("strategy", "devices"), sorted(PLAIN))
 def test_ends_with_the_weights_of_ddp(strategy: str, devices: int, runs: dict[Run, Path]):
-    """With SGD, without accumulation and clipping, weights agree bit for bit, offloaded or not."""
+    """Without accumulation and clipping, weights trained with SGD agree bit for bit, offloaded or not."""
     expected = weights(runs, "ddp", devices, "plain")
     assert largest_difference(weights(runs, strategy, devices, "plain"), expected) == 0
     start = models.build("net", 10).state_dict()
@@ -122,7 +122,7 @@ def test_ranks_do_not_change_the_maths(runs: dict[Run, Path]):
 
 @of_test_all
 def test_the_cpu_where_deepspeed_would_take_a_gpu(tmp_path: Path, small_data: list[str]):
-    """The environment variable makes DeepSpeed choose CUDA, as DeepSpeed does by itself on a machine with a GPU."""
+    """The environment variable makes DeepSpeed choose CUDA, as DeepSpeed does automatically on a machine with a GPU."""
     flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
     done = run_program(
         *("train.py", *small_data, *flags, "--max_steps", "2", "--out", str(tmp_path)), env={"DS_ACCELERATOR": "cuda"}
