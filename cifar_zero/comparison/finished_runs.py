@@ -10,7 +10,7 @@ from torch import Tensor
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
-from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind
+from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind, share_used
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.results import FALLBACK
 
@@ -48,7 +48,7 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
     variant's `check` and `drift`."""
     reference = comparison.variants[0]
     checks = [run.check or UNCHECKED for run in variant.runs]
-    worst = max(checks, key=lambda check: (OUTCOMES.index(check["outcome"]), check["used"] or 0.0))  # JSON has no inf
+    worst = max(checks, key=lambda check: (OUTCOMES.index(check["outcome"]), share_used(check)))
     variant.check = worst
     if worst["outcome"] == "different":
         return "different", worst["text"]

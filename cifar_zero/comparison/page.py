@@ -18,7 +18,7 @@ from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
 from cifar_zero.comparison import report
-from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Variant
+from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Variant, share_used
 
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 """matplotlib's options for the plots. Mathematical notation is not parsed, so that a $ in a name stays a $."""
@@ -64,7 +64,7 @@ def write_page(comparison: Comparison, folder: Path) -> None:
 def shade(variant: Variant) -> float:
     """Returns how dark the cell of a case is in the report's table, from 0 to 1. The darkness is on a logarithmic scale
     of the share of the case's error bound that was used."""
-    used = variant.check.get("used") or 0.0
+    used = share_used(variant.check)
     return min(1.0, max(0.0, 1 + math.log10(used) / 4)) if used else 0.0
 
 

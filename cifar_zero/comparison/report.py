@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
-from cifar_zero.comparison.result import Comparison
+from cifar_zero.comparison.result import Comparison, share_used
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import curves
 from cifar_zero.training.results import IN_EFFECT
@@ -137,7 +137,7 @@ def _table_by_strategy(comparison: Comparison) -> rich.table.Table:
         counts = [sum(variant.kind == kind for variant in variants) for kind in kinds]
         failed = len(variants) - sum(counts)
         judged = min(variant.check.get("judged", 0.0) for variant in variants)
-        used = max(variant.check.get("used") or 0.0 for variant in variants)
+        used = max(share_used(variant.check) for variant in variants)
         style = "red" if failed else "green"
         cells = [*map(str, counts), f"[{style}]{failed}[/]", f"{judged:.1%}", f"{used:.1%}"]
         table.add_row(strategy, str(len(variants)), *cells)

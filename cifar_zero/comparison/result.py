@@ -1,9 +1,10 @@
 """Defines the result of a comparison, which comparison.json and the report contain. Importing this module does not
 import torch."""
 
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -125,6 +126,13 @@ class Variant:
     def by_seed(self) -> dict[int, FinishedRun]:
         """The runs of the variant by seed."""
         return {run.seed: run for run in self.runs}
+
+
+def share_used(check: Mapping[str, Any]) -> float:
+    """Returns the largest share of an error bound that was used in a step check. `check` is the dictionary of
+    `Verdict.as_dict`, in which JSON has null for an infinite share, or empty without a step check."""
+    share = check.get("used", 0.0)
+    return math.inf if share is None else share
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from markupsafe import escape
 
-from cifar_zero.comparison.page import loss_plot, write_page
+from cifar_zero.comparison.page import loss_plot, shade, write_page
 from cifar_zero.comparison.report import MEMORY, SPEED, figures, settings
 from cifar_zero.comparison.result import Comparison, Curve, FinishedRun, Variant, VerdictKind
 
@@ -132,3 +132,11 @@ def test_the_second_panel_has_the_difference_of_each_seed_and_gaps_where_there_i
     assert below.get_yscale() == "log"
     entries = [text.get_text() for text in figure.legends[0].get_texts()]
     assert entries == ["baseline (reference)", "ddp (different)", "fsdp2 (bit-identical)"]
+
+
+def test_the_cell_of_an_infinite_share_is_the_darkest():
+    """A value whose bound is 0 has an infinite share, which JSON stores as null."""
+    shares: list[float] = []
+    for used in (None, 0.01, 0.0):
+        shares.append(shade(Variant("case", "ddp", 2, check={"used": used})))
+    assert shares == [1.0, 0.5, 0.0]
