@@ -56,7 +56,7 @@ def train(
 
 def shuffled(count: int, batch_size: int, device: torch.device) -> Iterator[Tensor]:
     """Yields the indices of the images of each batch, int64 (batch_size,), epoch after epoch."""
-    order = TrainOrder(count, batch_size, accumulate=1, world_size=1, rank=0, seed=SEED)
+    order = TrainOrder(count, batch_size, accumulate=1, replicas=1, replica=0, seed=SEED)
     epoch = 0
     while True:
         order.set_epoch(epoch)

@@ -1,4 +1,5 @@
-"""Selects the images of a split that a loader reads, and the order in which each rank reads them."""
+"""Selects the images of a split that a loader reads, and the order in which each replica of the model reads them. A
+replica is one rank, or all ranks that share one model."""
 
 import math
 import mmap
@@ -61,16 +62,16 @@ def stratified_split(
 
 
 class Order:
-    """Determines which images each micro-batch of an epoch has on one rank, and in which order. Images are given by
+    """Determines which images each micro-batch of an epoch has on one replica, and in which order. Images are given by
     their positions in the split."""
 
     epoch = 0  # the current epoch
     skipped = 0  # micro-batches that the next pass of a DataLoader skips
     sampler: "TrainOrder | None" = None  # Lightning calls its `set_epoch` before each epoch
 
-    def __init__(self, count: int, batch_size: int, length: int, world_size: int, rank: int) -> None:
-        self.batch_size = batch_size  # images in a micro-batch of this rank, by the name that batch samplers use
-        self._count, self._length, self._world_size, self._rank = count, length, world_size, rank
+    def __init__(self, count: int, batch_size: int, length: int, replicas: int, replica: int) -> None:
+        self.batch_size = batch_size  # images in a micro-batch of this replica, by the name that batch samplers use
+        self._count, self._length, self._replicas, self._replica = count, length, replicas, replica
 
     def __len__(self) -> int:
         return self._length
@@ -84,16 +85,16 @@ class Order:
 
 
 class TrainOrder(Order):
-    """Shuffles the images anew in each epoch, like torch's DistributedSampler with drop_last. Rank r takes the shuffled
-    images r, r + world_size, r + 2 * world_size and so on.
+    """Shuffles the images anew in each epoch, like torch's DistributedSampler with drop_last. Replica r takes the
+    shuffled images r, r + replicas, r + 2 * replicas and so on.
 
     An epoch has only whole optimizer steps, and their number is floor(count / batch_size). DeepSpeed counts the
     micro-batches until the next step itself and would carry a remainder into the next epoch, whereas DDP steps at the
-    end of the epoch. Because the ranks take turns, step k sees the same set of images for every number of ranks and
-    every accumulation.
+    end of the epoch. Because the replicas take turns, step k sees the same set of images for every number of replicas
+    and every accumulation.
 
     Args:
-        batch_size: images of one optimizer step over all ranks, in `accumulate` micro-batches per rank.
+        batch_size: images of one optimizer step over all replicas, in `accumulate` micro-batches per replica.
         shuffle: whether to shuffle; if not, every epoch has the stored order.
 
     Raises:
@@ -101,11 +102,11 @@ class TrainOrder(Order):
     """
 
     def __init__(
-        self, count: int, batch_size: int, accumulate: int, world_size: int, rank: int, seed: int, shuffle: bool = True
+        self, count: int, batch_size: int, accumulate: int, replicas: int, replica: int, seed: int, shuffle: bool = True
     ) -> None:
-        micro_batch = micro_batch_size(batch_size, world_size, accumulate)
+        micro_batch = micro_batch_size(batch_size, replicas, accumulate)
         length = count // batch_size * accumulate
-        super().__init__(count, micro_batch, length, world_size, rank)
+        super().__init__(count, micro_batch, length, replicas, replica)
         if length == 0:
             raise UsageError(f"--batch_size {batch_size} is more than the {count} training images: use a smaller one")
         self._seed, self._shuffle, self.sampler = seed, shuffle, self
@@ -118,25 +119,25 @@ class TrainOrder(Order):
             turns = torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + self.epoch))
         else:
             turns = torch.arange(self._count)
-        mine = turns[self._rank :: self._world_size]
+        mine = turns[self._replica :: self._replicas]
         return mine[: self._length * self.batch_size].view(self._length, self.batch_size)
 
 
 class EvalOrder(Order):
-    """Reads every image once, unshuffled and in the same order in all passes. Rank r takes the positions r, r +
-    world_size, r + 2 * world_size and so on.
+    """Reads every image once, unshuffled and in the same order in all passes. Replica r takes the positions r,
+    r + replicas, r + 2 * replicas and so on.
 
-    All ranks get the same number of batches of the same size, because ZeRO 3 gathers weights in every forward pass and
-    would hang if one rank had more batches. Missing images are padded with position `count`, the split's ignored entry.
-    A rank's batch has at most `max_batch_size` images. The number of batches is as small as this limit allows, and the
-    images are distributed evenly over the batches.
+    All replicas get the same number of batches of the same size, because ZeRO 3 gathers weights in every forward pass
+    and would hang if one rank had more batches. Missing images are padded with position `count`, the split's ignored
+    entry. A replica's batch has at most `max_batch_size` images. The number of batches is as small as this limit
+    allows, and the images are distributed evenly over the batches.
     """
 
-    def __init__(self, count: int, max_batch_size: int, world_size: int, rank: int) -> None:
-        per_rank = math.ceil(count / world_size)
-        length = math.ceil(per_rank / max_batch_size)
-        super().__init__(count, math.ceil(per_rank / length), length, world_size, rank)
+    def __init__(self, count: int, max_batch_size: int, replicas: int, replica: int) -> None:
+        per_replica = math.ceil(count / replicas)
+        length = math.ceil(per_replica / max_batch_size)
+        super().__init__(count, math.ceil(per_replica / length), length, replicas, replica)
 
     def positions(self) -> Tensor:
         turns = torch.arange(self._length * self.batch_size).view(self._length, self.batch_size)
-        return (self._rank + self._world_size * turns).clamp_(max=self._count)
+        return (self._replica + self._replicas * turns).clamp_(max=self._count)

@@ -30,7 +30,7 @@ def split() -> Split:
 
 
 def make_loader(split: Split, stored: Stored, config: AugmentConfig | None) -> MemoryLoader:
-    order = TrainOrder(COUNT, BATCH, accumulate=1, world_size=1, rank=0, seed=3)
+    order = TrainOrder(COUNT, BATCH, accumulate=1, replicas=1, replica=0, seed=3)
     return MemoryLoader(split, order, stored, config and Augmentation(config, COUNT, CLASSES, seed=3))
 
 
