@@ -3,7 +3,6 @@ whether they agree. See --help."""
 
 import os
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import product
@@ -13,7 +12,7 @@ from typing import Any
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import own_module, report, script
 from cifar_zero.comparison.cases import RECIPE, RESUMES, plan_cases, random_cases, resolved
-from cifar_zero.comparison.launches import WORKER, run_worker, train_cases
+from cifar_zero.comparison.launches import train_cases
 from cifar_zero.comparison.own_module import STEPS
 from cifar_zero.comparison.reading import grouped, load
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
@@ -58,8 +57,6 @@ examples:
 def main() -> int:
     """Runs the comparison that the command line describes, prints the verdicts and writes the report. Returns the exit
     code, which is 1 if a variant did not train or does not agree."""
-    if sys.argv[1:2] == [WORKER]:
-        return run_worker(Path(sys.argv[2]))
     arguments, rest = _parse()
     if rank_environment.is_rank():
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
@@ -187,10 +184,11 @@ def _ranks(arguments: Namespace) -> int:
 def _with_resumes(arguments: Namespace, cases: list[Variant], resolve: Resolve) -> list[Variant]:
     """Returns the cases, followed by cases that resume them. --resume_at, --resume_under and --resume_devices define
     after which step, under which strategies and on how many ranks cases are resumed. Without --resume_at, RESUMES
-    defines this for the acceptance cases. If a baseline is read or written, no case is resumed."""
+    defines this for the acceptance cases, and with --quick no case is resumed, because new ranks take several seconds
+    to start. If a baseline is read or written, no case is resumed either."""
     if any(_baselines(arguments).values()):  # a resumed training keeps no sketches for a baseline
         return cases
-    resumes: Sequence[Continuation] = RESUMES
+    resumes: Sequence[Continuation] = () if arguments.quick else RESUMES
     if arguments.resume_at is not None:
         others = product(arguments.resume_under or [""], arguments.resume_devices or [0])
         resumes = [Continuation(arguments.resume_at, *place) for place in dict.fromkeys([("", 0), *others])]
@@ -272,7 +270,7 @@ def _parse() -> tuple[Namespace, list[str]]:
     mode = parser.add_mutually_exclusive_group().add_argument
     mode("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
     mode("--acceptance", action="store_true", help="train a dozen short recipes under every strategy")
-    add("--quick", action="store_true", help="with --acceptance: train only the three most sensitive recipes")
+    add("--quick", action="store_true", help="with --acceptance: train three sensitive recipes, resume none")
     add("--fuzz", type=int, metavar="N", help="with --acceptance: train N cases under random placements")
     add("--print_cases", action="store_true", help="with --acceptance: list the cases with their commands and exit")
     mode("--module", metavar="NAME", help="compare your own LightningModule: FILE.py:NAME or PACKAGE.MODULE:NAME")

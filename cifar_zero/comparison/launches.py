@@ -1,8 +1,11 @@
 """Starts the ranks that train the cases of a comparison, and reads the verdicts that they write. All cases with the
-same number of ranks share one launch. Importing this module does not import torch, which the ranks import meanwhile."""
+same number of ranks share one launch. Importing this module does not import torch, which the ranks import meanwhile.
+
+`python -m cifar_zero.comparison.launches FILE` starts the ranks that train the jobs of a file."""
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -15,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cifar_zero.comparison.result import Comparison, Variant
 from cifar_zero.comparison.resuming import SAVED
+from cifar_zero.core import exits
 from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, gpu_versions, this_computer, versions
 from cifar_zero.launch import local_launcher, rank_environment
@@ -26,14 +30,11 @@ TRAININGS = 500
 of 120 cases under random placements left 0.36 MB in a rank, because torch and DeepSpeed keep process groups, and with
 them modules (torch 2.15, DeepSpeed 0.19.8)."""
 
-WORKER = "train-jobs"
-"""First argument of `cifar-zero compare` in a process that `_launch` starts. The second argument is the path of the
-file with its jobs."""
 
-
-def run_worker(file: Path) -> int:
-    """Trains all jobs of a file with `jobs.train_jobs`, and returns the exit code. Several ranks are started once for
-    all jobs, because starting them takes seconds."""
+def main() -> int:
+    """Trains all jobs of the file that the command line names with `jobs.train_jobs`, and returns the exit code.
+    Several ranks are started once for all jobs, because starting them takes seconds."""
+    file = Path(sys.argv[1])
     work = json.loads(file.read_text())
     if work["ranks"] > 1 and not rank_environment.is_rank():
         return local_launcher.run_ranks(work["ranks"], on_cpu=gpu_count() == 0)
@@ -143,7 +144,7 @@ def _launch(
         described = {str(verdict): asdict(case) for verdict, case in jobs.items()}
         file.write_text(json.dumps({"ranks": ranks, "train": train, "jobs": described, "sketches": sketches}))
         began = time.monotonic()
-        with run_process.start(("cifar_zero", "compare", WORKER), [str(file)], log) as child:
+        with run_process.start(["cifar_zero.comparison.launches"], [str(file)], log) as child:
             for verdict, case in jobs.items():
                 while not verdict.exists() and child.poll() is None:
                     yield 0
@@ -158,3 +159,8 @@ def _launch(
                 case.check = json.loads(verdict.read_text())
                 case.judge(case.check["outcome"], case.check["text"])
                 yield 1
+
+
+if __name__ == "__main__":
+    exits.install()
+    sys.exit(exits.guarded(main))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,35 @@ from cifar_zero.config.strategy_specs import STRATEGIES
 from tests.support.helpers import assert_ok, of_test_all, run_program
 
 
-def test_the_cases_are_listed_also_of_a_raw_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Returns a function that takes flags of compare and returns the lines that --print_cases prints."""
+
+    def lines(*flags: str) -> list[str]:
+        monkeypatch.setattr("sys.argv", ["compare", "--acceptance", "--print_cases", "--devices", "2", *flags])
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        return capsys.readouterr().out.splitlines()
+
+    return lines
+
+
+def test_the_cases_are_listed_also_of_a_raw_configuration(tmp_path: Path, listed: Callable[..., list[str]]):
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    flags = ["--acceptance", "--print_cases", "--devices", "2", "--strategies", "deepspeed_stage_3", str(mine)]
-    monkeypatch.setattr("sys.argv", ["compare", *flags])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    lines = capsys.readouterr().out.splitlines()
+    lines = listed("--strategies", "deepspeed_stage_3", str(mine))
     assert "mine: float32, accumulated, 2 ranks" in lines
     number = lines.index("deepspeed_stage_3: all parameters sharded, 2 ranks")
     assert lines[number + 1] == "  stage 3: gathering, prefetching and releasing each parameter"
     assert "train --data.source synthetic" in lines[number + 2]
+
+
+def test_quick_resumes_no_case(listed: Callable[..., list[str]]):
+    resumed = "deepspeed_stage_0: bfloat16, AdamW, clipped, 2 ranks, resumed at step 3"
+    flags = ["--strategies", "deepspeed_stage_0"]
+    assert resumed in listed(*flags)
+    assert resumed not in listed(*flags, "--quick")
+    assert resumed in listed(*flags, "--quick", "--resume_at", "3")
 
 
 def test_random_placements_are_the_same_each_time():
