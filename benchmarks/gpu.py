@@ -368,4 +368,4 @@ def with_failures(row: Row, bad: Sequence[str]) -> Row:
 
 
 if __name__ == "__main__":
-    sys.exit(exits.guarded(main))
+    exits.run(main)

@@ -127,4 +127,4 @@ def last_line(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exits.guarded(main))
+    exits.run(main)

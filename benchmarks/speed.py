@@ -11,7 +11,6 @@ cores, as where OMP_NUM_THREADS is not set.
 data: compares the loaders alone with torchvision's CIFAR10 and torch's DataLoader, on synthetic images in memory.
 """
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -122,4 +121,4 @@ CASES: dict[str, tuple[Callable[[Bench, Namespace], list[Case]], tuple[str, ...]
 """The comparisons by name, with their options."""
 
 if __name__ == "__main__":
-    sys.exit(exits.guarded(main))
+    exits.run(main)

@@ -141,4 +141,4 @@ def spread(values: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exits.guarded(main))
+    exits.run(main)

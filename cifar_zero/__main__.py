@@ -47,7 +47,7 @@ def run(name: str) -> NoReturn:
     exits.install()  # before the imports, which take a second
     if "OMP_WAIT_POLICY" not in os.environ:  # a user's OMP_WAIT_POLICY implies its own spin count
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    sys.exit(exits.guarded(lambda: import_module(COMMANDS[name]).main()))
+    exits.run(lambda: import_module(COMMANDS[name]).main())
 
 
 if __name__ == "__main__":

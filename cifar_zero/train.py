@@ -62,20 +62,19 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
 
     quieten()
     build.check_trainer_options(run)
-    with collectives.destroyed_on_refusal(last):
-        places = collectives.init_process_group(run)
-        run = starting.agree_on_checkpoint(run, places)
-        identity = starting.check_checkpoint(run)
-        weights = starting.pretrained_weights(run)
-        run = starting.agree_on_images(run)
+    places = collectives.init_process_group(run)
+    run = starting.agree_on_checkpoint(run, places)
+    identity = starting.check_checkpoint(run)
+    weights = starting.pretrained_weights(run)
+    run = starting.agree_on_images(run)
 
-        # Lightning calls the data module's methods again, which then do nothing. They are called here first, so that
-        # bad images end the run before its folder exists.
-        datamodule = resolve_name(DATAMODULE)(run, identity)
-        if rank_environment.local_rank() == 0:
-            datamodule.prepare_data()
-        collectives.gather(None)  # waits until rank 0 of each node has prepared the images
-        datamodule.setup()
+    # Lightning calls the data module's methods again, which then do nothing. They are called here first, so that
+    # bad images end the run before its folder exists.
+    datamodule = resolve_name(DATAMODULE)(run, identity)
+    if rank_environment.local_rank() == 0:
+        datamodule.prepare_data()
+    collectives.gather(None)  # waits until rank 0 of each node has prepared the images
+    datamodule.setup()
     is_rank_0 = rank_environment.global_rank() == 0
     run_dir = starting.open_run(run, weights) if is_rank_0 else None
 

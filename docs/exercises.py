@@ -394,4 +394,4 @@ CHECKS = [
 ON_TWO_RANKS = (9, 10, 11)
 
 if __name__ == "__main__":
-    sys.exit(exits.guarded(main))
+    exits.run(main)

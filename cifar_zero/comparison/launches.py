@@ -163,4 +163,4 @@ def _launch(
 
 if __name__ == "__main__":
     exits.install()
-    sys.exit(exits.guarded(main))
+    exits.run(main)

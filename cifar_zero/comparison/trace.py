@@ -240,4 +240,4 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(exits.guarded(main))
+    exits.run(main)

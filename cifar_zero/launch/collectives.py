@@ -4,8 +4,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -74,18 +73,6 @@ def init_process_group(run: Run) -> list[Place]:
     places = gather(place)
     _set_timeout(max(timedelta(seconds=run.placement.timeout), START))
     return places
-
-
-@contextmanager
-def destroyed_on_refusal(last: bool) -> Iterator[None]:
-    """Destroys the process group if UsageError ends the context and this is the `last` run of the process. With a group
-    of gloo, torch 2.15 otherwise aborts about one process in ten at its exit, which then has the exit code 134."""
-    try:
-        yield
-    except UsageError:
-        if last and dist.is_initialized():
-            dist.destroy_process_group()
-        raise
 
 
 def await_training(run: Run) -> None:

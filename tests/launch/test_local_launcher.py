@@ -24,7 +24,7 @@ from cifar_zero.launch import local_launcher, rank_environment
 if not rank_environment.is_rank():
     for name, seconds in {limits!r}.items():
         setattr(local_launcher, name, seconds)
-    sys.exit(exits.guarded(lambda: local_launcher.run_ranks(3, on_cpu=True)))
+    exits.run(lambda: local_launcher.run_ranks(3, on_cpu=True))
 rank = rank_environment.global_rank()
 
 def note(name):

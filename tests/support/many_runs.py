@@ -60,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exits.guarded(main))
+    exits.run(main)
