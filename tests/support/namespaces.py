@@ -31,11 +31,6 @@ HOSTS_FILES = Path("/etc/netns")
 DEVICE = "eth0"
 """The network device of each host, which is its end of the link."""
 
-SUBNET = "10.77.0"
-
-AS_HOST = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
-"""A shell command that sets the host's name in a new UTS namespace, and then becomes the given command."""
-
 
 @dataclass(frozen=True)
 class Host:
@@ -49,16 +44,13 @@ class Host:
     def command(self, *command: str) -> list[str]:
         """Returns the command line that runs a command in this host. The process of this command line becomes the
         command itself."""
-        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", AS_HOST, self.name, *command]
+        as_host = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'  # sets the name in a new UTS namespace
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", as_host, self.name, *command]
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
         """Starts a command in this host with these `options` of Popen. The command is killed when the hosts are
         removed."""
         return subprocess.Popen(self.command(*command), **options)
-
-    def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Runs a command in this host to its end with these `options` of subprocess.run."""
-        return subprocess.run(self.command(*command), capture_output=True, text=True, **options)
 
     def end_all(self) -> None:
         """Kills all processes in this host."""
@@ -75,24 +67,10 @@ class Hosts:
     a: Host
     b: Host
 
-    def slow(self, rate: str) -> None:
-        """Limits the link to `rate` bits per second in each direction (`10mbit`), by a token bucket.
-
-        netem, which could delay packets too, is a module that many kernels of virtual machines and containers lack.
-        """
+    def queue(self, *discipline: str) -> None:
+        """Sets the queueing discipline (tc(8)) of both ends of the link."""
         for host in (self.a, self.b):
-            limits = ("tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")  # tc-tbf(8)
-            _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", *limits)
-
-    def cut(self) -> None:
-        """Drops every packet from now on. As when a cable behind a switch is cut, neither host is notified."""
-        for host in (self.a, self.b):
-            _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", "blackhole")
-
-    def mend(self) -> None:
-        """Restores the link after `cut` and `slow`."""
-        for host in (self.a, self.b):
-            subprocess.run(["tc", "-n", host.name, "qdisc", "delete", "dev", DEVICE, "root"], capture_output=True)
+            _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", *discipline)
 
 
 @contextmanager
@@ -103,7 +81,7 @@ def two_hosts() -> Iterator[Hosts]:
         if not shutil.which(tool):
             pytest.skip(f"two hosts on one machine need `{tool}` (Debian: apt-get install iproute2 util-linux)")
     _remove_leftovers()
-    hosts = Hosts(*(Host(f"{PREFIX}-{os.getpid()}-{end}", f"{SUBNET}.{at}") for at, end in enumerate("ab", start=1)))
+    hosts = Hosts(*(Host(f"{PREFIX}-{os.getpid()}-{end}", f"10.77.0.{at}") for at, end in enumerate("ab", start=1)))
     try:
         try:
             _make(hosts)
@@ -129,8 +107,7 @@ def _make(hosts: Hosts) -> None:
         _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
         for device in ("lo", DEVICE):
             _run("ip", "-n", host.name, "link", "set", device, "up")
-    if (done := hosts.a.run("true")).returncode:
-        raise OSError(done.stderr)
+    _run(*hosts.a.command("true"))
 
 
 def _remove_leftovers() -> None:
