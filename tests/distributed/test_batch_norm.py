@@ -16,16 +16,7 @@ from cifar_zero.config import command_line
 from cifar_zero.data.augment import normalize
 from cifar_zero.data.dataset import TrainOrder
 from cifar_zero.models import MLP
-from tests.support.helpers import (
-    WHOLE,
-    assert_ok,
-    last_checkpoint,
-    last_weights,
-    metrics_of,
-    run_folder_of,
-    run_program,
-    train_all,
-)
+from tests.support.helpers import WHOLE, last_checkpoint, last_weights, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +30,7 @@ CAST = ["deepspeed_stage_3", *(["fsdp2"] if WHOLE else [])]
 
 RESNET = ["--model", "resnet18", "--model.width", "0.125", "--init", "he", "--optimizer.lr", "0.05"]
 ALL = ["--data.synthetic_size", "160", "--data.val_fraction", "0", "--accelerator", "cpu"]
-ALL += ["--devices", "2", "--batch_size", "16"]
+ALL += ["--devices", "2", "--batch_size", "16", "--trainer.limit_test_batches", "1"]
 AVERAGED = ["--model", "mlp", "--model.hidden", "[16]", "--model.batch_norm", "true", "--optimizer.lr", "0.05"]
 AVERAGED += ["--swa_from", "0.3", "--epochs", "2"]
 SWA = ["deepspeed_stage_3", *(["ddp"] if WHOLE else [])]
@@ -66,7 +57,7 @@ def bfloat16(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) ->
     """Returns the folder of runs under DDP and under strategies that cast the model. Only the statistics change,
     because the learning rate is 0."""
     out = tmp_path_factory.mktemp("bfloat16")
-    still = [*RESNET, "--optimizer.lr", "0", "--max_steps", "20", "--epochs", "2", "--precision", "bf16-mixed"]
+    still = [*RESNET, "--optimizer.lr", "0", "--max_steps", "4", "--precision", "bf16-mixed"]
     train_all({out / name: [*small_data, *ALL, *still, "--strategy", name] for name in ("ddp", *CAST)})
     return out
 
@@ -101,11 +92,6 @@ def test_statistics_stay_in_float32_where_the_model_is_cast(strategy: str, bfloa
     # Stage 3 starts from rounded weights.
     differ = differing(last_weights(bfloat16 / strategy), last_weights(bfloat16 / "ddp"))
     assert not any("running" in name for name in differ)
-    done = run_program("evaluate", str(run_folder_of(bfloat16 / strategy)), "--accelerator", "cpu")
-    assert_ok(done)
-    # evaluate computes in float32.
-    loss = metrics_of(bfloat16 / strategy)["test/loss"]
-    assert float(done.stdout.split("test loss")[1]) == pytest.approx(loss, rel=0.01)
 
 
 @pytest.mark.parametrize("strategy", SWA)
