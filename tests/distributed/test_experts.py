@@ -1,5 +1,5 @@
 """Trains mixtures of experts with train.py on real ranks, with and without expert parallelism, under every strategy
-that supports them. They end with the same weights, and are saved, resumed, tested and read back."""
+that supports them. They end with the same weights, and are saved, resumed and tested."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import torch
 
 from cifar_zero import models
 from cifar_zero.checkpoints.read import RECORD
-from cifar_zero.checkpoints.weights import read_safetensors
-from cifar_zero.optimizers.groups import by_name
+from cifar_zero.config.arguments import read_arguments
+from cifar_zero.training import evaluate
 from tests.support.helpers import (
     WHOLE,
-    assert_ok,
     largest_difference,
     last_checkpoint,
     last_weights,
     losses,
     metrics_of,
     run_folder_of,
-    run_program,
     train_all,
 )
 
@@ -85,39 +83,20 @@ def test_ends_with_the_weights_of_plain_pytorch(run: Run, runs: dict[Run, Path])
     assert all(not torch.equal(expected[key], start[key]) for key in start if ".experts." in key)  # all were trained
 
 
-def test_optimizer_state_is_read_in_the_form_of_plain_pytorch(runs: dict[Run, Path]):
-    plain, spread = (
-        by_name(last_checkpoint(runs["top 2", strategy, 2, ep_size])["optimizer_states"][0])
-        for strategy, ep_size in (("ddp", 1), ("deepspeed_stage_2", 2))
-    )
-    assert plain.keys() == spread.keys()
-    for name, (group, state) in plain.items():
-        of_spread, found = spread[name]
-        assert (of_spread["lr"], of_spread["weight_decay"]) == (group["lr"], group["weight_decay"])
-        assert state["step"] == found["step"] == 12
-        torch.testing.assert_close(found["exp_avg"], state["exp_avg"], atol=1e-6, rtol=1e-3)
-
-
-def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, Path], tmp_path: Path):
-    """evaluate and export use the experts of all ranks."""
+def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, Path]):
+    """evaluate uses the experts of all ranks."""
     run = run_folder_of(runs["top 2", "deepspeed_stage_2", 2, 2])
     metrics = metrics_of(run)
-    done = run_program("evaluate", str(run), "--accelerator", "cpu")
-    assert_ok(done)
-    assert f"test loss {metrics['test/loss']:.4f}" in done.stdout
-    file = tmp_path / "net.safetensors"
-    done = run_program("export", str(run), "--to", "safetensors", "--output", str(file))
-    assert_ok(done)
-    weights = last_weights(run)
-    assert metrics["parameters"] == sum(value.numel() for value in weights.values())
-    assert largest_difference(read_safetensors(file)[0], weights) == 0
+    found = evaluate.evaluate(run / "checkpoints" / "last.ckpt", read_arguments(["--accelerator", "cpu"]))
+    assert found["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-4)
+    assert metrics["parameters"] == sum(value.numel() for value in last_weights(run).values())
 
 
 Shape = tuple[str, int, int]
 """The strategy, number of ranks and ep_size of a run."""
 
 BEFORE, AFTER = 20, 45
-PAIRS: list[tuple[Shape, Shape]] = [(("deepspeed_stage_2", 2, 2), ("deepspeed_stage_0", 2, 1))]
+PAIRS: list[tuple[Shape, Shape]] = [(("deepspeed_stage_0", 2, 2), ("deepspeed_stage_2", 2, 1))]
 if WHOLE:
     SHAPES: list[Shape] = [("baseline", 1, 1), *((stage, *ep) for stage in STAGES for ep in ((1, 1), (2, 2), (4, 2)))]
     PAIRS = [(one, other) for one in SHAPES for other in SHAPES]

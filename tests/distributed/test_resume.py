@@ -175,12 +175,11 @@ def test_each_group_resumes_with_its_own_learning_rate(strategy: str, folder: Pa
 def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: Path, small_data: list[str]):
     """A cosine run ends at the rate 0."""
     same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", "--optimizer.lr", "0.1", "--log_interval", "1"]
-    constant, cosine = folder / "rates-constant", folder / "rates-cosine"
-    train_all({constant: [*same, "--max_steps", "3"], cosine: [*same, "--max_steps", "3", "--schedule", "cosine"]})
-    ways = {"linear": constant, "constant": cosine, "cosine": cosine}
-    more = ["--max_steps", "6", "--resume"]
-    train_all({folder / f"to-{name}": [*same, "--schedule", name, *more, str(run)] for name, run in ways.items()})
-    for name in ways:
+    begun, names = folder / "rates", ("linear", "cosine")
+    train_all({begun: [*same, "--max_steps", "3", "--schedule", "cosine"]})
+    more = ["--max_steps", "6", "--resume", str(begun)]
+    train_all({folder / f"to-{name}": [*same, "--schedule", name, *more] for name in names})
+    for name in names:
         rates = curve(folder / f"to-{name}", "train/learning_rate")
         schedule = with_total_steps(SCHEDULES[name](), lambda: 6)
         assert rates == pytest.approx({step: schedule.rate(step - 1, 0.1) for step in (4, 5, 6)})

@@ -47,7 +47,7 @@ KINDS = {"allreduce_": "all_reduced", "_reduce_scatter_base_": "reduce_scattered
 SMALL = 16  # largest number of bytes of a message that carries a norm or a loss
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=of_test_all), pytest.param(8, marks=of_test_all)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=of_test_all)])
 def test_a_step_sends_what_the_formulas_say(
     ranks: int, tmp_path: Path, small_data: list[str], monkeypatch: pytest.MonkeyPatch
 ):
