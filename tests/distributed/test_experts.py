@@ -1,10 +1,9 @@
 """Trains mixtures of experts with train.py on real ranks, with and without expert parallelism, under every strategy
-that supports them. They end with the same weights, and are saved, resumed and tested."""
+that supports them. They end with the same weights, and are saved and tested. test_resume.py resumes them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tests.support.helpers import (
     largest_difference,
     last_checkpoint,
     last_weights,
-    losses,
     metrics_of,
     run_folder_of,
     train_all,
@@ -46,10 +44,9 @@ RECIPES["top 2"] += ["--optimizer.weight_decay", "0.01"]
 for flags in RECIPES.values():
     flags += ["--gradient_clip_val", "0.1"]
 
-STAGES = [f"deepspeed_stage_{stage}" for stage in range(3)]
 RUNS: list[Run] = [("top 2", "ddp", 2, 1), ("top 2", "deepspeed_stage_2", 2, 2)]
 if WHOLE:
-    every = [*STAGES, "deepspeed_stage_1_offload", "deepspeed_stage_2_offload"]
+    every = [f"deepspeed_stage_{stage}" for stage in ("0", "1", "2", "1_offload", "2_offload")]
     RUNS = [
         *((recipe, "baseline", 1, 1) for recipe in RECIPES),
         *((recipe, "ddp", ranks, 1) for recipe in RECIPES for ranks in (2, 4)),
@@ -90,47 +87,3 @@ def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, P
     found = evaluate.evaluate(run / "checkpoints" / "last.ckpt", read_arguments(["--accelerator", "cpu"]))
     assert found["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-4)
     assert metrics["parameters"] == sum(value.numel() for value in last_weights(run).values())
-
-
-Shape = tuple[str, int, int]
-"""The strategy, number of ranks and ep_size of a run."""
-
-BEFORE, AFTER = 20, 45
-PAIRS: list[tuple[Shape, Shape]] = [(("deepspeed_stage_0", 2, 2), ("deepspeed_stage_2", 2, 1))]
-if WHOLE:
-    SHAPES: list[Shape] = [("baseline", 1, 1), *((stage, *ep) for stage in STAGES for ep in ((1, 1), (2, 2), (4, 2)))]
-    PAIRS = [(one, other) for one in SHAPES for other in SHAPES]
-
-RECIPE = [
-    *("--model", "net_moe", "--model.num_experts", "[2,4]", "--model.capacity_factor", "4"),
-    *("--model.load_balance", "0", "--accelerator", "cpu", "--batch_size", "16", "--epochs", "2"),
-    *("--data.val_fraction", "0.1", "--optimizer", "adam", "--log_interval", "1", "--gradient_clip_val", "0.5"),
-    *("--optimizer.weight_decay", "0.01"),
-    *("--schedule", "warmup_lr", "--schedule.warmup_num_steps", "30"),
-]
-"""There is no noise, drop or load-balancing loss, because they depend on the micro-batches. An epoch has 36 steps."""
-
-
-@pytest.fixture(scope="module")
-def continued(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> dict[Any, Path]:
-    """Returns the output directories of the runs that were resumed in another shape, by pair of shapes, and the output
-    directory of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("continued")
-    begun = {shape: folder / "begun-{}-{}-{}".format(*shape) for shape, _ in PAIRS}
-    ended = {pair: folder / "ended-{}-{}-{}-{}-{}-{}".format(*pair[0], *pair[1]) for pair in PAIRS}
-
-    def flags(shape: Shape, steps: int, *more: str) -> list[str]:
-        where = ["--strategy", shape[0], "--devices", str(shape[1]), "--model.ep_size", str(shape[2])]
-        return [*small_data, *RECIPE, *where, "--max_steps", str(steps), *more]
-
-    train_all({out: flags(shape, BEFORE) for shape, out in begun.items()})
-    train_all({folder / "whole": flags(("ddp", 2, 1), AFTER)})
-    train_all({out: flags(pair[1], AFTER, "--resume", str(begun[pair[0]])) for pair, out in ended.items()})
-    return {**ended, "whole": folder / "whole"}
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_resumes_in_another_shape(pair: tuple[Shape, Shape], continued: dict[Any, Path]):
-    """Every expert keeps its weights, optimizer state and schedule. Adam without its state would differ at once."""
-    found, whole = losses(continued[pair]), losses(continued["whole"])
-    assert found == pytest.approx({step: whole[step] for step in range(BEFORE + 1, AFTER + 1)}, abs=1e-4)
