@@ -4,7 +4,9 @@ prepares it."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ COUNTED = range(4, 8)
 """Micro-batches of a run in which costs are counted. The first micro-batches belong to the start of a training and are
 left out."""
 
+COSTS_FILE = "costs.json"
+
 COPIES = ("copy_", "_to_copy", "clone")
 """Operators of aten that only copy a tensor, or convert its dtype or memory format."""
 
@@ -33,13 +37,14 @@ class StepCosts(TorchDispatchMode):
             `bool(tensor)` for example, and in DeepSpeed's `synchronize`. Reading a value is counted on the CPU too.
         operators: Number of calls of operators of aten that compute, and so launch at least one kernel on a GPU. Views
             and allocations launch none and are left out.
-        collectives: Number of calls of collective operations of torch.distributed.
+        collectives: The name and the bytes of each collective operation of torch.distributed.
         copied_bytes: Bytes of the outputs of COPIES.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits = self.operators = self.collectives = self.copied_bytes = 0
+        self.waits = self.operators = self.copied_bytes = 0
+        self.collectives: list[tuple[str, int]] = []
 
     def __enter__(self) -> Any:
         from deepspeed.accelerator import get_accelerator  # imported here, once the run has chosen the device
@@ -61,7 +66,8 @@ class StepCosts(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.waits += 1
         elif namespace == "c10d":
-            self.collectives += 1
+            sizes = [tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+            self.collectives.append((name, max(sizes, default=0)))
         elif namespace == "aten" and not func.is_view and not name.startswith(("empty", "new_empty")):
             self.operators += 1
         if name in COPIES:
@@ -73,55 +79,35 @@ class StepCosts(TorchDispatchMode):
         return {
             "waits": self.waits,
             "operators": self.operators,
-            "collectives": self.collectives,
+            "collectives": len(self.collectives),
             "copied_bytes": self.copied_bytes,
         }
 
 
-class Collectives(TorchDispatchMode):
-    """Lists the name and the bytes of each collective. A collective of DDP's C++ code is an operator too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: list[tuple[str, int]] = []
-
-    def totals(self) -> list[tuple[str, int]]:
-        """Returns the name and the bytes of each collective."""
-        return self._found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            sizes = [tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
-            self._found.append((func._schema.name.split("::")[1], max(sizes, default=0)))
-        return func(*args, **(kwargs or {}))
-
-
 def counted_costs(patch: pytest.MonkeyPatch) -> None:
-    """Makes rank 0 write costs.json, the StepCosts of all COUNTED micro-batches, into the run folder. Ranks use the
-    optimizers that they would use on a GPU. A block of images is one micro-batch, so that every step has the loader's
-    whole cost."""
+    """Makes rank 0 write the totals of StepCosts into the run folder. Ranks use the optimizers that they would use on a
+    GPU. A block of images is one micro-batch, so that every step has the loader's whole cost."""
     optimizers_of_a_gpu(patch)
     patch.setitem(BLOCK_IMAGES, "cpu", 1)
-    _count(patch, StepCosts, "costs.json")
+    _count(patch, StepCosts.totals)
 
 
 def counted_collectives(patch: pytest.MonkeyPatch) -> None:
-    """Makes rank 0 write collectives.json into the run folder. It lists the kind and the bytes of each collective in
-    COUNTED. vit_tiny is small."""
+    """Makes rank 0 write the collectives of StepCosts into the run folder. vit_tiny is small."""
     small_vit(patch)
-    _count(patch, Collectives, "collectives.json")
+    _count(patch, attrgetter("collectives"))
 
 
-def _count(patch: pytest.MonkeyPatch, mode_type: type[StepCosts] | type[Collectives], file: str) -> None:
-    """Makes rank 0 write the totals of a mode that is on in all COUNTED micro-batches into a file of the run folder."""
+def _count(patch: pytest.MonkeyPatch, result: Callable[[StepCosts], Any]) -> None:
+    """Makes rank 0 write a result of StepCosts in all COUNTED micro-batches into COSTS_FILE of the run folder."""
     advance = EpochLoop.advance
 
     def counted_advance(self: EpochLoop, data_fetcher: Any) -> None:
         number = self.total_batch_idx + 1
-        mode = self.__dict__.setdefault("mode", mode_type())
+        mode = self.__dict__.setdefault("mode", StepCosts())
         with mode if number in COUNTED else nullcontext():
             advance(self, data_fetcher)
         if number == COUNTED[-1] and self.trainer.is_global_zero:
-            Path(self.trainer.default_root_dir, file).write_text(json.dumps(mode.totals()))
+            Path(self.trainer.default_root_dir, COSTS_FILE).write_text(json.dumps(result(mode)))
 
     patch.setattr(EpochLoop, "advance", counted_advance)

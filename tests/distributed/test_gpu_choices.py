@@ -19,6 +19,7 @@ RUNS = {
 """Whether the optimizer of a run is fused, by model, strategy and precision."""
 if WHOLE:
     RUNS |= {
+        "net fsdp2 32-true": False,
         "net deepspeed_stage_3 32-true": True,
         "vit_tiny ddp 32-true": True,
         "vit_tiny fsdp2 32-true": True,

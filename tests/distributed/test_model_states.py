@@ -17,12 +17,8 @@ pytestmark = pytest.mark.distributed
 
 RUNS = [("deepspeed_stage_2", "bf16-mixed"), ("deepspeed_stage_3", "32-true")]
 if WHOLE:
-    offloaded = [f"deepspeed_stage_{stage}_offload" for stage in (1, 2, 3)]
-    RUNS += [(name, precision) for name in offloaded for precision in ("32-true", "bf16-mixed")]
-    RUNS += [("ddp", "bf16-mixed"), ("deepspeed_stage_0", "32-true"), ("deepspeed_stage_0", "bf16-mixed")]
-    RUNS += [(f"deepspeed_stage_{stage}", "bf16-mixed") for stage in (1, 3)]
-    RUNS += [(f"deepspeed_stage_{stage}", "32-true") for stage in (1, 2)]
-    RUNS += [("fsdp2", "32-true"), ("fsdp2", "bf16-mixed")]
+    stages = [f"deepspeed_stage_{stage}" for stage in ("0", "1", "2", "3", "1_offload", "2_offload", "3_offload")]
+    RUNS = [(name, precision) for name in ("ddp", "fsdp2", *stages) for precision in ("32-true", "bf16-mixed")]
 
 
 def predicted_of(flags: list[str]) -> States:

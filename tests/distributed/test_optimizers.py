@@ -44,14 +44,13 @@ def test_strategies_agree(name: str, strategy: str, runs: Path):
     """Weights agree bit for bit, because each element has its own update, however parameters are sharded. Muon updates
     whole matrices, which no strategy here shards. DeepSpeed's C++ optimizers round differently from torch's."""
     found, expected = (last_checkpoint(runs / f"{name}-{used}") for used in (strategy, "ddp"))
-    for key in ("params", "param_names", "weight_decay", "lr"):
-        groups = [[group[key] for group in one["optimizer_states"][0]["param_groups"]] for one in (found, expected)]
-        assert groups[0] == groups[1]
-    # The schedule has reached the end of the run.
-    assert {group["lr"] for group in expected["optimizer_states"][0]["param_groups"]} == {0.0}
-    states = [one["optimizer_states"][0]["state"] for one in (found, expected)]
-    assert {number: state.keys() for number, state in states[0].items()} == {
-        number: state.keys() for number, state in states[1].items()
-    }
+    one, other = (checkpoint["optimizer_states"][0] for checkpoint in (found, expected))
+    for mine, plain in zip(one["param_groups"], other["param_groups"], strict=True):
+        assert plain["lr"] == 0.0  # The schedule has reached the end of the run.
+        for key in ("params", "param_names", "weight_decay", "lr"):
+            assert mine[key] == plain[key]
+    assert one["state"].keys() == other["state"].keys()
+    for number, state in one["state"].items():
+        assert state.keys() == other["state"][number].keys()
     by_deepspeed = strategy.endswith("offload") and OFFLOADED_BY[name] == BY_DEEPSPEED
     assert largest_difference(net_weights(found), net_weights(expected)) <= (1e-4 if by_deepspeed else 0)

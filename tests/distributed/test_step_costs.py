@@ -14,7 +14,7 @@ import torch
 from benchmarks.loops import bare, common
 from cifar_zero import data as sources
 from cifar_zero.config.settings import DataConfig
-from tests.distributed.step_costs import COUNTED, StepCosts, counted_costs
+from tests.distributed.step_costs import COSTS_FILE, COUNTED, StepCosts, counted_costs
 from tests.support.helpers import WHOLE, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -79,7 +79,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Costs]
     train_all(runs, counted_costs)
     found = {f"{model} bare": costs_of_bare_loop(model, images) for model in MODELS}
     for path in runs:
-        found[path.name] = json.loads((run_folder_of(path) / "costs.json").read_text())
+        found[path.name] = json.loads((run_folder_of(path) / COSTS_FILE).read_text())
     yield found
     print("\n| run | waits | operators | collectives | bytes copied |\n|---|---|---|---|---|")
     for name, totals in sorted(found.items()):

@@ -66,8 +66,6 @@ def weights(runs: dict[Run, Path], *run: Any) -> dict[str, torch.Tensor]:
     assert (metrics["strategy"], metrics["world_size"], metrics["steps"]) == (*run[:2], STEPS)
     assert (run_folder_of(runs[run]) / "deepspeed.json").exists() == run[0].startswith("deepspeed")
     assert metrics["num_test"] == IMAGES
-    mean = sum(metrics["test/acc_per_class"].values()) / 10
-    assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
     return last_weights(runs[run])
 
 

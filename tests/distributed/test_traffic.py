@@ -12,7 +12,7 @@ from cifar_zero.planning import formulas
 from cifar_zero.planning.traffic import traffic
 from cifar_zero.training.resolve import make_run
 from tests.distributed.changes import small_vit
-from tests.distributed.step_costs import COUNTED, counted_collectives
+from tests.distributed.step_costs import COSTS_FILE, COUNTED, counted_collectives
 from tests.support.helpers import WHOLE, of_test_all, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
@@ -74,7 +74,7 @@ def test_a_step_sends_what_the_formulas_say(
             expected = traffic(run, formulas.network_of(run))
         found = dict.fromkeys(KINDS.values(), 0.0)
         collectives, steps = 0, len(COUNTED) // ACCUMULATE
-        for kind, size in json.loads((run_folder_of(tmp_path / name) / "collectives.json").read_text()):
+        for kind, size in json.loads((run_folder_of(tmp_path / name) / COSTS_FILE).read_text()):
             if size > SMALL:
                 found[KINDS[kind]] += size / steps
                 collectives += 1

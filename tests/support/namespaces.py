@@ -8,7 +8,6 @@ Programs in them can reach only each other. As on Debian, a host's own name reso
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,12 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-
-PREFIX = "cifar-zero"
-"""Namespaces are called `<PREFIX>-<process id of the tests>-<a or b>`, so that leftovers of killed tests can be
-found."""
 
 HOSTS_FILES = Path("/etc/netns")
 """`ip netns exec NAME` replaces files of /etc by the files in the subfolder NAME of this folder (man ip-netns)."""
@@ -80,8 +74,7 @@ def two_hosts() -> Iterator[Hosts]:
     for tool in ("ip", "tc", "unshare"):
         if not shutil.which(tool):
             pytest.skip(f"two hosts on one machine need `{tool}` (Debian: apt-get install iproute2 util-linux)")
-    _remove_leftovers()
-    hosts = Hosts(*(Host(f"{PREFIX}-{os.getpid()}-{end}", f"10.77.0.{at}") for at, end in enumerate("ab", start=1)))
+    hosts = Hosts(*(Host(f"cifar-zero-{os.getpid()}-{end}", f"10.77.0.{at}") for at, end in enumerate("ab", start=1)))
     try:
         try:
             _make(hosts)
@@ -98,7 +91,7 @@ def _make(hosts: Hosts) -> None:
     for host, other in ((hosts.a, hosts.b), (hosts.b, hosts.a)):
         _run("ip", "netns", "add", host.name)
         folder = HOSTS_FILES / host.name
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         names = f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n"
         (folder / "hosts").write_text(names)
     a, b = hosts.a.name, hosts.b.name
@@ -108,13 +101,6 @@ def _make(hosts: Hosts) -> None:
         for device in ("lo", DEVICE):
             _run("ip", "-n", host.name, "link", "set", device, "up")
     _run(*hosts.a.command("true"))
-
-
-def _remove_leftovers() -> None:
-    """Removes the hosts of tests that were killed."""
-    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
-        if (found := re.match(rf"{PREFIX}-(\d+)-[ab]\b", line)) and not psutil.pid_exists(int(found[1])):
-            _remove(Host(found[0], ""))
 
 
 def _remove(host: Host) -> None:
