@@ -33,29 +33,23 @@ ALL = ["--data.synthetic_size", "160", "--data.val_fraction", "0", "--accelerato
 ALL += ["--devices", "2", "--batch_size", "16", "--trainer.limit_test_batches", "1"]
 AVERAGED = ["--model", "mlp", "--model.hidden", "[16]", "--model.batch_norm", "true", "--optimizer.lr", "0.05"]
 AVERAGED += ["--swa_from", "0.3", "--epochs", "2", "--strategy", "deepspeed_stage_3"]
+STILL = [*RESNET, "--optimizer.lr", "0", "--max_steps", "4", "--precision", "bf16-mixed"]
+"""With the learning rate 0, only the statistics change."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
     """Returns the folder of all runs. The runs of the chain are named by number. `whole` has as many steps as the
-    chain, and `averaged` has averaged weights."""
+    chain, and `averaged` has averaged weights. Runs in mixed precision are named `bfloat16 STRATEGY`."""
     out = tmp_path_factory.mktemp("runs")
     same = [*small_data, *ALL]
     runs = {out / "whole": [*same, *RESNET, "--strategy", "ddp", "--max_steps", str(len(CHAIN))]}
     for number, strategy in enumerate(CHAIN):
         resume = ["--resume", str(out / str(number - 1))] if number else []
         runs[out / str(number)] = [*same, *RESNET, "--strategy", strategy, "--max_steps", str(number + 1), *resume]
+    for strategy in ("ddp", *CAST):
+        runs[out / f"bfloat16 {strategy}"] = [*same, *STILL, "--strategy", strategy]
     train_all({**runs, out / "averaged": [*same, *AVERAGED]})
-    return out
-
-
-@pytest.fixture(scope="module")
-def bfloat16(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> Path:
-    """Returns the folder of runs under DDP and under strategies that cast the model. Only the statistics change,
-    because the learning rate is 0."""
-    out = tmp_path_factory.mktemp("bfloat16")
-    still = [*RESNET, "--optimizer.lr", "0", "--max_steps", "4", "--precision", "bf16-mixed"]
-    train_all({out / name: [*small_data, *ALL, *still, "--strategy", name] for name in ("ddp", *CAST)})
     return out
 
 
@@ -85,9 +79,9 @@ def test_all_ranks_have_the_same_statistics(folder: Path):
 
 
 @pytest.mark.parametrize("strategy", CAST)
-def test_statistics_stay_in_float32_where_the_model_is_cast(strategy: str, bfloat16: Path):
+def test_statistics_stay_in_float32_where_the_model_is_cast(strategy: str, folder: Path):
     # Stage 3 starts from rounded weights.
-    differ = differing(last_weights(bfloat16 / strategy), last_weights(bfloat16 / "ddp"))
+    differ = differing(last_weights(folder / f"bfloat16 {strategy}"), last_weights(folder / "bfloat16 ddp"))
     assert not any("running" in name for name in differ)
 
 
