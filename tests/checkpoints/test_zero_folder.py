@@ -27,10 +27,14 @@ def folder(tmp_path: Path) -> Path:
     main = {
         "module": {"net.deepspeed_moe.gate.wg.weight": torch.tensor([-1.0])},
         "buffer_names": [],
-        "num_experts": [6],
+        "num_experts": [LOCAL * RANKS],
+        "dp_world_size": RANKS,
+        "ds_config": {"zero_optimization": {"stage": 2}},
+        LAYOUT: {"ep_size": RANKS},
+        PROGRESS: [],
+        TIED: {},
     }
-    main |= {"dp_world_size": RANKS, "ds_config": {"zero_optimization": {"stage": 2}}, LAYOUT: {"ep_size": RANKS}}
-    torch.save({**main, PROGRESS: [], TIED: {}}, files / "mp_rank_00_model_states.pt")
+    torch.save(main, files / "mp_rank_00_model_states.pt")
     for number in range(LOCAL * RANKS):
         expert = {f"net.deepspeed_moe.experts.deepspeed_experts.{number}.bias": torch.tensor([float(number)])}
         torch.save(expert, files / f"layer_0_expert_{number}_mp_rank_00_model_states.pt")
@@ -42,8 +46,8 @@ def folder(tmp_path: Path) -> Path:
         gate = [-1] if rank == 0 else []  # sharded over both ranks, but the second rank's shard is empty
         flat = [torch.tensor(values, dtype=torch.float32) for values in (gate, own[:2], own[2:])]
         state = {number: {"exp_avg": values, "step": torch.tensor(7.0)} for number, values in enumerate(flat)}
-        shard = {"single_partition_of_fp32_groups": [values + 100 for values in flat]}
-        shard |= {"base_optimizer_state": {"state": state, "param_groups": param_groups}}
+        base = {"state": state, "param_groups": param_groups}
+        shard = {"single_partition_of_fp32_groups": [values + 100 for values in flat], "base_optimizer_state": base}
         groups = [dict.fromkeys(group, torch.Size([1])) for group in (NAMES[:1], names[:2], names[2:])]
         file = files / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": shard, GROUPS: groups}, file)
