@@ -18,7 +18,7 @@ from cifar_zero.config.settings import tree_of
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export, formats
 from cifar_zero.training import evaluate
-from tests.support.helpers import read_weights
+from tests.support.helpers import largest_difference, read_weights
 
 FLAGS = ["--lora.rank", "2", "--lora.target", "fc1", "--trainable", "fc3.*", "--accelerator", "cpu"]
 TRAINED = {"fc1.lora_a", "fc1.lora_b", "fc3.weight", "fc3.bias"}
@@ -62,11 +62,8 @@ def test_a_delta_holds_only_the_trained_weights_and_restores_the_model_bit_for_b
     base: Path, checkpoint: Path, delta: Path
 ):
     assert load_file(delta).keys() == TRAINED
-    assert delta.stat().st_size < base.stat().st_size / 10
     expected = torch.load(checkpoint, weights_only=True)["state_dict"]
-    found = apply_delta(base, delta)["state_dict"]
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert largest_difference(apply_delta(base, delta)["state_dict"], expected) == 0
 
 
 def test_the_programs_read_a_delta(
@@ -83,16 +80,15 @@ def test_the_programs_read_a_delta(
     torch.testing.assert_close(expected, adapted(images))  # the adapters are merged into the weights
     assert torch.equal(formats.load(str(base), delta=str(delta)).scores(images), expected)
     whole = tmp_path / "whole.safetensors"
-    arguments = ("--to", "safetensors", "--output", whole)
-    assert run(export, monkeypatch, base, "--delta", delta, *arguments) == 0
+    assert run(export, monkeypatch, base, "--delta", delta, "--to", "safetensors", "--output", whole) == 0
     assert load_file(whole).keys() == torch.load(base).keys()  # no adapters: a plain model
     assert torch.equal(formats.load(str(whole)).scores(images), expected)
-    capsys.readouterr()
-    assert run(evaluate, monkeypatch, checkpoint, "--accelerator", "cpu") == 0
-    of_checkpoint = capsys.readouterr().out.splitlines()
-    assert run(evaluate, monkeypatch, base, "--delta", delta, "--accelerator", "cpu") == 0
-    assert capsys.readouterr().out.splitlines()[1:] == of_checkpoint[1:]
-    assert of_checkpoint[-1].startswith("test loss ")
+    tables = []
+    for arguments in ([checkpoint], [base, "--delta", delta]):
+        capsys.readouterr()
+        assert run(evaluate, monkeypatch, *arguments, "--accelerator", "cpu") == 0
+        tables.append(capsys.readouterr().out.splitlines()[1:])
+    assert tables[0] == tables[1]
 
 
 def test_a_delta_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):

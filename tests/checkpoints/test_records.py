@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cifar_zero.checkpoints.read import check_resumable, read
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training import evaluate
 from tests.support.helpers import run_folder_of, run_program, train_all
 
 FLAGS = ["--batch_size", "64", "--max_steps", "2", "--accelerator", "cpu", "--logger", "none", "--optimizer", "adam"]
@@ -25,28 +21,19 @@ def checkpoint(small_data: list[str], tmp_path_factory: pytest.TempPathFactory) 
     return run_folder_of(out) / "checkpoints" / "last.ckpt"
 
 
-Change = Callable[[dict[str, Any]], Any]
-
-CHANGES: dict[str, tuple[Change, str]] = {
-    "no config": (lambda content: content["cifar_zero"].pop("config"), "it has no 'config'"),
-    "an unknown option": (lambda content: content["cifar_zero"]["config"].update(new=1), "unknown options: new"),
-    "no record": (lambda content: content.update(cifar_zero=None), "NoneType"),
-    "an empty state": (
-        lambda content: content["optimizer_states"][0].update(state={}),
-        "has no optimizer state: start a run from its weights with --weights",
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_checkpoint_that_cannot_be_resumed_is_refused(change: str, checkpoint: Path, tmp_path: Path):
+def test_a_checkpoint_that_cannot_be_resumed_is_refused(checkpoint: Path, tmp_path: Path):
     content = torch.load(checkpoint, weights_only=False)
-    edit, message = CHANGES[change]
-    edit(content)
-    torch.save(content, tmp_path / "last.ckpt")
-    with pytest.raises(UsageError, match=message) as error:
-        check_resumable(read(tmp_path / "last.ckpt"), "last.ckpt")
-    assert "\n" not in str(error.value)
+    record, optimizer = content["cifar_zero"], content["optimizer_states"][0]
+    changes = {
+        "it has no 'config'": {"cifar_zero": {"classes": record["classes"]}},
+        "unknown options: new": {"cifar_zero": {**record, "config": {**record["config"], "new": 1}}},
+        "NoneType": {"cifar_zero": None},
+        "has no optimizer state: start a run from its weights with": {"optimizer_states": [{**optimizer, "state": {}}]},
+    }
+    for message, change in changes.items():
+        torch.save({**content, **change}, tmp_path / "last.ckpt")
+        with pytest.raises(UsageError, match=message):
+            check_resumable(read(tmp_path / "last.ckpt"), "last.ckpt")
 
 
 def test_a_resumed_run_must_have_the_images_that_it_had(checkpoint: Path, tmp_path: Path):
@@ -58,12 +45,3 @@ def test_a_resumed_run_must_have_the_images_that_it_had(checkpoint: Path, tmp_pa
     message = "had 640 training and 640 test images, but --data.source synthetic now has other images (650 training"
     assert message in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_the_classes_are_compared_before_the_weights(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    flags = ["--data.source", "cifar100", "--data.root", str(tmp_path), "--accelerator", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["evaluate", str(checkpoint), *flags])
-    with pytest.raises(UsageError, match=r"was trained on other classes than --data.source cifar100 \(apple"):
-        evaluate.main()

@@ -4,9 +4,9 @@ prepares it."""
 from __future__ import annotations
 
 import json
-import traceback
-from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ COUNTED = range(4, 8)
 """Micro-batches of a run in which costs are counted. The first micro-batches belong to the start of a training and are
 left out."""
 
+COSTS_FILE = "costs.json"
+
 COPIES = ("copy_", "_to_copy", "clone")
 """Operators of aten that only copy a tensor, or convert its dtype or memory format."""
 
@@ -31,27 +33,28 @@ class StepCosts(TorchDispatchMode):
     """Counts, within the context, what torch's dispatcher receives in forward, backward and optimizer step.
 
     Attributes:
-        waits: How often each function made the host wait for a GPU. The host waits when it reads a value, with `item()`
-            or `bool(tensor)` for example, and in DeepSpeed's `synchronize`. Reading a value is counted on the CPU too.
-        operators: Number of calls of each operator of aten that computes, and so launches at least one kernel on a GPU.
-            Views and allocations launch none and are left out.
-        collectives: Number of calls of each collective operation of torch.distributed.
+        waits: How often the host waited for a GPU. The host waits when it reads a value, with `item()` or
+            `bool(tensor)` for example, and in DeepSpeed's `synchronize`. Reading a value is counted on the CPU too.
+        operators: Number of calls of operators of aten that compute, and so launch at least one kernel on a GPU. Views
+            and allocations launch none and are left out.
+        collectives: The name and the bytes of each collective operation of torch.distributed.
         copied_bytes: Bytes of the outputs of COPIES.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits = Counter[str]()
-        self.operators = Counter[str]()
-        self.collectives = Counter[str]()
-        self.copied_bytes = 0
+        self.waits = self.operators = self.copied_bytes = 0
+        self.collectives: list[tuple[str, int]] = []
 
     def __enter__(self) -> Any:
         from deepspeed.accelerator import get_accelerator  # imported here, once the run has chosen the device
 
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(get_accelerator(), "synchronize", lambda *_: self.waits.update([caller()]))
+        self._patch.setattr(get_accelerator(), "synchronize", self._wait)
         return super().__enter__()
+
+    def _wait(self, *_: Any) -> None:
+        self.waits += 1
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -61,11 +64,12 @@ class StepCosts(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
         if name == "_local_scalar_dense":
-            self.waits[caller()] += 1
+            self.waits += 1
         elif namespace == "c10d":
-            self.collectives[name] += 1
+            sizes = [tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+            self.collectives.append((name, max(sizes, default=0)))
         elif namespace == "aten" and not func.is_view and not name.startswith(("empty", "new_empty")):
-            self.operators[name] += 1
+            self.operators += 1
         if name in COPIES:
             self.copied_bytes += output.nbytes
         return output
@@ -73,65 +77,37 @@ class StepCosts(TorchDispatchMode):
     def totals(self) -> dict[str, int]:
         """Returns the number of waits, operators and collectives, and the bytes copied."""
         return {
-            "waits": self.waits.total(),
-            "operators": self.operators.total(),
-            "collectives": self.collectives.total(),
+            "waits": self.waits,
+            "operators": self.operators,
+            "collectives": len(self.collectives),
             "copied_bytes": self.copied_bytes,
         }
 
 
-class Collectives(TorchDispatchMode):
-    """Lists the name and the bytes of each collective. A collective of DDP's C++ code is an operator too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: list[tuple[str, int]] = []
-
-    def totals(self) -> list[tuple[str, int]]:
-        """Returns the name and the bytes of each collective."""
-        return self._found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            sizes = [tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
-            self._found.append((func._schema.name.split("::")[1], max(sizes, default=0)))
-        return func(*args, **(kwargs or {}))
-
-
 def counted_costs(patch: pytest.MonkeyPatch) -> None:
-    """Makes rank 0 write costs.json, the StepCosts of all COUNTED micro-batches, into the run folder. Ranks use the
-    optimizers that they would use on a GPU. A block of images is one micro-batch, so that every step has the loader's
-    whole cost."""
+    """Makes rank 0 write the totals of StepCosts into the run folder. Ranks use the optimizers that they would use on a
+    GPU. A block of images is one micro-batch, so that every step has the loader's whole cost."""
     optimizers_of_a_gpu(patch)
     patch.setitem(BLOCK_IMAGES, "cpu", 1)
-    _count(patch, StepCosts, "costs.json")
+    _count(patch, StepCosts.totals)
 
 
 def counted_collectives(patch: pytest.MonkeyPatch) -> None:
-    """Makes rank 0 write collectives.json into the run folder. It lists the kind and the bytes of each collective in
-    COUNTED. vit_tiny is small."""
+    """Makes rank 0 write the collectives of StepCosts into the run folder. vit_tiny is small."""
     small_vit(patch)
-    _count(patch, Collectives, "collectives.json")
+    _count(patch, attrgetter("collectives"))
 
 
-def _count(patch: pytest.MonkeyPatch, mode_type: type[StepCosts] | type[Collectives], file: str) -> None:
-    """Makes rank 0 write the totals of a mode that is on in all COUNTED micro-batches into a file of the run folder."""
+def _count(patch: pytest.MonkeyPatch, result: Callable[[StepCosts], Any]) -> None:
+    """Makes rank 0 write a result of StepCosts in all COUNTED micro-batches into COSTS_FILE of the run folder."""
     advance = EpochLoop.advance
 
     def counted_advance(self: EpochLoop, data_fetcher: Any) -> None:
         number = self.total_batch_idx + 1
-        mode = self.__dict__.setdefault("mode", mode_type())
+        mode = self.__dict__.setdefault("mode", StepCosts())
         with mode if number in COUNTED else nullcontext():
             advance(self, data_fetcher)
         if number == COUNTED[-1] and self.trainer.is_global_zero:
-            Path(self.trainer.default_root_dir, file).write_text(json.dumps(mode.totals()))
+            Path(self.trainer.default_root_dir, COSTS_FILE).write_text(json.dumps(result(mode)))
 
     patch.setattr(EpochLoop, "advance", counted_advance)
-
-
-def caller() -> str:
-    """Returns file and function of the innermost call outside torch and this file."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename != __file__ and "/torch/" not in frame.filename:
-            return f"{Path(frame.filename).name} {frame.name}"
-    raise AssertionError

@@ -13,9 +13,10 @@ FIGURES = {"confusion_matrix.png", "mistakes.png", "precision_recall.png", "roc.
 
 @pytest.mark.distributed
 def test_two_ranks_write_figures_and_print_once(small_data: list[str], tmp_path: Path):
+    """The environment variable makes DeepSpeed choose CUDA, as DeepSpeed does automatically on a machine with a GPU."""
     flags = ["--devices", "2", "--strategy", "deepspeed_stage_2", "--accelerator", "cpu"]
     flags += ["--batch_size", "32", "--max_steps", "3", "--out", str(tmp_path), "--test_figures", "true"]
-    done = run_program("train.py", *small_data, *flags, fresh=True)
+    done = run_program("train.py", *small_data, *flags, env={"DS_ACCELERATOR": "cuda"}, fresh=True)
     assert_ok(done)
     run = run_folder_of(tmp_path)
     assert {path.name for path in run.glob("*.png")} >= FIGURES

@@ -17,7 +17,15 @@ STRATEGIES = ["ddp", "deepspeed_stage_3", *(["deepspeed_stage_1", "fsdp2"] if WH
 
 def test_equal_under_every_strategy(tmp_path: Path, small_data: list[str]) -> None:
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "32", "--accumulate", "2"]
-    same += ["--log_gradients", "--log_interval", "3", "--gradient_clip_val", "0.05"]
+    same += [
+        "--log_gradients",
+        "--log_interval",
+        "3",
+        "--gradient_clip_val",
+        "0.05",
+        "--trainer.limit_test_batches",
+        "1",
+    ]
     # The learning rate is so small that float32 rounds every update to 0 and the loss does not change.
     same += ["--reduce_on_plateau", "1", "--optimizer.lr", "1e-12", "--trainer.limit_train_batches", "8"]
     train_all({tmp_path / name: [*same, "--epochs", "3", "--strategy", name] for name in STRATEGIES})
@@ -31,8 +39,7 @@ def test_equal_under_every_strategy(tmp_path: Path, small_data: list[str]) -> No
     for name in STRATEGIES:
         for tag, values in expected.items():
             assert curve(tmp_path / name, tag) == pytest.approx(values, rel=1e-3, abs=0), f"{name}, {tag}"
-    resumed = {tmp_path / f"{name}-2": [*same, "--strategy", name, "--epochs", "4"] for name in STRATEGIES}
-    train_all({out: [*flags, "--resume", str(tmp_path / out.name[:-2])] for out, flags in resumed.items()})
-    for out in resumed:
-        *_, last = curve(out, "train/learning_rate").values()
-        assert last == pytest.approx(rates[-1] / 10, rel=1e-6, abs=0)
+    more = ["--strategy", "deepspeed_stage_3", "--epochs", "4", "--resume", str(tmp_path / "deepspeed_stage_3")]
+    train_all({tmp_path / "resumed": [*same, *more]})
+    *_, last = curve(tmp_path / "resumed", "train/learning_rate").values()
+    assert last == pytest.approx(rates[-1] / 10, rel=1e-6, abs=0)

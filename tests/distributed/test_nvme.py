@@ -6,12 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 from cifar_zero.config.rules import check_nvme
 from cifar_zero.core.errors import UsageError
-from tests.support.helpers import WHOLE, largest_difference, last_weights, train_all
+from tests.support.helpers import largest_difference, last_weights, of_test_all, train_all
 
 
 def lacking() -> str:
@@ -26,35 +25,25 @@ def lacking() -> str:
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(lacking()), reason=lacking() or "there is all")]
 
-STEPS = 6
-Weights = dict[str, torch.Tensor]
 
-
-@pytest.fixture(scope="module", params=[1, *([2] if WHOLE else [])])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small_data: list[str]):
-    """Returns the weights of three runs: with offload to disk (nvme), with offload to memory (cpu), and with offload to
-    disk in the first half and to memory after a resume."""
-    folder, ranks = tmp_path_factory.mktemp("nvme"), request.param
-    disk = folder / "disk"
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=of_test_all)])
+def test_trains_and_resumes_as_in_the_memory_of_the_cpu(ranks: int, tmp_path: Path, small_data: list[str]):
+    disk = tmp_path / "disk"
     disk.mkdir()
     # The model has 1.6 million parameters in one matrix, because DeepSpeed leaves tensors smaller than 1 MiB in memory.
     same = [*small_data, "--accelerator", "cpu", "--devices", str(ranks), "--batch_size", "16", "--model", "mlp"]
     same += ["--optimizer", "adamw", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
-    nvme = [*same, "--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", str(disk)]
-    length = ["--max_steps", str(STEPS)]
-    half = ["--max_steps", str(STEPS // 2)]
-    in_memory = [*same, "--strategy", "deepspeed_stage_3_offload"]
+    nvme = [*same, "--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", str(disk), "--max_steps"]
+    in_memory = [*same, "--strategy", "deepspeed_stage_3_offload", "--max_steps", "6"]
     train_all(
-        {folder / "half": [*nvme, *half], folder / "nvme": [*nvme, *length], folder / "cpu": [*in_memory, *length]}
+        {
+            tmp_path / "cpu": in_memory,
+            tmp_path / "nvme": [*nvme, "6"],
+            tmp_path / "half": [*nvme, "3"],
+            tmp_path / "resumed": [*in_memory, "--resume", str(tmp_path / "half")],
+        }
     )
-    train_all({folder / "resumed": [*in_memory, *length, "--resume", str(folder / "half")]})
     assert any(disk.rglob("*.swp"))
-    return {name: last_weights(folder / name) for name in ("cpu", "nvme", "resumed")}
-
-
-def test_trains_as_in_the_memory_of_the_cpu(runs: dict[str, Weights]):
-    assert largest_difference(runs["nvme"], runs["cpu"]) == 0
-
-
-def test_resumes_in_the_memory_of_the_cpu(runs: dict[str, Weights]):
-    assert largest_difference(runs["resumed"], runs["nvme"]) == 0
+    expected = last_weights(tmp_path / "cpu")
+    for name in ("nvme", "resumed"):
+        assert largest_difference(last_weights(tmp_path / name), expected) == 0, name

@@ -30,17 +30,12 @@ SHORT = ["--accelerator", "cpu", "--log_interval", "1", "--name", "run", "--logg
 SHORT += ["--data.source", "digits", "--trainer.limit_val_batches", "1", "--trainer.limit_test_batches", "1"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Returns flags for the digits, which are rendered once."""
-    return [*SHORT, "--data.root", str(tmp_path_factory.mktemp("digits"))]
-
-
 @pytest.fixture(scope="module", params=[1, 2])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: list[str]):
-    """Returns the number of ranks, and the output directory of every recipe."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """Returns the number of ranks, and the output directory of every recipe. The digits are rendered once."""
     ranks: int = request.param
     folder = tmp_path_factory.mktemp(f"ranks_{ranks}")
+    data = [*SHORT, "--data.root", str(tmp_path_factory.getbasetemp() / "digits")]
     flags = {folder / recipe.stem: flags_of(recipe, ranks, data) for recipe in RECIPES}
     train_all(flags)
     return ranks, folder

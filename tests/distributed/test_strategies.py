@@ -10,24 +10,14 @@ import torch
 
 from cifar_zero import models
 from cifar_zero.config.strategy_specs import STRATEGIES
-from tests.support.helpers import (
-    WHOLE,
-    assert_ok,
-    largest_difference,
-    last_weights,
-    metrics_of,
-    of_test_all,
-    run_folder_of,
-    run_program,
-    train_all,
-)
+from tests.support.helpers import WHOLE, largest_difference, last_weights, metrics_of, run_folder_of, train_all
 
 pytestmark = pytest.mark.distributed
 
 NOT_HERE = ("deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload")
 ON_CPU = [name for name, spec in STRATEGIES.items() if name not in NOT_HERE and not spec.one_replica]
-PLAIN = {("baseline", 1), ("ddp", 1), ("deepspeed_stage_3", 1), ("baseline", 2), ("ddp", 2), ("fsdp2", 2)}
-PLAIN |= {("deepspeed_stage_0", 2), ("deepspeed_stage_2", 2), ("deepspeed_stage_3_offload", 2)}
+PLAIN = {("baseline", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("deepspeed_stage_2", 2)}
+PLAIN |= {("deepspeed_stage_3_offload", 2)}
 ACCUMULATED = ["deepspeed_stage_2", "deepspeed_stage_3"]
 ADAM = ["deepspeed_stage_3", "deepspeed_stage_3_offload"]
 BFLOAT16 = [0, 3]
@@ -76,8 +66,6 @@ def weights(runs: dict[Run, Path], *run: Any) -> dict[str, torch.Tensor]:
     assert (metrics["strategy"], metrics["world_size"], metrics["steps"]) == (*run[:2], STEPS)
     assert (run_folder_of(runs[run]) / "deepspeed.json").exists() == run[0].startswith("deepspeed")
     assert metrics["num_test"] == IMAGES
-    mean = sum(metrics["test/acc_per_class"].values()) / 10
-    assert mean == pytest.approx(metrics["test/acc"], abs=0.05)  # classes are of nearly one size
     return last_weights(runs[run])
 
 
@@ -116,15 +104,5 @@ def test_stages_agree_in_bfloat16(runs: dict[Run, Path]):
 
 
 def test_ranks_do_not_change_the_maths(runs: dict[Run, Path]):
-    one, two = (weights(runs, "baseline", devices, "plain") for devices in (1, 2))
+    one, two = (weights(runs, "ddp", devices, "plain") for devices in (1, 2))
     assert largest_difference(one, two) < 1e-5
-
-
-@of_test_all
-def test_the_cpu_where_deepspeed_would_take_a_gpu(tmp_path: Path, small_data: list[str]):
-    """The environment variable makes DeepSpeed choose CUDA, as DeepSpeed does automatically on a machine with a GPU."""
-    flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
-    done = run_program(
-        *("train.py", *small_data, *flags, "--max_steps", "2", "--out", str(tmp_path)), env={"DS_ACCELERATOR": "cuda"}
-    )
-    assert_ok(done)

@@ -67,7 +67,6 @@ def test_slurm_nodes_with_different_numbers_of_tasks_are_refused(more: dict[str,
         ({"RANK": "x"}, "RANK is 'x': set it to a number of at least 0, or unset it"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0': set it to a number of at least 1"),
         ({"RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: ranks count from 0"),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
     ],
 )
 def test_variables_that_are_not_the_place_of_a_rank_are_refused(wrong: dict[str, str], message: str):

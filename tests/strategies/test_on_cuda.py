@@ -7,9 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from cifar_zero.optimizers import Adam
 from cifar_zero.strategies import hooks_of
-from cifar_zero.strategies.deepspeed import ZeROStrategy
 
 PLAIN, BFLOAT16 = Precision(), MixedPrecision("bf16-mixed", "cuda")
 SCALED = MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu"))
@@ -28,11 +26,3 @@ def test_the_optimizer_is_fused_where_lightning_accepts_it(precision: Precision,
     hooks = hooks_of(SingleDeviceStrategy(torch.device("cuda", 0), precision_plugin=precision))
     assert hooks.optimizer_implementation("cuda", clips) == expected
     assert hooks.optimizer_implementation("cpu", clips) == "torch"
-
-
-def test_zero_on_a_gpu_needs_no_compiler():
-    """DeepSpeed's own Adam for a GPU is compiled at its first use, which fails on many machines."""
-    implementation = hooks_of(ZeROStrategy()).optimizer_implementation("cuda")
-    optimizer = Adam().build([torch.nn.Parameter(torch.ones(2))], implementation)
-    assert type(optimizer) is torch.optim.Adam
-    assert optimizer.defaults["fused"]

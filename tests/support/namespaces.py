@@ -8,7 +8,6 @@ Programs in them can reach only each other. As on Debian, a host's own name reso
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,23 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-
-PREFIX = "cifar-zero"
-"""Namespaces are called `<PREFIX>-<process id of the tests>-<a or b>`, so that leftovers of killed tests can be
-found."""
 
 HOSTS_FILES = Path("/etc/netns")
 """`ip netns exec NAME` replaces files of /etc by the files in the subfolder NAME of this folder (man ip-netns)."""
 
 DEVICE = "eth0"
 """The network device of each host, which is its end of the link."""
-
-SUBNET = "10.77.0"
-
-AS_HOST = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
-"""A shell command that sets the host's name in a new UTS namespace, and then becomes the given command."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +38,13 @@ class Host:
     def command(self, *command: str) -> list[str]:
         """Returns the command line that runs a command in this host. The process of this command line becomes the
         command itself."""
-        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", AS_HOST, self.name, *command]
+        as_host = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'  # sets the name in a new UTS namespace
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", as_host, self.name, *command]
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
         """Starts a command in this host with these `options` of Popen. The command is killed when the hosts are
         removed."""
         return subprocess.Popen(self.command(*command), **options)
-
-    def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Runs a command in this host to its end with these `options` of subprocess.run."""
-        return subprocess.run(self.command(*command), capture_output=True, text=True, **options)
 
     def end_all(self) -> None:
         """Kills all processes in this host."""
@@ -75,24 +61,10 @@ class Hosts:
     a: Host
     b: Host
 
-    def slow(self, rate: str) -> None:
-        """Limits the link to `rate` bits per second in each direction (`10mbit`), by a token bucket.
-
-        netem, which could delay packets too, is a module that many kernels of virtual machines and containers lack.
-        """
+    def queue(self, *discipline: str) -> None:
+        """Sets the queueing discipline (tc(8)) of both ends of the link."""
         for host in (self.a, self.b):
-            limits = ("tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")  # tc-tbf(8)
-            _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", *limits)
-
-    def cut(self) -> None:
-        """Drops every packet from now on. As when a cable behind a switch is cut, neither host is notified."""
-        for host in (self.a, self.b):
-            _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", "blackhole")
-
-    def mend(self) -> None:
-        """Restores the link after `cut` and `slow`."""
-        for host in (self.a, self.b):
-            subprocess.run(["tc", "-n", host.name, "qdisc", "delete", "dev", DEVICE, "root"], capture_output=True)
+            _run("tc", "-n", host.name, "qdisc", "replace", "dev", DEVICE, "root", *discipline)
 
 
 @contextmanager
@@ -102,8 +74,7 @@ def two_hosts() -> Iterator[Hosts]:
     for tool in ("ip", "tc", "unshare"):
         if not shutil.which(tool):
             pytest.skip(f"two hosts on one machine need `{tool}` (Debian: apt-get install iproute2 util-linux)")
-    _remove_leftovers()
-    hosts = Hosts(*(Host(f"{PREFIX}-{os.getpid()}-{end}", f"{SUBNET}.{at}") for at, end in enumerate("ab", start=1)))
+    hosts = Hosts(*(Host(f"cifar-zero-{os.getpid()}-{end}", f"10.77.0.{at}") for at, end in enumerate("ab", start=1)))
     try:
         try:
             _make(hosts)
@@ -120,7 +91,7 @@ def _make(hosts: Hosts) -> None:
     for host, other in ((hosts.a, hosts.b), (hosts.b, hosts.a)):
         _run("ip", "netns", "add", host.name)
         folder = HOSTS_FILES / host.name
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         names = f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{other.address} {other.name}\n"
         (folder / "hosts").write_text(names)
     a, b = hosts.a.name, hosts.b.name
@@ -129,15 +100,7 @@ def _make(hosts: Hosts) -> None:
         _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
         for device in ("lo", DEVICE):
             _run("ip", "-n", host.name, "link", "set", device, "up")
-    if (done := hosts.a.run("true")).returncode:
-        raise OSError(done.stderr)
-
-
-def _remove_leftovers() -> None:
-    """Removes the hosts of tests that were killed."""
-    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
-        if (found := re.match(rf"{PREFIX}-(\d+)-[ab]\b", line)) and not psutil.pid_exists(int(found[1])):
-            _remove(Host(found[0], ""))
+    _run(*hosts.a.command("true"))
 
 
 def _remove(host: Host) -> None:
