@@ -7,7 +7,6 @@ GPU."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -102,7 +101,6 @@ ENDED = "another rank has ended"
 NOT_COMPILED = "DeepSpeed's code could not be compiled"
 
 PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
-    "cpu memory": (lambda path, patch: torch.empty(1 << 60), FULL),
     "python memory": (lambda path, patch: bytearray(1 << 60), FULL),
     "shared memory": (of_dying_worker(signal.SIGBUS), KILLED),
     "killed worker": (of_dying_worker(signal.SIGKILL), KILLED),
@@ -121,12 +119,12 @@ def test_a_known_failure_is_explained_in_one_line(name: str, tmp_path: Path, mon
     provoke, says = PROVOKED[name]
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the types differ
         provoke(tmp_path, monkeypatch)
-    line = str(explain(caught.value))
-    assert line.startswith(says), repr(caught.value)
-    assert re.fullmatch(r"[^\n]+; [^\n]+", line)
+    assert str(explain(caught.value)).startswith(says), repr(caught.value)
 
 
-def test_guarded_prints_the_explanation_and_debug_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
+def test_an_explanation_is_one_line_and_debug_shows_the_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+):
     def main() -> int:
         torch.empty(1 << 60)
         return 0
@@ -134,7 +132,7 @@ def test_guarded_prints_the_explanation_and_debug_the_traceback(capsys: pytest.C
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert exits.guarded(main) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the machine's memory is full; in training, double --accumulate")
+    assert line.startswith(f"error: {FULL}; in training, double --accumulate")
     monkeypatch.setattr("sys.argv", ["train.py", "--debug"])
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         exits.guarded(main)
