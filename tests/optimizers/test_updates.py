@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cifar_zero.optimizers import OPTIMIZERS, Implementation
+from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.optimizers.groups import parameter_groups
 
 STEPS = 100
@@ -34,34 +34,12 @@ def trained(make: Callable[[nn.Sequential], Callable[[], Any]]) -> list[Tensor]:
     return [parameter.detach() for parameter in net.parameters()]
 
 
-def ours(name: str, implementation: Implementation = "torch", **options: Any) -> list[Tensor]:
+def ours(name: str, **options: Any) -> list[Tensor]:
     def make(net: nn.Sequential) -> Callable[[], Any]:
         chosen = OPTIMIZERS[name](**options)
-        return chosen.build(parameter_groups(chosen, dict(net.named_parameters())), implementation).step
+        return chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch").step
 
     return trained(make)
-
-
-def torchs(kind: Any, **options: Any) -> list[Tensor]:
-    """Returns the weights that torch's class trains, without weight decay on biases."""
-
-    def make(net: nn.Sequential) -> Callable[[], Any]:
-        matrices = [parameter for parameter in net.parameters() if parameter.dim() > 1]
-        biases = [parameter for parameter in net.parameters() if parameter.dim() == 1]
-        return kind([{"params": matrices}, {"params": biases, "weight_decay": 0.0}], **options).step
-
-    return trained(make)
-
-
-@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adam8bit"}))
-def test_the_fused_form_takes_the_same_steps(name: str):
-    """A run on a GPU uses torch's fused kernels. The test uses the CPU's fused kernels. An optimizer without a fused
-    form is unchanged."""
-    gentle: Any = (
-        {"lr": 0.01, "bias_lr": 0.01, "head_lr": 0.01} if name == "muon_sgd" else {}
-    )  # its own blow rounding up
-    fused, plain = ours(name, "torch_fused", **gentle), ours(name, **gentle)
-    assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in zip(fused, plain, strict=True))
 
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
@@ -81,7 +59,15 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     ],
 )
 def test_is_torchs(name: str, kind: Any, options: dict[str, Any]):
-    expected = torchs(kind, weight_decay=0.1, **options)
+    """Biases do not decay."""
+
+    def make(net: nn.Sequential) -> Callable[[], Any]:
+        matrices = [parameter for parameter in net.parameters() if parameter.dim() > 1]
+        biases = [parameter for parameter in net.parameters() if parameter.dim() == 1]
+        groups = [{"params": matrices}, {"params": biases, "weight_decay": 0.0}]
+        return kind(groups, weight_decay=0.1, **options).step
+
+    expected = trained(make)
     assert_equal(ours(name, weight_decay=0.1, **options), expected)
     everywhere = ours(name, weight_decay=0.1, weight_decay_on="all", **options)
     assert not torch.equal(everywhere[1], expected[1])
