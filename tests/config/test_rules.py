@@ -11,8 +11,7 @@ from cifar_zero.training.resolve import announce, resolve
 
 @pytest.fixture(autouse=True)
 def machine_without_ranks(monkeypatch: pytest.MonkeyPatch):
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
 OFFLOAD_3 = "--strategy deepspeed_stage_3_offload --optimizer"

@@ -11,11 +11,9 @@ from cifar_zero.data import loaders as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.loaders import MemoryLoader, Stored
+from tests.support.helpers import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-]
+pytestmark = needs_gpu
 
 COUNT, CLASSES, BATCH = 5000, 10, 16
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler as torchs
 from cifar_module import StepSchedule
 from cifar_zero.schedules import (
     SCHEDULES,
-    Constant,
     Cosine,
+    CosineRestarts,
     Exponential,
     Linear,
     OneCycle,
@@ -46,31 +46,24 @@ def ours(schedule: Any, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize(
-    ("schedule", "reference"),
-    [
-        (
-            lambda kind: WarmupLR(1000, kind, 0.0001),
-            lambda optimizer, kind: deepspeeds.WarmupLR(optimizer, 0.0001, BASE_LR, 1000, kind),
-        ),
-        (
-            lambda kind: WarmupDecayLR(700, kind, 0.0001, 1900),
-            lambda optimizer, kind: deepspeeds.WarmupDecayLR(optimizer, 1900, 0.0001, BASE_LR, 700, kind),
-        ),
-    ],
-    ids=["WarmupLR", "WarmupDecayLR"],
-)
-def test_deepspeeds_to_the_last_bit(schedule: Any, reference: Any, kind: str):
-    assert ours(schedule(kind), 2000) == rates(lambda optimizer: reference(optimizer, kind), 2000)
+def test_deepspeeds_to_the_last_bit(kind: Any):
+    def warmup(optimizer: Any) -> Any:
+        return deepspeeds.WarmupLR(optimizer, 0.0001, BASE_LR, 1000, kind)
+
+    def warmup_and_decay(optimizer: Any) -> Any:
+        return deepspeeds.WarmupDecayLR(optimizer, 1900, 0.0001, BASE_LR, 700, kind)
+
+    assert ours(WarmupLR(1000, kind, 0.0001), 2000) == rates(warmup, 2000)
+    assert ours(WarmupDecayLR(700, kind, 0.0001, 1900), 2000) == rates(warmup_and_decay, 2000)
 
 
 @pytest.mark.parametrize(
     ("schedule", "reference"),
     [
-        (Constant(), lambda optimizer: torchs.ConstantLR(optimizer, 1)),
         (Linear(150, 0.5, 0.1), lambda optimizer: torchs.LinearLR(optimizer, 0.5, 0.1, 150)),
         (Exponential(0.97), lambda optimizer: torchs.ExponentialLR(optimizer, 0.97)),
         (Cosine(200, 0.0002), lambda optimizer: torchs.CosineAnnealingLR(optimizer, 200, 0.0002)),
+        (CosineRestarts(40, 2, 0.0002), lambda optimizer: torchs.CosineAnnealingWarmRestarts(optimizer, 40, 2, 0.0002)),
         (Step(30, 0.2), lambda optimizer: torchs.StepLR(optimizer, 30, 0.2)),
         (OneCycle(total_steps=201), lambda optimizer: torchs.OneCycleLR(optimizer, BASE_LR, 201)),
         (
@@ -117,4 +110,4 @@ def test_the_end_is_the_runs_own(name: str):
     assert all(0 <= schedule.rate(step, BASE_LR) <= 1 for step in (0, 1, 3999, 4000, 4001, 5000))
     if hasattr(schedule, "total_steps"):
         given: Any = with_total_steps(replace(schedule, total_steps=2000), lambda: 4000)
-        assert given.rate(2000, BASE_LR) == pytest.approx(schedule.rate(4000, BASE_LR), abs=1e-6)
+        assert given.total_steps == 2000
