@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,14 @@ class Dying(Dataset[int]):
         return index
 
 
-def of_dying_worker(number: signal.Signals) -> Callable[[Path, Patch], object]:
-    """Returns a function that loads a batch with a worker that dies. SIGCHLD tells torch that the worker has ended."""
-
-    def load(path: Path, patch: Patch) -> None:
-        patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
-        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        try:
-            list(DataLoader(Dying(number), num_workers=1))
-        finally:
-            signal.signal(signal.SIGCHLD, before)
-
-    return load
+def load_with_a_dying_worker(number: signal.Signals, path: Path, patch: Patch) -> None:
+    """Loads a batch with a worker that dies. SIGCHLD tells torch that the worker has ended."""
+    patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        list(DataLoader(Dying(number), num_workers=1))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def lost_rank(path: Path, patch: Patch) -> None:
@@ -77,22 +74,18 @@ def no_cuda_home(path: Path, patch: Patch) -> None:
     installed_cuda_version()
 
 
-def building_with(*programs: str) -> Callable[[Path, Patch], object]:
-    """Returns a function that builds DeepSpeed's CPU Adam with only these programs in PATH."""
+def build_with(programs: list[str], path: Path, patch: Patch) -> None:
+    """Builds DeepSpeed's CPU Adam with only these programs in PATH."""
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
-    def build(path: Path, patch: Patch) -> None:
-        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-
-        for program in programs:
-            found = shutil.which(program)
-            assert found is not None
-            (path / program).symlink_to(found)
-        for name in ("PATH", "TORCH_EXTENSIONS_DIR"):
-            patch.setenv(name, str(path))
-        patch.delenv("CXX", raising=False)
-        CPUAdamBuilder().jit_load(verbose=False)
-
-    return build
+    for program in programs:
+        found = shutil.which(program)
+        assert found is not None
+        (path / program).symlink_to(found)
+    for name in ("PATH", "TORCH_EXTENSIONS_DIR"):
+        patch.setenv(name, str(path))
+    patch.delenv("CXX", raising=False)
+    CPUAdamBuilder().jit_load(verbose=False)
 
 
 FULL = "the machine's memory is full"
@@ -102,14 +95,14 @@ NOT_COMPILED = "DeepSpeed's code could not be compiled"
 
 PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
     "python memory": (lambda path, patch: bytearray(1 << 60), FULL),
-    "shared memory": (of_dying_worker(signal.SIGBUS), KILLED),
-    "killed worker": (of_dying_worker(signal.SIGKILL), KILLED),
+    "shared memory": (partial(load_with_a_dying_worker, signal.SIGBUS), KILLED),
+    "killed worker": (partial(load_with_a_dying_worker, signal.SIGKILL), KILLED),
     "no rank 0": (lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT), ENDED),
     "no rank 1": (lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT), ENDED),
     "lost rank": (lost_rank, ENDED),
     "no CUDA_HOME": (no_cuda_home, NOT_COMPILED),
-    "no ninja": (building_with(), NOT_COMPILED),
-    "no compiler": (building_with("ninja"), NOT_COMPILED),
+    "no ninja": (partial(build_with, []), NOT_COMPILED),
+    "no compiler": (partial(build_with, ["ninja"]), NOT_COMPILED),
 }
 """The function that causes each failure, and the beginning of the message."""
 
