@@ -72,8 +72,8 @@ def test_wrong_usage_is_reported_in_one_line(flags: str, said: str):
 @pytest.mark.parametrize(
     ("package", "release", "said"),
     [
-        ("deepspeed", "0.18.3", "is the tested range; deepspeed_* divides gradients by --accumulate twice: https://"),
-        ("lightning", "2.6.3", "it steals credentials: https://github.com/Lightning-AI/"),
+        ("deepspeed", "0.18.3", "deepspeed_* divides gradients by --accumulate twice: https://"),
+        ("lightning", "2.6.3", "is the tested range; it steals credentials: https://github.com/Lightning-AI/"),
     ],
 )
 def test_a_faulty_release_is_named(package: str, release: str, said: str, tmp_path: Path):
