@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from cifar_zero.config import command_line
-from cifar_zero.config.recipe import AugmentConfig
+from cifar_zero.config.recipe import AugmentConfig, Choice
 from cifar_zero.core.errors import UsageError
+from cifar_zero.optimizers import Adam
 from tests.support.helpers import ROOT, run_program
 
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 BOMB = "a0: &a0 [1, 1]\na1: &a1 [*a0, *a0]\na2: [*a1, *a1]\n"
 """The start of a file with aliases that stand for more values than memory holds."""
 
@@ -32,21 +31,9 @@ def test_later_recipes_and_flags_win(tmp_path: Path):
 
 
 def test_another_optimizer_drops_the_options_of_the_first():
-    config = command_line.parse(
-        ["--config", "configs/tutorial.yaml", "--optimizer", "adam", "--optimizer.betas", "[0.8, 0.99]"]
-    )
-    assert config.recipe.optimizer.name == "adam"
-    options = {"eps": 1e-8, "weight_decay": 0.0, "weight_decay_on": "matrices"}
-    assert config.recipe.optimizer.options == {"lr": 0.001, "betas": (0.8, 0.99), **options}
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Path):
-    config = command_line.parse(["--config", str(recipe), "--seed", "5"])
-    again = tmp_path / "again.yaml"
-    again.write_text(command_line.dump(config))
-    assert command_line.parse(["--config", str(again)]) == config
-    assert set(yaml.safe_load(recipe.read_text())) <= set(yaml.safe_load(again.read_text()))
+    flags = ["--config", str(ROOT / "configs" / "tutorial.yaml"), "--optimizer", "adam"]
+    config = command_line.parse([*flags, "--optimizer.betas", "[0.8, 0.99]"])
+    assert config.recipe.optimizer == Choice("adam", vars(Adam(betas=(0.8, 0.99))))
 
 
 @pytest.mark.parametrize(
@@ -55,10 +42,8 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--lr 0.1", "unknown option --lr: did you mean --optimizer.lr?"),
         ("--nonsense 1", "--help all lists all options"),
         ("--optimizer.betas 3", "unknown option --optimizer.betas"),
-        ("--optimiser adam", "did you mean --optimizer?"),
         ("--trainable+ fc3.*", "unknown option --trainable+: did you mean --trainable?"),
         ("--data digits", "unknown option --data: did you mean --data."),
-        ("--trainer.precision 16", "use --precision"),
         ("--trainer.accumulate_grad_batches 2", "use --accumulate"),
         ("--trainer {} --trainer.benchmark true", "cannot be combined: leave one of them out"),
         ("stray", "unexpected 'stray': options begin with --"),
@@ -73,7 +58,6 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--model tests/users_code/own_code.py", "name the class too, --model tests/users_code/own_code.py:NAME"),
         ("--precision fp16", "expected one of ['32-true', 'bf16-mixed', 'bf16-true', '16-mixed', 'auto'], not fp16"),
         ("--epochs 1.5", "--epochs: expected int, not 1.5"),
-        ("--epochs 0", "--epochs must be at least 1"),
         ("--batch_size 100000000000000000000000", "--batch_size must be at least 1 and at most 2147483647"),
         ("--devices many", "--devices: expected int or one of ['auto'], not many"),
         ("--max_steps 0", "--max_steps must be at least 1"),
@@ -95,9 +79,7 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--augment.mixup .inf", "--augment.mixup must be at least 0 and finite, not inf"),
         ("--augment.cutmix 1 --data.loader torch", "--augment.cutmix needs --data.loader memory"),
         ("--optimizer adam --optimizer.betas [2,3]", "--optimizer.betas must be"),
-        ("--optimizer muon --optimizer.ns_steps 0", "--optimizer.ns_steps must be at least 1 and under 100"),
         ("--schedule onecycle --schedule.pct_start 1", "--schedule.pct_start must be over 0 and under 1"),
-        ("--model resnet18 --model.width .nan", "--model.width must be over 0 and finite, not nan"),
         ("--model torchvision:resnet18 --model.kwarg.a 1", "--model.kwarg.a: did you mean --model.kwargs?"),
         ("--model net_moe --model.num_experts []", "must be numbers from 1, one for each mixture, not []"),
         ("--model net_moe --model.num_experts two", "num_experts: expected a list of int, not two"),
@@ -105,7 +87,6 @@ def test_printed_configuration_is_the_same_run_again(recipe: Path, tmp_path: Pat
         ("--model net_moe --model.top_k 2 --model.num_experts [2,1]", "top_k 2 needs at least as many experts"),
         ("--model net_moe --model.top_k 2 --model.noisy_gate_policy RSample", "RSample works only with top_k 1"),
         ("--model vit_moe --model.num_experts [2,4]", "must be one number, or one for each of 6 mixtures"),
-        ("--model vit_tiny --model.size base", "unknown option --model.size"),
     ],
 )
 def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
@@ -125,12 +106,10 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
         ("3: 4", "has no options"),
         ("optimizer: {name: [a]}", "unknown optimizer"),
         ("optimizer: {name: sgd, lr: }", "optimizer.lr has no value"),
-        ("epochs: many", "--epochs: expected int"),
         ("resume: [last]", "--resume: expected str, not ['last']"),
         ("name: 'two\n\n  lines'", "--name 'two\\nlines' must be one line of at most 200 bytes"),
         ("config: other.yaml", "config works only on the command line: remove it"),
         (BOMB, "line 2 has the alias *a0: repeat the value"),
-        ("a0: &a0 {x: 1}\na1: {<<: [*a0, *a0]}", "line 2 has the alias *a0"),
         ("trainer: " + json.dumps({"x": BOMB}), "trainer.x contains an alias"),
         pytest.param("name: " + "[" * 2000, "nested too deeply", id="deep"),
         ("trainer: " + "[" * 30 + "]" * 30, "or more than 20 nested levels"),

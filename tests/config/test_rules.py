@@ -11,15 +11,7 @@ from cifar_zero.training.resolve import announce, resolve
 
 @pytest.fixture(autouse=True)
 def machine_without_ranks(monkeypatch: pytest.MonkeyPatch):
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def refused(flags: str) -> str:
-    with pytest.raises(UsageError) as error:
-        resolve(command_line.parse(flags.split()))
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
 OFFLOAD_3 = "--strategy deepspeed_stage_3_offload --optimizer"
@@ -49,12 +41,10 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (0, "--cuda_graphs", "needs a GPU"),
         (1, "--cuda_graphs --accumulate 2", "use --compile"),
         (1, "--cuda_graphs --strategy deepspeed_stage_3", "use --compile"),
-        (1, "--cuda_graphs --strategy fsdp2", "use --compile"),
         (1, "--cuda_graphs --model net_moe", "use --compile"),
         (1, "--cuda_graphs --activation_offload", "leave out --activation_offload"),
         (0, "--model net_moe --strategy deepspeed_stage_3", "use deepspeed_stage_2"),
         (0, "--model net_moe --model.ep_size 2", "add --model.ep_size 1"),
-        (0, "--model net_moe --model.ep_size 2 --devices 2 --strategy ddp", "add --model.ep_size 1"),
         (0, "--model net_moe --model.ep_size 2 --strategy deepspeed_stage_2", "does not divide the number of ranks, 1"),
         (
             0,
@@ -63,7 +53,6 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         ),
         (0, "--strategy tensor_parallel", "cannot split --model net: use a vit_"),
         (0, "--strategy pipeline --model vit_moe", "cannot split --model vit_moe"),
-        (0, "--strategy fsdp2 --tensor_parallel_size 2 --devices 2", "cannot split --model net"),
         (0, "--strategy tensor_parallel --model vit_tiny --devices 2", "2 ranks cannot divide the 3 heads of vit_tiny"),
         (
             0,
@@ -75,7 +64,6 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
             "--strategy ddp --tensor_parallel_size 2 --devices 2",
             "works only with fsdp2, fsdp, tensor_parallel, not with ddp",
         ),
-        (0, "--strategy fsdp2 --pipeline_parallel_size 2", "works only with pipeline, not with fsdp2"),
         (
             0,
             "--strategy pipeline --pipeline_parallel_size 3 --model vit_tiny --devices 4",
@@ -90,8 +78,6 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (0, "--strategy pipeline --model vit_tiny --compile", "leave out --compile"),
         (0, "--strategy tensor_parallel --model vit_small --num_nodes 2", "splits a model within one node"),
         (2, "--strategy fsdp2 --devices 2 --swa_from 0.5", "use deepspeed_stage_3"),
-        (2, "--strategy pipeline --model vit_tiny --devices 2 --swa_from 0.5", "use deepspeed_stage_3"),
-        (2, "--zero.overlap_comm true", "works only with ZeRO 1 to 3, not with baseline"),
         (0, "--zero.reduce_bucket_size 100 --strategy deepspeed_stage_0", "works only with ZeRO 1 to 3, not with"),
         (0, "--strategy deepspeed_stage_2 --zero.overlap_comm true --devices 2", "needs a GPU"),
         (2, "--strategy deepspeed_stage_2_offload --optimizer adamw --offload.ratio 0.5", "only with deepspeed_stage_"),
@@ -109,7 +95,6 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (0, f"{NVME} --nvme_path /nowhere", "is not a writable directory"),
         (2, f"{NVME} --resume last", "use --strategy deepspeed_stage_3_offload"),
         (0, "--ds_config /nowhere.json", "cannot be read"),
-        (0, "--ds_config README.md", "is not JSON"),
         (
             0,
             "--ds_config cifar_zero/config/deepspeed_examples.json --zero.sub_group_size 1000",
@@ -120,13 +105,10 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
 def test_a_run_that_cannot_work_is_refused(gpus: int, flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: gpus)
     monkeypatch.setattr("cifar_zero.training.resolve.checkpoint_to_resume", lambda settings: settings.output.resume)
-    assert expected in refused(flags)
-
-
-def test_one_model_on_several_ranks_takes_the_whole_batch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
-    flags = ["--strategy", "tensor_parallel", "--model", "vit_small", "--devices", "3", "--batch_size", "4"]
-    assert resolve(command_line.parse(flags)).micro_batch == 4
+    with pytest.raises(UsageError) as error:
+        resolve(command_line.parse(flags.split()))
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_note_recommends_a_larger_micro_batch_under_zero(

@@ -7,12 +7,12 @@ GPU."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,14 @@ class Dying(Dataset[int]):
         return index
 
 
-def of_dying_worker(number: signal.Signals) -> Callable[[Path, Patch], object]:
-    """Returns a function that loads a batch with a worker that dies. SIGCHLD tells torch that the worker has ended."""
-
-    def load(path: Path, patch: Patch) -> None:
-        patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
-        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        try:
-            list(DataLoader(Dying(number), num_workers=1))
-        finally:
-            signal.signal(signal.SIGCHLD, before)
-
-    return load
+def load_with_a_dying_worker(number: signal.Signals, path: Path, patch: Patch) -> None:
+    """Loads a batch with a worker that dies. SIGCHLD tells torch that the worker has ended."""
+    patch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        list(DataLoader(Dying(number), num_workers=1))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def lost_rank(path: Path, patch: Patch) -> None:
@@ -78,22 +74,18 @@ def no_cuda_home(path: Path, patch: Patch) -> None:
     installed_cuda_version()
 
 
-def building_with(*programs: str) -> Callable[[Path, Patch], object]:
-    """Returns a function that builds DeepSpeed's CPU Adam with only these programs in PATH."""
+def build_with(programs: list[str], path: Path, patch: Patch) -> None:
+    """Builds DeepSpeed's CPU Adam with only these programs in PATH."""
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
-    def build(path: Path, patch: Patch) -> None:
-        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-
-        for program in programs:
-            found = shutil.which(program)
-            assert found is not None
-            (path / program).symlink_to(found)
-        for name in ("PATH", "TORCH_EXTENSIONS_DIR"):
-            patch.setenv(name, str(path))
-        patch.delenv("CXX", raising=False)
-        CPUAdamBuilder().jit_load(verbose=False)
-
-    return build
+    for program in programs:
+        found = shutil.which(program)
+        assert found is not None
+        (path / program).symlink_to(found)
+    for name in ("PATH", "TORCH_EXTENSIONS_DIR"):
+        patch.setenv(name, str(path))
+    patch.delenv("CXX", raising=False)
+    CPUAdamBuilder().jit_load(verbose=False)
 
 
 FULL = "the machine's memory is full"
@@ -102,16 +94,15 @@ ENDED = "another rank has ended"
 NOT_COMPILED = "DeepSpeed's code could not be compiled"
 
 PROVOKED: dict[str, tuple[Callable[[Path, Patch], object], str]] = {
-    "cpu memory": (lambda path, patch: torch.empty(1 << 60), FULL),
     "python memory": (lambda path, patch: bytearray(1 << 60), FULL),
-    "shared memory": (of_dying_worker(signal.SIGBUS), KILLED),
-    "killed worker": (of_dying_worker(signal.SIGKILL), KILLED),
+    "shared memory": (partial(load_with_a_dying_worker, signal.SIGBUS), KILLED),
+    "killed worker": (partial(load_with_a_dying_worker, signal.SIGKILL), KILLED),
     "no rank 0": (lambda path, patch: dist.TCPStore(HOST, 1, 1, False, SHORT), ENDED),
     "no rank 1": (lambda path, patch: dist.TCPStore(HOST, 0, 2, True, SHORT), ENDED),
     "lost rank": (lost_rank, ENDED),
     "no CUDA_HOME": (no_cuda_home, NOT_COMPILED),
-    "no ninja": (building_with(), NOT_COMPILED),
-    "no compiler": (building_with("ninja"), NOT_COMPILED),
+    "no ninja": (partial(build_with, []), NOT_COMPILED),
+    "no compiler": (partial(build_with, ["ninja"]), NOT_COMPILED),
 }
 """The function that causes each failure, and the beginning of the message."""
 
@@ -121,12 +112,12 @@ def test_a_known_failure_is_explained_in_one_line(name: str, tmp_path: Path, mon
     provoke, says = PROVOKED[name]
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the types differ
         provoke(tmp_path, monkeypatch)
-    line = str(explain(caught.value))
-    assert line.startswith(says), repr(caught.value)
-    assert re.fullmatch(r"[^\n]+; [^\n]+", line)
+    assert str(explain(caught.value)).startswith(says), repr(caught.value)
 
 
-def test_guarded_prints_the_explanation_and_debug_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: Patch):
+def test_an_explanation_is_one_line_and_debug_shows_the_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+):
     def main() -> int:
         torch.empty(1 << 60)
         return 0
@@ -134,7 +125,7 @@ def test_guarded_prints_the_explanation_and_debug_the_traceback(capsys: pytest.C
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert exits.guarded(main) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the machine's memory is full; in training, double --accumulate")
+    assert line.startswith(f"error: {FULL}; in training, double --accumulate")
     monkeypatch.setattr("sys.argv", ["train.py", "--debug"])
     assert exits.guarded(main) == 1
     assert re.search("Traceback.*RuntimeError.*DefaultCPUAllocator", capsys.readouterr().err, re.DOTALL)

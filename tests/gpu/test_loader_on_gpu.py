@@ -11,22 +11,13 @@ from cifar_zero.data import loaders as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.loaders import MemoryLoader, Stored
+from tests.support.helpers import needs_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-]
+pytestmark = needs_gpu
 
 COUNT, CLASSES, BATCH = 5000, 10, 16
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CONFIGS = [None, AugmentConfig(flip="alternating", crop=4, cutout=8, mixup=0.4, cutmix=1.0)]
-
-
-@pytest.fixture
-def split() -> Split:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (COUNT, 3, 32, 32), dtype=np.uint8)
-    return Split(images, rng.integers(0, CLASSES, COUNT), rng.permutation(COUNT))
 
 
 def make_loader(split: Split, stored: Stored, config: AugmentConfig | None) -> MemoryLoader:
@@ -46,12 +37,15 @@ def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("config", CONFIGS, ids=["plain", "augmented"])
 @pytest.mark.parametrize("block_images", [1, 64, 1024])
 def test_two_epochs_equal_those_of_the_cpu(
-    split: Split, config: AugmentConfig | None, block_images: int, monkeypatch: pytest.MonkeyPatch
+    config: AugmentConfig | None, block_images: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Batches agree bit for bit. The GPU is kept busy, so that reading a block before its copy has ended would show."""
     for kind in loader.BLOCK_IMAGES:
         monkeypatch.setitem(loader.BLOCK_IMAGES, kind, block_images)
         monkeypatch.setitem(loader.GROUPED_BLOCK_IMAGES, kind, 16 * block_images)
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 256, (COUNT, 3, 32, 32), dtype=np.uint8)
+    split = Split(stored, rng.integers(0, CLASSES, COUNT), rng.permutation(COUNT))
     on_cpu = make_loader(split, Stored(split.images, CPU), config)
     resident = make_loader(split, place_where(1, split, monkeypatch), config)
     streamed = make_loader(split, place_where(0, split, monkeypatch), config)

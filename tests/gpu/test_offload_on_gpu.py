@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.helpers import assert_ok, last_weights, run_folder_of, run_program
+from tests.support.helpers import assert_ok, last_weights, needs_gpu, run_program
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-]
+pytestmark = needs_gpu
 
 SMALL = ["--model", "vit_tiny", "--optimizer", "adamw", "--precision", "bf16-mixed", "--batch_size", "16"]
 SMALL += ["--devices", "1"]
@@ -33,7 +30,7 @@ def trained(folder: Path, small_data: list[str], steps: int, *flags: str) -> Wei
     """Returns the weights after `steps` steps."""
     length = ["--max_steps", str(steps), "--trainer.limit_test_batches", "1"]
     assert_ok(run_program("train.py", *small_data, *SMALL, *flags, *length, "--out", str(folder)))
-    return last_weights(run_folder_of(folder))
+    return last_weights(folder)
 
 
 def distance(one: Weights, other: Weights) -> float:

@@ -41,6 +41,8 @@ WHOLE = "TEST_ALL" in os.environ
 
 of_test_all = pytest.mark.skipif(not WHOLE, reason="of make test-all")
 
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
 ROOT = Path(__file__).resolve().parents[2]
 
 HANG_SECONDS = 1800

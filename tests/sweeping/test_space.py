@@ -39,12 +39,9 @@ def test_combinations_have_each_value_and_each_end():
 @pytest.mark.parametrize(
     ("definition", "message"),
     [
-        ("optimizer.lr", "a value is missing; write NAME=A,B"),
-        ("optimizer.lr=0.1,,1", "a value is missing"),
+        ("optimizer.lr=0.1,,1", "a value is missing; write NAME=A,B"),
         ("optimizer.lr=1..0.1", "low <= high"),
-        ("optimizer.lr=0..1:log", "must hold for `log=True`"),
         ("optimizer.lr=0..1:linear", "could not convert string to float: 'linear'"),
-        ("batch_size=8..32:0", "step > 0"),
         ("seed=0..9", "list the seeds, seed=0,1,2"),
     ],
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.sweeping import sweep
 from cifar_zero.training import run_process
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, of_test_all, wait_until
+from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all, wait_until
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
@@ -33,9 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     [
         ("--search optimizer.lr=0.1..1 --trials 0", "--trials must be at least 1"),
         ("--search optimizer.lr=0.1,1 --name a/b", "must be a plain name"),
-        ("--search optimizer.lr=0.1..1.0 optimizer=sgd,adm", "did you mean adam"),
         ("--search batch_size=16,32 accumulate=1,32", "accumulate 32 gives no whole micro-batch"),
-        ("--search seed=0,1 --optimizer.lrr 0.1", r"did you mean --optimizer.lr\?"),
         ("--search seed=0,1 --resume last", "--resume cannot be used"),
         ("--search seed=0,1 --strategy auto", "name a strategy for this machine"),
         ("--search seed=0,1 --data.val_fraction 0", "add --data.val_fraction 0.1"),
@@ -48,22 +44,6 @@ def test_a_sweep_that_cannot_work_is_refused(
     with pytest.raises(UsageError, match=message):
         run(monkeypatch, *small_data, *flags.split(), "--batch_size", "16", "--out", str(out))
     assert not out.exists()
-
-
-def test_a_finished_sweep_is_only_reported_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_data: list[str], capfd: pytest.CaptureFixture[str]
-):
-    rates = "0.01,0.02" if WHOLE else "0.01"  # a run takes nine seconds of a processor to start and end
-    flags = ["--search", f"optimizer.lr={rates}", "model.name=net", *small_data, "--batch_size", "16", "--epochs", "1"]
-    flags += ["--trainer.limit_train_batches", "2", "--trainer.limit_test_batches", "1"]
-    flags += ["--accelerator", "cpu", "--out", str(tmp_path), "--name", "rates"]
-    assert run(monkeypatch, *flags) == 0
-    printed = capfd.readouterr().out
-    metrics = json.loads((tmp_path / "rates/optimizer.lr_0.01-model.name_net/version_0/metrics.json").read_text())
-    assert f"│ 0.01         │ net        │ {metrics['val/acc']:.6g}" in printed
-    monkeypatch.setattr("cifar_zero.training.run_process.start", None)  # nothing is left to start
-    assert run(monkeypatch, *flags) == 0
-    assert capfd.readouterr().out == printed
 
 
 PROGRAM = """
@@ -117,10 +97,10 @@ def test_a_failed_run_is_reported_and_tried_again(start: Start, tmp_path: Path, 
 
 def test_a_budget_counts_sampled_settings(start: Start, tmp_path: Path):
     """A larger budget trains more settings, and the same command again trains nothing."""
-    flags = ["--search", "optimizer.lr=1e-4..1e-1:log", "batch_size=16..64:16", "seed=0,1", "--trials"]
-    for trials in (2, 3, 3):
+    flags = ["--search", "optimizer.lr=1e-4..1e-1:log", "batch_size=16..64:16", "--trials"]
+    for trials in (1, 3, 3):
         assert start("", *flags, str(trials)) == 0
-        assert len(order(tmp_path)) == 2 * trials
+        assert len(order(tmp_path)) == trials
 
 
 def test_another_sweep_is_refused(start: Start):
@@ -138,9 +118,7 @@ def test_an_ended_sweep_continues(number: int, tmp_path: Path, small_data: list[
     started += ["--out", str(tmp_path), "--name", "rates"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(started, cwd=ROOT, env=environment)
-    while not any(tmp_path.glob("rates/*/version_0/checkpoints/last.ckpt")):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: process.poll() or any(tmp_path.glob("rates/*/version_0/checkpoints/last.ckpt")))
     process.send_signal(number)
     assert process.wait(HANG_SECONDS) in (128 + number, -number)
 
