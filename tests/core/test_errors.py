@@ -7,6 +7,7 @@ GPU."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
