@@ -27,13 +27,8 @@ def convolution_size(side, channels, filters, kernel, stride, padding):
 
 
 def convolution_gradients(images, weight, upstream):
-    of_images, of_weight = torch.zeros_like(images), torch.zeros_like(weight)
-    kernel = weight.shape[-1]
-    for i in range(upstream.shape[2]):
-        for j in range(upstream.shape[3]):
-            window = (..., slice(i, i + kernel), slice(j, j + kernel))
-            of_images[window] += torch.einsum("nf,fcij->ncij", upstream[:, :, i, j], weight)
-            of_weight += torch.einsum("nf,ncij->fcij", upstream[:, :, i, j], images[window])
+    of_images = F.conv_transpose2d(upstream, weight)
+    of_weight = F.conv2d(images.transpose(0, 1), upstream.transpose(0, 1)).transpose(0, 1)
     return of_images, of_weight
 
 
