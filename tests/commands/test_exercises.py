@@ -86,9 +86,6 @@ def test_the_page_names_what_the_checker_asks_for(tmp_path: Path):
     assert re.findall(r"^def (\w+)\(.*\.\.\.  # \d+$", page, re.MULTILINE) == asked
     code = re.search(r"```python\n(import.*?)```", page, re.DOTALL)
     assert code is not None
-    names: dict[str, object] = {}
-    exec(code[1], names)
-    assert {*asked, "Broken"} <= {*names}
     (tmp_path / "answers.py").write_text(code[1])
     for number, name in enumerate([*asked, "Broken"], start=1):
         line = f"exercise {number}: {name} in answers.py is still `...`: write your answer there"

@@ -121,13 +121,6 @@ class Changed(Module):
         self.tanh.register_forward_hook(halved)
 
 
-@pytest.mark.parametrize(
-    ("module", "where"),
-    [
-        (Changed, "the first module whose output differs is tanh"),
-        (WrongUpdate, "the outputs of all modules are correct"),
-    ],
-)
-def test_the_first_wrong_module_is_named(module: type[Module], where: str):
-    verdict = verdict_on(module(), OutputCheck(every=1, on_fault="warn"), steps=1)
-    assert str(verdict).endswith(f"; {where}")
+def test_the_first_wrong_module_is_named():
+    verdict = verdict_on(Changed(), OutputCheck(every=1, on_fault="warn"), steps=1)
+    assert str(verdict).endswith("; the first module whose output differs is tanh")
