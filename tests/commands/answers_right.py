@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.users_code.own_modules import Own
 
 
 def linear(x, weight, bias, upstream):
@@ -81,15 +82,11 @@ def batch_for_zero():
     return 8 * 336
 
 
-class Healthy(LightningModule):
+class Healthy(Own):
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Linear(8, 2)
-        nn.init.zeros_(self.model.weight)  # any other start may not learn within 8 steps
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(self.model(images), labels)
+        self.net = nn.Linear(8, 2)
+        nn.init.zeros_(self.net.weight)  # any other start may not learn within 8 steps
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -104,4 +101,4 @@ class Broken(Healthy):
 
     def on_train_batch_end(self, *_: object) -> None:
         with torch.no_grad():
-            self.model.weight.mul_(0.9)
+            self.net.weight.mul_(0.9)

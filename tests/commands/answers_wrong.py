@@ -73,5 +73,5 @@ class Broken(answers_right.Healthy):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         with torch.no_grad():
-            self.model.weight.clamp_(-0.3, 0.3)
+            self.net.weight.clamp_(-0.3, 0.3)
         return super().training_step(batch, batch_idx)

@@ -75,11 +75,6 @@ def test_the_command_reports_an_error_of_one_rank_with_its_line(tmp_path: Path):
     assert done.stdout == "wrong: answers.py, line 6: ZeroDivisionError: division by zero\n"
 
 
-def test_a_missing_file_is_a_mistake_of_usage():
-    line = f"exercise 8: none.py:accumulate: {Path('none.py').absolute()} does not exist"
-    assert exercises.judge(8, "none.py") == (2, line)
-
-
 def test_the_page_names_what_the_checker_asks_for(tmp_path: Path):
     page = (ROOT / "docs" / "exercises.md").read_text()
     asked = [check.__name__ for check in exercises.CHECKS[:-1]]

@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import networkx
 import pytest
 import torch
 from torch import nn
@@ -48,28 +49,21 @@ def test_the_picture_of_the_packages_is_true():
     assert drawn in (ROOT / "CONTRIBUTING.md").read_text(), f"the picture of today:\n{drawn}"
 
 
-def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
-    """Returns the packages that a package imports directly or through others."""
-    return imports[name].union(*(reachable(imports, other) for other in imports[name]))
-
-
 def diagram() -> str:
     """Returns the Mermaid diagram of the imports between packages, and of build_model.py and train.py. Arrows that
     follow from two others are left out."""
     package = ROOT / "cifar_zero"
     names = ["build_model", "train", *(init.parent.name for init in package.glob("*/__init__.py"))]
-    imports: dict[str, set[str]] = {name: set() for name in names}
-    for name, others in imports.items():
+    imports = networkx.DiGraph()
+    for name in names:
         for file in [*(package / name).rglob("*.py"), *package.glob(f"{name}.py")]:
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cifar_zero":
                     inner = str(node.module).split(".")[1:2]
-                    others |= set(inner or [alias.name for alias in node.names])
-        others.discard(name)
-    lines = ["flowchart TD"]
-    for name in sorted(imports):
-        implied = set().union(*(reachable(imports, other) for other in imports[name]))
-        lines += [f"    {name} --> {other}" for other in sorted(imports[name] - implied)]
+                    others = {*(inner or [alias.name for alias in node.names])} - {name}
+                    imports.add_edges_from((name, other) for other in others)
+    arrows = sorted(networkx.transitive_reduction(imports).edges)
+    lines = ["flowchart TD", *(f"    {name} --> {other}" for name, other in arrows)]
     return "```mermaid\n" + "\n".join(lines) + "\n```"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,12 +41,18 @@ def test_the_cases_are_listed_also_of_a_raw_configuration(tmp_path: Path, listed
     assert "train --data.source synthetic" in lines[number + 2]
 
 
-def test_quick_resumes_no_case(listed: Callable[..., list[str]]):
-    resumed = "deepspeed_stage_0: bfloat16, AdamW, clipped, 2 ranks, resumed at step 3"
-    flags = ["--strategies", "deepspeed_stage_0"]
-    assert resumed in listed(*flags)
-    assert resumed not in listed(*flags, "--quick")
-    assert resumed in listed(*flags, "--quick", "--resume_at", "3")
+def test_rows_are_resumed_where_it_matters_but_not_with_quick(listed: Callable[..., list[str]]):
+    flags = ["--strategies", "ddp", "deepspeed_stage_2", "deepspeed_stage_3"]
+    bfloat16 = "bfloat16, AdamW, clipped, 2 ranks, resumed at step 3"
+    assert [line for line in listed(*flags) if re.match(r"\S.* resumed at", line)] == [
+        f"ddp: {bfloat16}",
+        f"deepspeed_stage_2: {bfloat16}",
+        f"deepspeed_stage_3: {bfloat16}",
+        "deepspeed_stage_2: AdamW, clipped, accumulated, 2 ranks, resumed at step 3 under deepspeed_stage_3",
+        "deepspeed_stage_3: frozen layers, 2 ranks, resumed at step 3 under deepspeed_stage_1 on 1 rank",
+    ]
+    assert f"ddp: {bfloat16}" not in listed(*flags, "--quick")
+    assert f"ddp: {bfloat16}" in listed(*flags, "--quick", "--resume_at", "3")
 
 
 def test_random_placements_are_the_same_each_time():
