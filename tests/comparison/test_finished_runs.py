@@ -45,7 +45,6 @@ def compared(*others: Variant) -> Comparison:
     [
         ([made_up(), made_up(seed=1)], "bit-identical", "losses and weights equal the reference's"),
         ([made_up(check=AGREES), made_up((2.0, 1.1), seed=1, check=AGREES)], "within rounding", AGREES["text"]),
-        ([made_up(check=AGREES), made_up((2.0, 1.1), seed=1, check=DIFFERS)], "different", DIFFERS["text"]),
         ([made_up(check=DIFFERS), made_up(seed=1, check=AGREES)], "different", DIFFERS["text"]),
         ([made_up(check=DIFFERS), made_up(seed=1, check=INFINITELY)], "different", INFINITELY["text"]),
         ([made_up((2.0, 1.1))], "not judged", "no step was checked (--check_steps)"),
