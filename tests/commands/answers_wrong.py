@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-from tests.commands.answers_right import Healthy
+from tests.commands import answers_right
 
 
 def linear(x, weight, bias, upstream):
@@ -53,13 +53,7 @@ def average_gradients(model):
 
 
 def zero_1_step(parameters, gradient, momentum, lr, mu):
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    distributed.all_reduce(gradient)
-    momentum = mu * momentum + gradient.chunk(ranks)[rank] / ranks
-    mine = parameters.chunk(ranks)[rank] - lr * momentum
-    both = [torch.empty_like(mine) for _ in range(ranks)]
-    distributed.all_gather(both, mine)
-    return torch.cat(both)
+    return answers_right.zero_1_step(parameters, gradient, momentum.clone(), lr, mu)
 
 
 def clip_shard(shard, max_norm):
@@ -74,10 +68,10 @@ def batch_for_zero():
     return 8 * 335
 
 
-class Broken(Healthy):
+class Broken(answers_right.Healthy):
     """Agrees under every strategy, because the replay of a step makes the same change."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         with torch.no_grad():
-            self.model.weight.clamp_(-0.3, 0.3)
+            self.net.weight.clamp_(-0.3, 0.3)
         return super().training_step(batch, batch_idx)

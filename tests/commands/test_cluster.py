@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,37 +69,24 @@ JOB = {
     "SLURM_CPUS_PER_TASK": "8",
 }
 
-Submit = Callable[..., subprocess.Popen[str]]
 
-
-@pytest.fixture
-def submit(tmp_path: Path, small_data: list[str]) -> Submit:
-    """Starts the script as SLURM does, on small data."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
+def ended_by_slurm(folder: Path, run: Path, flags: list[str], data: str, **more: str) -> str:
+    """Starts the script as SLURM does. Sends the job SIGUSR1 once its run has a checkpoint, and returns what the job
+    has printed."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-
-    def start(*flags: str, **more: str) -> subprocess.Popen[str]:
-        places = {"RUNS": str(tmp_path / "runs"), "DATA": small_data[-1], "PYTHON": sys.executable}
-        places |= {"REQUESTS": str(tmp_path / "requests"), "SRUN_FLAGS": str(tmp_path / "flags.json")}
-        places |= {"PATH": f"{programs}:{os.environ['PATH']}"}
-        command = ["bash", str(FOLDER / "slurm.sbatch"), *small_data[:-2], "--batch_size", "16", *flags]
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **JOB, **places, **more},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    return start
-
-
-def ended_by_slurm(job: subprocess.Popen[str], run: Path) -> str:
-    """Sends the job SIGUSR1 once its run has a checkpoint, and returns what the job has printed."""
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    places = {"RUNS": str(folder / "runs"), "DATA": data, "PYTHON": sys.executable}
+    places |= {"REQUESTS": str(folder / "requests"), "SRUN_FLAGS": str(folder / "flags.json")}
+    places |= {"PATH": f"{folder}:{os.environ['PATH']}"}
+    job = subprocess.Popen(
+        ["bash", str(FOLDER / "slurm.sbatch"), *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **JOB, **places, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_until(lambda: [*run.glob("checkpoints/*.ckpt")] or job.poll() is not None)
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=HANG_SECONDS)[0]
@@ -108,16 +96,19 @@ def ended_by_slurm(job: subprocess.Popen[str], run: Path) -> str:
 
 @of_test_all
 @pytest.mark.distributed
-def test_a_slurm_job_is_requeued_and_resumes(submit: Submit, tmp_path: Path) -> None:
-    flags = ["--accelerator", "cpu", "--strategy", "ddp", "--save_every_n_steps", "2", "--epochs", "10000"]
+def test_a_slurm_job_is_requeued_and_resumes(small_data: list[str], tmp_path: Path) -> None:
+    *small, _, data = small_data
+    flags = [*small, "--batch_size", "16", "--accelerator", "cpu", "--strategy", "ddp", "--epochs", "10000"]
+    flags += ["--save_every_n_steps", "2"]
     runs = tmp_path / "runs" / "cifar-zero-4217"
-    said = ended_by_slurm(submit(*flags), runs / "version_0")
+    said = ended_by_slurm(tmp_path, runs / "version_0", flags, data)
     assert (tmp_path / "requests").read_text() == "requeue 4217\n"
     assert (runs / "version_0" / "checkpoints" / "last.ckpt").exists()
     assert f"saved; resume with: {train_command()} --resume {runs}" in said
     flags_of_srun = json.loads((tmp_path / "flags.json").read_text())
     assert flags_of_srun == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
-    ended_by_slurm(submit(*flags, "--max_steps", "100000", SLURM_RESTART_COUNT="1"), runs / "version_1")
+    flags += ["--max_steps", "100000"]
+    ended_by_slurm(tmp_path, runs / "version_1", flags, data, SLURM_RESTART_COUNT="1")
     assert str(runs / "version_0") in (runs / "version_1" / "config.yaml").read_text()
 
 
@@ -164,14 +155,16 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
 
 @pytest.mark.distributed
 @of_test_all
-def test_commands_of_the_page(small_data: list[str], tmp_path: Path) -> None:
+def test_launchers_of_the_guides(small_data: list[str], tmp_path: Path) -> None:
     """Every command runs as written, for a few steps. Both nodes of torchrun's commands are this machine."""
-    page = (ROOT / "docs" / "cluster.md").read_text()
-    commands = re.findall(r"^\.venv/bin/(.+)$", page, re.MULTILINE)
-    assert {line.split()[0] for line in commands} == {"torchrun", "deepspeed"}
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("cluster.md", "migrate.md"))
+    commands = re.findall(r"^(?:\.venv/bin/)?((?:torchrun|deepspeed) .+)$", pages, re.MULTILINE)
+    assert len(commands) >= 5
     small = ["--accelerator", "cpu", "--max_steps", "4", "--out", str(tmp_path), *small_data]
     for line in commands:
         program, *arguments = shlex.split(line)
+        if not shutil.which("numactl"):
+            arguments = [word for word in arguments if word != "--bind_cores_to_rank"]
         trains = "train.py" in arguments
         started = [str(Path(sys.executable).parent / program), *arguments, *(small if trains else [])]
         nodes = [

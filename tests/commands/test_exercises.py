@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
-import subprocess
 import sys
-import types
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all, run_program
+from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all
 
 sys.path.append(str(ROOT / "docs"))  # its new processes import it by this name too
 exercises = importlib.import_module("exercises")
@@ -38,14 +35,6 @@ EXPECTED = {
     15: "ZeRO 2 trains it as DDP does",
 }
 """The checker's messages for the wrong answers."""
-
-
-@pytest.fixture(autouse=True)
-def one_plan(monkeypatch: pytest.MonkeyPatch):
-    """Runs cifar-zero plan once for both answers."""
-    plan = functools.cache(lambda *command: subprocess.check_output(command, cwd=ROOT))
-    run = types.SimpleNamespace(check_output=lambda command, cwd: plan(*command))
-    monkeypatch.setattr(exercises, "subprocess", run)
 
 
 @pytest.mark.parametrize(
@@ -78,34 +67,14 @@ def test_answers_on_two_ranks(tmp_path: Path):
 
 
 @pytest.mark.distributed
-def test_ranks_that_cannot_meet_are_one_line():
-    done = run_program(str(ROOT / "docs" / "exercises.py"), "9", RIGHT, env={"GLOO_SOCKET_IFNAME": "none"})
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"error: the ranks have not met: .*address for: none\n", done.stderr)
-
-
-@of_test_all
-@pytest.mark.distributed
-def test_the_command_reports_an_error_of_one_rank_with_its_line(tmp_path: Path):
+def test_the_command_prints_an_error_of_one_rank_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     code = "from torch import distributed\n\n\ndef clip_shard(shard, max_norm):\n    if distributed.get_rank():\n"
     (tmp_path / "answers.py").write_text(code + "        return 1 / 0\n    distributed.all_reduce(shard)\n")
-    done = run_program(str(ROOT / "docs" / "exercises.py"), "11", "answers.py", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == "wrong: answers.py, line 6: ZeroDivisionError: division by zero\n"
-
-
-def test_mistakes_of_usage_are_one_line(tmp_path: Path):
-    (tmp_path / "answers.py").write_text("def training_step(self, batch:\n")
-    assert exercises.judge(8, "none.py") == (
-        2,
-        f"exercise 8: none.py:accumulate: {Path('none.py').absolute()} does not exist",
-    )
-    code, line = exercises.judge(7, str(tmp_path / "answers.py"))
-    assert code == 2
-    assert "SyntaxError" in line
-    assert "line 1" in line
-    code, line = exercises.judge(7, str(ROOT / "tests" / "users_code" / "sends_signal.py"))
-    assert (code, line[-20:]) == (2, "has no training_step")
+    monkeypatch.setattr("sys.argv", ["exercises.py", "11", str(tmp_path / "answers.py")])
+    assert exercises.main() == 1
+    assert capsys.readouterr().out == "wrong: answers.py, line 6: ZeroDivisionError: division by zero\n"
 
 
 def test_the_page_names_what_the_checker_asks_for(tmp_path: Path):
@@ -114,9 +83,6 @@ def test_the_page_names_what_the_checker_asks_for(tmp_path: Path):
     assert re.findall(r"^def (\w+)\(.*\.\.\.  # \d+$", page, re.MULTILINE) == asked
     code = re.search(r"```python\n(import.*?)```", page, re.DOTALL)
     assert code is not None
-    names: dict[str, object] = {}
-    exec(code[1], names)
-    assert {*asked, "Broken"} <= {*names}
     (tmp_path / "answers.py").write_text(code[1])
     for number, name in enumerate([*asked, "Broken"], start=1):
         line = f"exercise {number}: {name} in answers.py is still `...`: write your answer there"

@@ -7,8 +7,7 @@ import os
 import pickle
 import random
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ from tests.users_code.evil import Evil
 
 MUTATIONS = 200 if WHOLE else 15
 """Number of damaged copies of each kind of file."""
-
-SECONDS = 30
-"""Longest time to read a file before it counts as hanging."""
 
 
 def truncate(file: Path, rng: random.Random, proof: Path) -> None:
@@ -62,17 +58,6 @@ def take_anothers_place(file: Path, rng: random.Random, proof: Path) -> None:
 DAMAGES = [truncate, flip, flip, remove, fill_with_noise, run_code, take_anothers_place]
 
 
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    def hangs(*_: Any) -> None:
-        raise AssertionError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
 def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Callable[[Any], bool]) -> int:
     """Damages copies of a file or folder. `same` checks what was read from a copy that was not refused.
 
@@ -91,19 +76,15 @@ def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Call
         target = rng.choice([*(path for path in sorted(copy.rglob("*")) if path.is_file())] or [copy])
         damage = rng.choice(DAMAGES)
         damage(target, rng, proof)
-        signal.alarm(SECONDS)
         case = f"{number}: {damage.__name__} {target.name}"
         try:
             found = read(copy)
-        except (UsageError, RunError) as error:
-            refused += 1
-            lines = str(error).count("\n") + 1
         except Exception as error:
-            raise AssertionError(case) from error
+            if not isinstance(error, (UsageError, RunError)) or "\n" in str(error):
+                raise AssertionError(case) from error
+            refused += 1
         else:
-            lines = 1
             assert same(found), case
-        assert lines == 1, case
         assert not proof.exists(), case
         shutil.rmtree(copy.parent)
     return refused

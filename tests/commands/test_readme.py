@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import runpy
 import shlex
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
+import networkx
 import pytest
 import torch
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 from cifar_zero.__main__ import COMMANDS as PROGRAMS
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from tests.support.helpers import HANG_SECONDS, ROOT, WHOLE, assert_ok, of_test_all, on_ranks, run_program
-from tests.support.many_runs import train_run
+from tests.support.helpers import ROOT, WHOLE, assert_ok, of_test_all, run_program, train_all
 
 TEXT = (ROOT / "README.md").read_text()
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,28 +49,21 @@ def test_the_picture_of_the_packages_is_true():
     assert drawn in (ROOT / "CONTRIBUTING.md").read_text(), f"the picture of today:\n{drawn}"
 
 
-def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
-    """Returns the packages that a package imports directly or through others."""
-    return imports[name].union(*(reachable(imports, other) for other in imports[name]))
-
-
 def diagram() -> str:
     """Returns the Mermaid diagram of the imports between packages, and of build_model.py and train.py. Arrows that
     follow from two others are left out."""
     package = ROOT / "cifar_zero"
     names = ["build_model", "train", *(init.parent.name for init in package.glob("*/__init__.py"))]
-    imports: dict[str, set[str]] = {name: set() for name in names}
-    for name, others in imports.items():
+    imports = networkx.DiGraph()
+    for name in names:
         for file in [*(package / name).rglob("*.py"), *package.glob(f"{name}.py")]:
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cifar_zero":
                     inner = str(node.module).split(".")[1:2]
-                    others |= set(inner or [alias.name for alias in node.names])
-        others.discard(name)
-    lines = ["flowchart TD"]
-    for name in sorted(imports):
-        implied = set().union(*(reachable(imports, other) for other in imports[name]))
-        lines += [f"    {name} --> {other}" for other in sorted(imports[name] - implied)]
+                    others = {*(inner or [alias.name for alias in node.names])} - {name}
+                    imports.add_edges_from((name, other) for other in others)
+    arrows = sorted(networkx.transitive_reduction(imports).edges)
+    lines = ["flowchart TD", *(f"    {name} --> {other}" for name, other in arrows)]
     return "```mermaid\n" + "\n".join(lines) + "\n```"
 
 
@@ -116,10 +104,9 @@ def test_flags_in_all_pages_exist():
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_commands(small_data: list[str], tmp_path: Path):
-    """Trainings take a few steps. Trainings with the same number of ranks share their processes, one after the
-    other."""
+    """Trainings take a few steps."""
     small = ["--accelerator", "cpu", "--epochs", "1", "--max_steps", "4", "--batch_size", "16", "--out", str(tmp_path)]
-    trainings: dict[int, list[list[str]]] = {1: [], 2: []}
+    trainings: list[list[str]] = []
     others: list[list[str]] = []
     for command in COMMANDS:
         program, *arguments = shlex.split(in_folder(command, tmp_path))
@@ -127,21 +114,19 @@ def test_commands(small_data: list[str], tmp_path: Path):
             flags = [*arguments[1:], *small_data, *small]
             if "--plot_schedule" in arguments:
                 others.append(["train.py", *flags])
-                continue
-            ranks = command_line.parse(flags).placement.devices
-            trainings[1 if ranks == "auto" else ranks].append(flags)
+            else:
+                trainings.append(flags)
         elif {"--module", "--acceptance"} & {*arguments}:
             others.append([*arguments, "--out", str(tmp_path)])
         elif program == "cifar-zero" and arguments[0] == "compare":
             others.append([*arguments, *small_data, *small])
         elif program in ("python", "cifar-zero") and arguments != ["doctor"]:  # half a minute: tests/diagnosis runs it
             others.append(arguments)
-    assert sum(map(len, trainings.values())) >= 5
+    assert len(trainings) >= 5
     programs = {"evaluate", "export", "predict", "plan", "compare"}
     assert programs <= {arguments[0] for arguments in others}
-    for ranks, runs in trainings.items():
-        for flags in runs:
-            on_ranks(ranks, train_run, [*flags, "--test_figures", "false"], "")
+    for flags in trainings:
+        train_all({tmp_path: flags})
     for arguments in others:
         if arguments[0] != "compare" or WHOLE:  # half a minute each; other tests run the other commands
             assert_ok(run_program(*arguments))
@@ -221,15 +206,7 @@ def test_scripts_of_the_guide_print_what_it_shows(tmp_path: Path):
     assert len(SCRIPTS) == 2
     for block, shown in SCRIPTS:
         (tmp_path / "script.py").write_text(block)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-        )
+        done = run_program("script.py", cwd=tmp_path)
         assert_ok(done)
         numbers = r"\d+\.\d+"  # which depend on the processor
         assert re.sub(numbers, "N", shown.strip()) in re.sub(numbers, "N", done.stdout)
@@ -245,9 +222,8 @@ def test_the_first_cell_of_the_notebook_finds_the_program_from_docs():
     book = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
     first = next("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code")
     code = f"{first}\nprint(Path.cwd(), bool(importlib.util.find_spec('cifar_module')))"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT / "docs", env=environment, text=True)
-    assert shown == f"{ROOT} True\n"
+    done = run_program("-c", code, cwd=ROOT / "docs", env={"PYTHONPATH": ""}, fresh=True)
+    assert done.stdout == f"{ROOT} True\n", done.stderr
 
 
 @pytest.mark.distributed
@@ -262,46 +238,21 @@ def test_cells_of_the_notebook(tmp_path: Path):
         if cell.startswith("!{sys.executable}"):
             cells[place] = start.format(shlex.split(cell.replace("\\\n", ""))[1:])
     (tmp_path / "script.py").write_text("\n".join(["import sys", "sys.ps1 = '>>> '", *cells]))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    done = run_program("script.py", cwd=tmp_path)
     assert_ok(done)
     assert done.stdout.count("the same losses, bit for bit: True") == 2
     assert "2 of 2 agree with baseline: 2 bit-identical" in done.stdout
 
 
-def test_tensorboard_command_serves_a_page(tmp_path: Path):
+def test_tensorboard_command_reads_a_run(tmp_path: Path):
+    """With --inspect, TensorBoard prints what it has read, instead of serving it."""
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("train/loss", 2.3, 10)
     (command,) = [command for command in COMMANDS if command.startswith("tensorboard")]
     arguments = [str(tmp_path) if word == "runs" else word for word in shlex.split(command)[1:]]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    program = [sys.executable, "-m", "tensorboard.main", *arguments, "--port", port]
-    server = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        page = _get(f"http://localhost:{port}/")
-    finally:
-        server.terminate()
-        server.wait(HANG_SECONDS)
-    assert "TensorBoard" in page
-
-
-def _get(address: str) -> str:
-    deadline = time.monotonic() + HANG_SECONDS
-    while True:
-        try:
-            with urlopen(address, timeout=HANG_SECONDS) as answer:
-                return answer.read().decode()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
+    done = run_program("-m", "tensorboard.main", *arguments, "--inspect")
+    assert_ok(done)
+    assert "train/loss" in done.stdout
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

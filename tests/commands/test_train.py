@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,14 +18,11 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyr
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
 from cifar_zero.config.ds_config import get_ds_config
-from cifar_zero.launch.local_launcher import free_port
 from cifar_zero.training.results import MEASURED
 from tests.support.helpers import (
-    HANG_SECONDS,
     ROOT,
     assert_ok,
     curve,
-    last_checkpoint,
     last_weights,
     metrics_of,
     of_test_all,
@@ -75,8 +68,6 @@ def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
     assert set(events.Tags()["images"]) >= {f"figures/{name}" for name in figures}
     steps = [event.step for event in events.Scalars("train/loss")]
     assert steps == [10, 20, 30, 40, 50, 60, 70, 72]
-    assert [event.value for event in events.Scalars("train/global_step")] == steps
-    assert all(event.value > 0 for event in events.Scalars("train/grad_norm"))
     assert [event.step for event in events.Scalars("val/acc")] == [36, 72, 72]  # the last one for HPARAMS too
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     assert [section.title for section in layout.category] == ["Loss", "Accuracy", "Speed", "Memory"]
@@ -180,7 +171,7 @@ def test_bench_steps_times_that_many_steps_and_stops(small_data: list[str], tmp_
     assert "0.74 MB of it model states" in done.stdout
 
 
-def test_the_fallback_to_digits_is_reported_everywhere(tmp_path: Path, small_data: list[str]):
+def test_the_fallback_to_digits_is_reported_everywhere(tmp_path: Path):
     data = ["--data.root", str(tmp_path / "data"), "--data.url", "http://127.0.0.1:9/cifar-10-python.tar.gz"]
     flags = ["--max_steps", "5", "--batch_size", "16", "--accelerator", "cpu", "--out", str(tmp_path / "out")]
     flags += ["--test_figures", "false", "--trainer.limit_test_batches", "1"]
@@ -200,9 +191,6 @@ def test_the_fallback_to_digits_is_reported_everywhere(tmp_path: Path, small_dat
     assert "is not available" not in done.stderr  # CIFAR-10 is not asked for
     assert "continues on the embedded handwritten digits" in done.stderr
     assert metrics_of(run.parent / "version_1")["dataset"] == "digits"
-    done = run_program("train.py", *small_data, *flags, "--resume", str(taken_out))
-    assert done.returncode == 2
-    assert "its run has --data.source digits, not synthetic" in done.stderr
     done = run_program("train.py", *data, *flags, "--data.source", "cifar10")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -218,8 +206,6 @@ def test_the_sources_own_configuration(small_data: list[str], tmp_path: Path):
     assert "cpu_offload" not in said
     run, source = run_folder_of(tmp_path), json.loads((ROOT / file).read_text())
     assert source == get_ds_config(2, "bf16")
-    assert metrics_of(run)["world_size"] == 2
-    assert f"ds_config: {ROOT / file}\n" in (run / "config.yaml").read_text()
     engine = json.loads((run / "deepspeed.json").read_text())
     for key, value in source["zero_optimization"].items():
         assert engine["zero_optimization"][key] == (None if key == "cpu_offload" else value)
@@ -227,27 +213,11 @@ def test_the_sources_own_configuration(small_data: list[str], tmp_path: Path):
         assert engine[key] == (source[key] | {"check_grad_overflow": False} if key == "bf16" else source[key])
 
 
-@of_test_all
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "line", re.findall("^deepspeed (.*)$", (ROOT / "docs" / "migrate.md").read_text(), re.MULTILINE)
-)
-def test_the_sources_launch_lines(line: str, small_data: list[str], tmp_path: Path):
-    bound = line if shutil.which("numactl") else line.replace("--bind_cores_to_rank ", "")
-    launcher = ["-m", "deepspeed.launcher.runner", "--master_port", str(free_port())]
-    done = run_program(*launcher, *shlex.split(bound), *small_data, "--max_steps", "4", "--out", str(tmp_path))
-    assert_ok(done)
-    recorded = metrics_of(tmp_path)
-    assert recorded["model"] == ("net_moe" if "moe.yaml" in line else "net")
-    assert recorded["strategy"] == ("deepspeed_stage_2" if "deepspeed_stage_2" in line else "deepspeed_stage_0")
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("--trainer.no_such_option 1", "is not an option of Lightning's Trainer"),
         ("--out /dev/null", "cannot be written"),
-        ("--batch_size 10000", "training images"),
         pytest.param("--batch_size 10000 --devices 2", "training images", marks=LONG_ON_RANKS),
     ],
 )
@@ -259,71 +229,39 @@ def test_a_mistake_is_reported_in_one_line(flags: str, expected: str, small_data
     assert expected in line
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--optimizer adam", "its run has --optimizer sgd, not adam"),
-        ("--resume last --name never", "no run named never"),
-    ],
-)
-def test_what_cannot_be_resumed_is_refused_at_once(
-    flags: str, expected: str, run: tuple[Path, str], tmp_path: Path, small_data: list[str]
-):
-    given = ["--resume", str(run[0]), *flags.split()]
-    done = run_program("train.py", *small_data, "--batch_size", "16", "--out", str(tmp_path), *given)
+def test_a_run_with_another_optimizer_is_not_resumed(run: tuple[Path, str], tmp_path: Path):
+    done = run_program("train.py", "--resume", str(run[0]), "--optimizer", "adam", "--out", str(tmp_path))
     assert done.returncode == 2
-    assert expected in done.stderr
+    assert "its run has --optimizer sgd, not adam" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.distributed
-def test_ctrl_c_saves_and_says_how_to_resume(small_data: list[str], tmp_path: Path):
-    """The launcher and both ranks get the signal, as from a terminal."""
-    flags = ["--devices", "2", "--accelerator", "cpu", "--batch_size", "16", "--epochs", "5000"]
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *small_data, *flags, "--log_interval", "10", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "val/acc" in line:  # training has started
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 128 + signal.SIGINT, said
-    assert re.search(r"Ctrl-C: stopped at step \d+, saved; resume with: ", said)
-    assert f" {train_command('--resume', run_folder_of(tmp_path))}\n" in said
-    assert "Traceback" not in said
-    assert last_checkpoint(tmp_path)["global_step"] > 36
-
-
 @pytest.mark.parametrize(
-    ("hook", "number", "to", "devices"),
+    ("hook", "number", "to", "devices", "length"),
     [
-        ("on_train_epoch_end", signal.SIGTERM, "self", 1),
-        pytest.param("on_train_batch_end", signal.SIGHUP, "self", 1, marks=of_test_all),
-        pytest.param("on_test_batch_start", signal.SIGTERM, "launcher", 2, marks=LONG_ON_RANKS),
-        pytest.param("on_test_batch_start", signal.SIGINT, "group", 2, marks=LONG_ON_RANKS),
+        pytest.param(
+            *("on_train_batch_end", signal.SIGINT, "group", 2, "--epochs 5000"), marks=pytest.mark.distributed
+        ),
+        ("on_train_epoch_end", signal.SIGHUP, "self", 1, "--max_steps 1"),
+        pytest.param("on_test_batch_start", signal.SIGTERM, "launcher", 2, "--max_steps 1", marks=LONG_ON_RANKS),
+        pytest.param("on_test_batch_start", signal.SIGINT, "group", 2, "--max_steps 1", marks=LONG_ON_RANKS),
     ],
 )
-def test_a_signal_during_or_after_the_last_step_is_answered(
-    hook: str, number: signal.Signals, to: str, devices: int, small_data: list[str], tmp_path: Path
+def test_a_signal_saves_and_prints_how_to_resume(
+    hook: str, number: signal.Signals, to: str, devices: int, length: str, small_data: list[str], tmp_path: Path
 ):
+    """It comes in mid-training, at the end of the last epoch, or during the test. A terminal sends Ctrl-C to the
+    launcher and to all ranks."""
     sends = ["--trainer.callbacks", "tests.users_code.sends_signal.SendsSignal", "--trainer.callbacks.hook", hook]
     sends += ["--trainer.callbacks.number", str(number.value), "--trainer.callbacks.to", to]
-    flags = ["--devices", str(devices), "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "1"]
+    flags = ["--devices", str(devices), "--accelerator", "cpu", "--batch_size", "16", *length.split()]
     done = run_program("train.py", *small_data, *flags, *sends, "--out", str(tmp_path))
     name = "Ctrl-C" if number == signal.SIGINT else number.name
     run = run_folder_of(tmp_path)
-    assert f"{name}: stopped at step 1, saved; resume with: {train_command()} --resume {run} " in done.stderr
+    step = read(run_folder.newest_checkpoint(run))["global_step"]
+    assert f"{name}: stopped at step {step}, saved; resume with: {train_command()} --resume {run}" in done.stderr
     assert done.returncode == 128 + number
     assert "Traceback" not in done.stderr
-    assert read(run_folder.newest_checkpoint(run))["global_step"] == 1
     assert not (run / run_folder.METRICS).exists()
 
 

@@ -1,5 +1,5 @@
-"""Trains cases as the ranks of `compare --acceptance` do, and counts how often each training calls each of FUNCTIONS.
-Rank 0 appends a line of JSON for each training to calls.jsonl in the folder of the comparison."""
+"""Trains cases as the ranks of `compare --acceptance` do, and counts how often each training calls the functions of
+test_acceptance.CODE. Rank 0 appends a line of JSON for each training to calls.jsonl in the folder of the comparison."""
 
 from __future__ import annotations
 
@@ -13,23 +13,7 @@ from typing import Any
 from cifar_zero.comparison import jobs
 from cifar_zero.launch import rank_environment
 from cifar_zero.step_check.callback import StepCheck
-
-ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
-
-FUNCTIONS = (
-    f"{ZERO_1_2}.average_tensor",
-    f"{ZERO_1_2}.scaled_global_norm",
-    f"{ZERO_1_2}.unscale_and_clip_grads",
-    f"{ZERO_1_2}.buffered_reduce_fallback",
-    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer._update_hp_grad",
-    f"{COORDINATOR}._PartitionedParameterCoordinator__release_param",
-    "deepspeed.runtime.zero.partition_parameters:AllReduceCoalescedHandle.wait",
-    "deepspeed.moe.sharded_moe:MOELayer.forward",
-    "deepspeed.comm:all_to_all_single",
-    "cifar_zero.optimizers.torch_updates:TorchMuon._muon",
-)
-
+from tests.comparison.test_acceptance import CODE
 
 CALLS: Counter[str] = Counter()
 
@@ -48,7 +32,7 @@ def count_calls(name: str) -> None:
     setattr(owner, attribute, counting)
 
 
-for function in FUNCTIONS:
+for function in {name for _, name, _ in CODE.values()}:
     count_calls(function)
 
 

@@ -23,14 +23,11 @@ METRICS: dict[str, Any] = {
 def made_up(
     losses: tuple[float, ...] = (2.0, 1.0),
     settings: Any = None,
-    rates: Any = (),
     check: Any = None,
-    first: int = 1,
     folder: str = "somewhere",
     **metrics: Any,
 ) -> FinishedRun:
-    """Returns a made-up run with the given differences from the default one. Its losses begin at step `first`."""
-    steps = list(range(first, len(losses) + first))
-    curves = {"train/learning_rate": Curve(list(range(1, len(rates) + 1)), list(rates))}
+    """Returns a made-up run with the given differences from the default one."""
+    steps = list(range(1, len(losses) + 1))
     measured, asked = {**METRICS, **metrics}, flat({**SETTINGS, **(settings or {})})
-    return FinishedRun(folder, measured["seed"], measured, asked, Curve(steps, [*losses]), curves, check)
+    return FinishedRun(folder, measured["seed"], measured, asked, Curve(steps, [*losses]), {}, check)

@@ -70,13 +70,9 @@ def _losses_times(factor: Callable[[Any], float]) -> None:
 def bfloat16_decay_dropped() -> None:
     @instead_of(DeepSpeedZeroOptimizer, "_optimizer_step")
     def _(step, self, group_no):
-        groups = self.optimizer.param_groups
-        kept = [group["weight_decay"] for group in groups]
-        for group in groups:
+        for group in self.optimizer.param_groups:
             group["weight_decay"] *= self.dtype != torch.bfloat16
         step(self, group_no)
-        for group, decay in zip(groups, kept, strict=True):
-            group["weight_decay"] = decay
 
 
 def stale_weights_of_one_rank() -> None:

@@ -23,14 +23,11 @@ MODULE += ["--strategies", "ddp", "--devices", "1"]
 @of_test_all
 @pytest.mark.distributed
 def test_today_is_compared_with_yesterday(compared: Callable[..., Any], tmp_path: Path):
-    """The same machine gives bit-identical results. With a fault, the verdict is "different", and the remark names the
-    baseline's verdict. A change of torch is found, although each step still equals what plain PyTorch computes."""
+    """With a fault, the verdict is "different", and the remark names the baseline's verdict. A change of torch is
+    found, although each step still equals what plain PyTorch computes."""
     file = tmp_path / "before.safetensors"
     compared(*CASES, "--save_baseline", file)
     assert file.stat().st_size < 10**6
-    code, found = compared(*CASES, "--against", file)
-    assert (code, {case["kind"] for case in found["variants"]}) == (0, {"bit-identical"})
-    assert " ".join(found["notes"]).rstrip(".").endswith("nothing")
     code, found = compared(*CASES, "--against", file, fault="micro_batch_lost")
     assert (code, found["variants"][0]["kind"]) == (1, "different")
     assert found["variants"][0]["remark"].endswith("; in the baseline: within rounding")
@@ -47,6 +44,7 @@ def test_a_module_agrees_with_its_baseline_and_a_damaged_one_is_refused(compared
     compared(*MODULE, "--save_baseline", file)
     code, found = compared(*MODULE, "--against", file)
     assert (code, [case["kind"] for case in found["variants"]]) == (0, ["bit-identical"])
+    assert found["notes"][-1].endswith(": nothing.")
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(UsageError, match="it is damaged"):
         compared(*MODULE, "--against", file)

@@ -16,7 +16,8 @@ from tests.support.helpers import ROOT
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
 USERS_CODE = ROOT / "tests" / "users_code"
-TWO = "--strategies baseline ddp --devices 1 --data.source synthetic --accelerator cpu --batch_size 16"
+SMALL = "--data.source synthetic --accelerator cpu --batch_size 16"
+TWO = f"--strategies baseline ddp --devices 1 {SMALL}"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
@@ -48,6 +49,13 @@ SCRIPT = f"--script {USERS_CODE / 'scripts' / 'old_train.py'}"
         (f"{TWO} --datamodule data.py:Data", "--datamodule works only with --module"),
         (f"{TWO} --resume_under deepspeed_stage_3", "--resume_under works only with --resume_at: add --resume_at"),
         (f"{TWO} --rename a=b", "--rename works only with --script"),
+        (f"{TWO} --resume last", "leave out --resume"),
+        (f"{TWO} --tensor_parallel_size 2", "works only with fsdp2, fsdp, tensor_parallel"),
+        (f"--strategies baseline {SMALL}", "nothing to compare"),
+        (f"--strategies baseline ddq {SMALL}", "unknown strategy 'ddq'"),
+        (f"--strategies ddp ddp {SMALL}", "two variants would share a folder"),
+        (f"--strategies baseline deepspeed_stage_3_superoffload {SMALL}", "needs a CUDA GPU"),
+        (f"--devices 1 3 {SMALL}", "no whole micro-batch"),
         (f"{TWO} --trainer.limit_train_batch 5", "--trainer.limit_train_batch is not an option of Lightning's Trainer"),
         ("--acceptance --min_accuracy 0.5", "--min_accuracy does not work with --acceptance"),
         ("--acceptance --save_baseline nowhere/before", "--save_baseline nowhere/before: its directory does not exist"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,17 +43,14 @@ SLOW = {"bucket_not_reduced", "shard_changed_at_release", "learning_rate_one_ste
 @pytest.mark.parametrize(
     "fault", [name if name == "micro_batch_lost" else pytest.param(name, marks=of_test_all) for name in FAULTS]
 )
-def test_a_planted_fault_is_found_and_no_case_is_left_out(fault: str, compared: Callable[..., Any], tmp_path: Path):
+def test_a_planted_fault_is_found_and_no_case_is_left_out(fault: str, compared: Callable[..., Any]):
     stage, expected = FAULTS[fault]
     strategy, quick = f"deepspeed_stage_{stage}", fault not in SLOW
     flags = ["--acceptance", *(["--quick"] if quick else []), "--strategies", strategy, "--devices", "2"]
-    code, comparison = compared(*flags, "--junit", tmp_path / "junit.xml", fault=fault)
+    code, comparison = compared(*flags, fault=fault)
     cases = comparison["variants"]
     assert code == 1
     assert {case.name for case in plan_cases([strategy], 2, quick)} <= {case["name"] for case in cases}
     assert not [case["name"] for case in cases if "before it was trained" in case["remark"]]
     remarks = [case["remark"] for case in cases if case["kind"] == "different"]
     assert any(re.match(expected, remark) for remark in remarks), remarks
-    alone = [case["kind"] for case in cases if case["world_size"] == 1]  # faults are planted only on several ranks
-    assert {*alone} <= {"bit-identical", "within rounding"}
-    assert 'failures="' in (tmp_path / "junit.xml").read_text()

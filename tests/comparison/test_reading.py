@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cifar_zero.comparison.reading import grouped, load
-from cifar_zero.comparison.result import Variant
+from cifar_zero.comparison.result import FinishedRun
 from cifar_zero.core.errors import UsageError
 from tests.comparison.made_up import METRICS, SETTINGS, made_up
 
@@ -63,26 +63,27 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def sizes(variants: list[Variant]) -> list[int]:
-    return [len(variant.runs) for variant in variants]
+LOADER = {"data": {"source": "digits", "root": "data", "loader": "torch"}}
+"""Settings with an option that has no effect on the maths."""
 
 
-def test_runs_become_variants_by_what_differs() -> None:
-    runs = [made_up(strategy="ddp"), made_up(), made_up(seed=1), made_up(strategy="ddp", accumulate=4)]
-    variants = grouped(runs)
-    names = [variant.name for variant in variants]
-    assert names == ["baseline, 1 micro-batch", "ddp, 1 micro-batch", "ddp, 4 micro-batches"]
-    assert sizes(variants) == [2, 1, 1]
-
-
-def test_a_repeated_run_is_a_separate_variant() -> None:
-    again = [made_up(folder=f"version_{number}", seed=seed) for number, seed in ((1, 0), (2, 1))]
-    variants = grouped([made_up(), made_up(seed=1), *again])
-    assert [variant.name for variant in variants] == ["baseline", "baseline (version_1)"]
-    assert sizes(variants) == [2, 2]
-
-
-def test_runs_that_differ_only_in_an_option_without_effect_on_the_maths_are_variants() -> None:
-    options = {"data": {"source": "digits", "root": "data", "loader": "torch"}}
-    variants = grouped([made_up(), made_up(folder="version_1", seed=1, settings=options)])
-    assert [variant.name for variant in variants] == ["baseline", "baseline (version_1)"]
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        (
+            [made_up(strategy="ddp"), made_up(), made_up(seed=1), made_up(strategy="ddp", accumulate=4)],
+            {"baseline, 1 micro-batch": 2, "ddp, 1 micro-batch": 1, "ddp, 4 micro-batches": 1},
+        ),
+        (
+            [made_up(), made_up(seed=1), made_up(folder="version_1"), made_up(folder="version_2", seed=1)],
+            {"baseline": 2, "baseline (version_1)": 2},
+        ),
+        (
+            [made_up(), made_up(folder="version_1", seed=1, settings=LOADER)],
+            {"baseline": 1, "baseline (version_1)": 1},
+        ),
+    ],
+    ids=["placements", "repeated", "another loader"],
+)
+def test_runs_become_variants_by_what_differs(runs: list[FinishedRun], expected: dict[str, int]) -> None:
+    assert [(variant.name, len(variant.runs)) for variant in grouped(runs)] == [*expected.items()]

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.comparison.cases import RESUMES, plan_cases, resolved
-from cifar_zero.comparison.resuming import with_continuations
 from tests.support.helpers import ROOT, WHOLE, of_test_all
 
 CODE = ROOT / "tests" / "users_code"
@@ -93,17 +91,3 @@ def test_a_planted_fault_is_named(fault: str, resumed: Callable[..., Any]):
     variants = resumed(*DIGITS, "--strategies", "deepspeed_stage_2", "--resume_at", "4", fault=fault)
     assert variants["deepspeed_stage_2"]["kind"] == "within rounding"
     assert re.match(FAULTS[fault], remark(variants, "deepspeed_stage_2, resumed at step 4"))
-
-
-def test_rows_are_continued_where_it_matters():
-    cases = plan_cases(["ddp", "deepspeed_stage_2", "deepspeed_stage_3"], 2, quick=False)
-    for resume in RESUMES:
-        cases = with_continuations(cases, resume, resolved)
-    found = {case.name: case for case in cases if case.continues}
-    same = [f"{name}: bfloat16, AdamW, clipped, 2 ranks, resumed at step 3" for name in ("ddp", "deepspeed_stage_2")]
-    other = "deepspeed_stage_2: AdamW, clipped, accumulated, 2 ranks, resumed at step 3 under deepspeed_stage_3"
-    alone = "deepspeed_stage_3: frozen layers, 2 ranks, resumed at step 3 under deepspeed_stage_1 on 1 rank"
-    assert {*same, other, alone} <= found.keys()
-    assert len(found) == 5
-    assert "--ema" in found[same[0]].flags
-    assert {case.saved_as for case in cases if case.save_at == 3} == {case.saved_as for case in found.values()}

@@ -53,15 +53,8 @@ def test_a_script_without_mistakes_under_zero_on_two_ranks(compared: Callable[..
     assert (two["name"], two["world_size"], two["kind"]) == ("deepspeed_stage_3", 2, "within rounding")
 
 
-@pytest.mark.parametrize(
-    ("flags", "of_module"),
-    [
-        pytest.param("--dropout 0.2", ["--module.dropout", "0.2"], marks=of_test_all),
-        ("--amp --accumulate 2 --clip 0.3 --recompute", []),
-    ],
-)
-def test_what_scripts_do(flags: str, of_module: list[str], tmp_path: Path):
-    verdict = verdict_of(flags, tmp_path, *of_module)
+def test_what_scripts_do(tmp_path: Path):
+    verdict = verdict_of("--amp --accumulate 2 --clip 0.3 --recompute", tmp_path)
     assert verdict.outcome in ("bit-identical", "within rounding"), str(verdict)
     assert verdict.tallies["script's gradient"].judged == 4 * 612
 
@@ -131,12 +124,17 @@ def test_scripts_that_cannot_be_recorded(flags: str, message: str, tmp_path: Pat
 
 
 @of_test_all
-@pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
-def test_scripts_of_other_libraries(name: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("library", "module"),
+    [
+        ("accelerate", [*MODULE, "--module.dropout", "0.1"]),
+        ("transformers", ["--module", f"{FOLDER / 'with_transformers.py'}:Migrated", "--max_steps", "30"]),
+    ],
+)
+def test_scripts_of_other_libraries(library: str, module: list[str], tmp_path: Path):
     """`make test-all` installs the libraries."""
-    for library in ("accelerate", "transformers"):
-        pytest.importorskip(library)
-    recording = script.record(str(FOLDER / f"{name}.py"), 4, tmp_path)
-    (case,) = script.plan(recording, ["baseline"], 1, ["--module", f"{FOLDER / name}.py:Migrated", "--max_steps", "30"])
+    pytest.importorskip(library)
+    recording = script.record(str(FOLDER / f"with_{library}.py"), 4, tmp_path)
+    (case,) = script.plan(recording, ["baseline"], 1, module)
     verdict = trained(case, tmp_path)
     assert verdict.outcome in ("bit-identical", "within rounding"), str(verdict)

@@ -9,21 +9,11 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.comparison.trainings import plan, train_run, train_variants
-from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.errors import RunError
 from cifar_zero.training import run_process
 from tests.support.helpers import has_ended, wait_until
 
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
-
-
-def names(strategies: list[str], devices: list[str], accumulate: list[str]) -> list[str]:
-    return [each.variant.name for each in plan(strategies, devices, accumulate, 1, SMALL)]
-
-
-def test_names_contain_what_varies() -> None:
-    assert names(["deepspeed_stage_2", "baseline"], [], []) == ["baseline", "deepspeed_stage_2"]
-    assert names([], ["1", "2"], []) == ["1 rank", "2 ranks"]
-    assert names(["ddp", "fsdp2"], ["2"], ["1", "4"])[1] == "ddp, 4 micro-batches"
 
 
 def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
@@ -35,46 +25,17 @@ def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
 
 def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     file = "cifar_zero/config/deepspeed_examples.json"
-    baseline, theirs = (each.run for each in plan(["baseline", file], ["2"], [], 1, SMALL))
+    baseline, theirs = (each.run for each in plan([file, "baseline"], ["2"], [], 1, SMALL))
     assert (baseline.placement.ds_config, theirs.placement.ds_config) == ("", file)
     assert baseline.recipe == theirs.recipe
     recipe, precision = baseline.recipe, baseline.placement.precision
     assert (recipe.batch_size, recipe.gradient_clip_val, precision) == (16, 1.0, "bf16-mixed")
-    with pytest.raises(UsageError, match=r"--gradient_clip_val 2.0 is not the file's 1.0"):
-        plan(["baseline", file], ["2"], [], 1, [*SMALL, "--gradient_clip_val", "2"])
 
 
 def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
     rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
     baseline, fsdp2, pipeline = (variant.run for variant in plan(["baseline", "fsdp2", "pipeline"], [], [], 1, rest))
     assert [run.placement.ranks_per_model for run in (baseline, fsdp2, pipeline)] == [1, 2, 4]
-    with pytest.raises(UsageError, match="works only with fsdp2, fsdp, tensor_parallel"):
-        plan(["baseline", "ddp"], [], [], 1, rest)
-
-
-def test_two_variants_never_share_a_folder(tmp_path: Path) -> None:
-    files = [tmp_path / "a b.json", tmp_path / "a_b.json"]
-    for file in files:
-        file.write_text('{"zero_optimization": {"stage": 1}}')
-    with pytest.raises(UsageError, match="would share a folder"):
-        plan([*map(str, files)], [], [], 1, SMALL)
-
-
-@pytest.mark.parametrize(
-    ("strategies", "devices", "rest", "message"),
-    [
-        (["baseline"], [], [], "nothing to compare"),
-        (["baseline", "ddq"], [], [], "unknown strategy 'ddq'"),
-        (["baseline", "deepspeed_stage_3_superoffload"], [], [], "needs a CUDA GPU"),
-        ([], ["1", "3"], [], "no whole micro-batch"),
-        (["baseline", "ddp"], [], ["--resume", "last"], "leave out --resume"),
-    ],
-)
-def test_a_mistake_is_reported_before_anything_runs(
-    strategies: list[str], devices: list[str], rest: list[str], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        plan(strategies, devices, [], 1, [*SMALL, *rest])
 
 
 @pytest.fixture

@@ -9,30 +9,23 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from cifar_zero.comparison import StepCheck
 from cifar_zero.core.errors import RunError
 from cifar_zero.step_check.outputs import OutputCheck
 from cifar_zero.step_check.verdict import Verdict
-from tests.users_code.own_modules import images
+from tests.users_code.own_modules import Own
 
 
-class Module(LightningModule):
+class Module(Own):
     """Trains a linear layer."""
 
     def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         super().__init__()
         self.net, self.optimizer = torch.nn.Linear(24, 10), optimizer
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters(), lr=0.1)  # pyright: ignore
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(images(48), 8)
 
 
 class Counting(Module):
@@ -82,7 +75,7 @@ def test_state_in_attributes_and_outputs_are_followed():
     verdict = verdict_on(Counting(), OutputCheck(every=1))
     assert verdict.outcome == "bit-identical", str(verdict)
     assert (verdict.steps, verdict.judged) == ([1, 2, 3, 4, 5], 1.0)
-    assert verdict.tallies["output"].elements == 5 * 2 * 8 * 10
+    assert verdict.tallies["output"].elements == 5 * 2 * 4 * 10
 
 
 def test_an_optimizer_that_calls_the_loss_several_times_is_not_judged():
@@ -121,13 +114,6 @@ class Changed(Module):
         self.tanh.register_forward_hook(halved)
 
 
-@pytest.mark.parametrize(
-    ("module", "where"),
-    [
-        (Changed, "the first module whose output differs is tanh"),
-        (WrongUpdate, "the outputs of all modules are correct"),
-    ],
-)
-def test_the_first_wrong_module_is_named(module: type[Module], where: str):
-    verdict = verdict_on(module(), OutputCheck(every=1, on_fault="warn"), steps=1)
-    assert str(verdict).endswith(f"; {where}")
+def test_the_first_wrong_module_is_named():
+    verdict = verdict_on(Changed(), OutputCheck(every=1, on_fault="warn"), steps=1)
+    assert str(verdict).endswith("; the first module whose output differs is tanh")

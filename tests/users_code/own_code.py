@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from typing import ClassVar
 from weakref import WeakSet
@@ -11,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 
@@ -53,7 +53,8 @@ def seven_scores() -> nn.Module:
 
 
 class Digits(LightningModule):
-    """Extends Lightning's MNIST example by dropout, batch norm, an LSTM over the rows, and a frozen layer."""
+    """Extends Lightning's MNIST example by dropout, batch norm, an LSTM over the rows, and a frozen layer. Fails at the
+    start of a training that Ctrl-C would not reach."""
 
     def __init__(
         self,
@@ -74,6 +75,9 @@ class Digits(LightningModule):
         states, _ = self.rows(self.frozen(images))
         return self.head(self.norm(states[:, -1]))
 
+    def on_train_start(self) -> None:
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "Ctrl-C is blocked"
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
@@ -91,9 +95,9 @@ class DigitsData(LightningDataModule):
     """Provides random images with labels. Both the split in `setup` and the shuffling draw from torch's global random
     state."""
 
-    def __init__(self, batch_size: int = 8, drop_last: bool = False):
+    def __init__(self, batch_size: int = 8):
         super().__init__()
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self.batch_size = batch_size
 
     def setup(self, stage: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -101,24 +105,10 @@ class DigitsData(LightningDataModule):
         self.train, self.val = random_split(TensorDataset(images, labels), [128, 16])
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=self.drop_last)
+        return DataLoader(self.train, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.val, self.batch_size)
-
-
-class Words(LightningTransformer):
-    """Trains Lightning's demo of a language model on random words, so that nothing is downloaded."""
-
-    def __init__(self) -> None:
-        super().__init__(vocab_size=50)
-
-    def prepare_data(self) -> None:
-        pass
-
-    def train_dataloader(self) -> DataLoader:
-        words = torch.randint(0, 50, (64, 9), generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(words[:, :-1], words[:, 1:]), 4, shuffle=True)
 
 
 class Stream(IterableDataset):

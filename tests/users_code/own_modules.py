@@ -40,52 +40,28 @@ class Own(LightningModule):
 
 
 class Encoder(Own):
-    """A transformer of tokens like Hugging Face's, with a head tied to the embedding and rotary buffers in float32."""
+    """A transformer of tokens, with a head tied to the embedding, and frequencies of positions in float32, which no
+    checkpoint has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.norm = nn.LayerNorm(16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         self.head = nn.Linear(16, 50, bias=False)
         self.head.weight = self.embedding.weight
-        self.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, 8, 2) / 8), persistent=False)
-
-    def rotated(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[-2], device=x.device).float()
-        angles = torch.outer(positions, self.inv_freq.float())  # pyright: ignore
-        cos, sin = (part.repeat(1, 2).to(x.dtype) for part in (angles.cos(), angles.sin()))
-        left, right = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-right, left], dim=-1) * sin
+        self.register_buffer("frequencies", 1 / 10000 ** (torch.arange(16) / 16), persistent=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (words,) = batch
         hidden = self.embedding(words)
-        query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(self.rotated(query), self.rotated(key), value, is_causal=True)
-        hidden = self.norm(hidden + self.out(mixed.transpose(1, 2).flatten(2)))
+        angles = torch.outer(torch.arange(words.shape[1], device=words.device), self.frequencies)  # pyright: ignore
+        mask = nn.Transformer.generate_square_subsequent_mask(len(angles), words.device, hidden.dtype)
+        hidden = self.layer(hidden + angles.cos().to(hidden.dtype), mask, is_causal=True)
         return F.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1).float(), words[:, 1:].flatten())
 
     def train_dataloader(self) -> Any:
         words = torch.randint(0, 50, (96, 9), generator=torch.Generator().manual_seed(0))
         return DataLoader(TensorDataset(words), 4, shuffle=True)
-
-
-class UNet(Own):
-    """Has batch norm and dropout at two resolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.2))
-        self.up = nn.Sequential(nn.Conv2d(5, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
-        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(3 * 64, 10))
-
-    def net(self, x: Tensor) -> Tensor:  # pyright: ignore
-        low = F.interpolate(self.down(F.max_pool2d(x, 2)), scale_factor=2)
-        return self.head(self.up(torch.cat([x, low], dim=1)))
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(images(96, 1, 8, 8), 4, shuffle=True)
 
 
 class Contrastive(Own):
@@ -164,20 +140,6 @@ class LoRA(Own):
         return torch.optim.AdamW(groups, lr=0.01)
 
 
-class Experts(Own):
-    """Implements a mixture of experts in which each image trains one expert only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(24, 4)
-        self.experts = nn.ModuleList(nn.Linear(24, 10) for _ in range(4))
-
-    def net(self, x: Tensor) -> Tensor:  # pyright: ignore
-        weights, chosen = self.gate(x).softmax(1).max(1)
-        outputs = torch.stack([expert(x) for expert in self.experts])
-        return weights[:, None] * outputs[chosen, torch.arange(len(x))]
-
-
 class VisionTransformer(Own):
     """Trains torchvision's vision transformer, with 4.8 million parameters in 6 blocks, on images of 64 x 64 pixels."""
 
@@ -189,5 +151,5 @@ class VisionTransformer(Own):
         return DataLoader(images(32, 3, 64, 64), 8)
 
 
-MODULES = (Encoder, UNet, Contrastive, OneCycle, Plateau, LoRA, Experts)
+MODULES = (Encoder, Contrastive, OneCycle, Plateau, LoRA)
 """All modules but VisionTransformer, which is large."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from old_train import Classifier, samples
+from old_train import Classifier, groups_of, samples
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,10 +25,7 @@ class Migrated(LightningModule):
     def configure_optimizers(self) -> Any:
         """Returns AdamW without weight decay of biases, and a schedule that changes the learning rate after each
         step."""
-        biases = [parameter for name, parameter in self.named_parameters() if name.endswith("bias")]
-        matrices = [parameter for name, parameter in self.named_parameters() if not name.endswith("bias")]
-        groups = [{"params": matrices}, {"params": biases, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(groups_of(self), lr=0.01, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

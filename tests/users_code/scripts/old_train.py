@@ -1,6 +1,7 @@
 """A typical training loop, with options and mistakes that occur in migrations."""
 
 import argparse
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,13 @@ def samples() -> TensorDataset:
     return TensorDataset(torch.randn(64, 12, generator=draw) + 1, torch.randint(4, (64,), generator=draw))
 
 
+def groups_of(model: nn.Module, decay_of_biases: float = 0.0) -> list[dict[str, Any]]:
+    """Returns a parameter group of all matrices, and one of all biases with another weight decay."""
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    matrices = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
+    return [{"params": matrices}, {"params": biases, "weight_decay": decay_of_biases}]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in (
@@ -43,11 +51,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(5)
     model = Classifier(options.dropout, options.recompute, not options.no_norm)
-    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
-    matrices = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
-    decay = 0.1 if options.decay_all else 0.0
-    groups = [{"params": matrices}, {"params": biases, "weight_decay": decay}]
-    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    decay_of_biases = 0.1 if options.decay_all else 0.0
+    optimizer = torch.optim.AdamW(groups_of(model, decay_of_biases), lr=0.01, weight_decay=0.1)
     other = torch.optim.SGD(model.head.parameters(), lr=0.01)
     if options.lbfgs:
         optimizer = torch.optim.LBFGS(model.parameters())

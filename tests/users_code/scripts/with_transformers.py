@@ -34,12 +34,7 @@ class Migrated(LightningModule):
         """Returns the AdamW of the Hugging Face Trainer, with a learning rate that falls to 0."""
         from transformers import get_linear_schedule_with_warmup  # pyright: ignore[reportMissingImports]
 
-        decayed: list[Any] = []
-        others: list[Any] = []
-        for name, parameter in self.model.named_parameters():
-            (others if name.endswith("bias") or "LayerNorm" in name else decayed).append(parameter)
-        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
         scheduler = get_linear_schedule_with_warmup(optimizer, 0, STEPS)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -55,7 +50,7 @@ def main() -> None:
     from transformers import Trainer, TrainingArguments  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(0)
-    options: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "weight_decay": 0.01}
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-3}
     options |= {"max_steps": STEPS, "use_cpu": True, "report_to": [], "save_strategy": "no"}
     Trainer(network(), TrainingArguments(**options), train_dataset=rows()).train()
 
