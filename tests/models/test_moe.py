@@ -112,8 +112,8 @@ def test_the_gate_routes_as_deepspeeds_does(case: Case, monkeypatch: pytest.Monk
 
 
 def by_hand(mixture: MixtureOfExperts, x: Tensor, capacity: int) -> Tensor:
-    """Sends one token after the other. All first choices come in the order of the batch, then all second choices, until
-    an expert's capacity is used up."""
+    """Computes the mixture. Tokens are sent one by one, all first choices in the order of the batch and then all second
+    choices, until an expert's capacity is used up."""
     probabilities = (x @ mixture.gate.wg.weight.T).softmax(1)
     sent = torch.zeros(len(x), EXPERTS)
     for choice in range(mixture.options.top_k):
@@ -123,7 +123,8 @@ def by_hand(mixture: MixtureOfExperts, x: Tensor, capacity: int) -> Tensor:
     weights = probabilities * sent
     if mixture.options.top_k == 2:
         weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-9)  # 0 if both choices are dropped
-    outputs = sum(weights[:, [number]] * expert(x) for number, expert in enumerate(mixture.experts))
+    outputs = torch.stack([expert(x) for expert in mixture.experts], dim=1)  # (tokens, experts, width)
+    outputs = (weights[:, :, None] * outputs).sum(1)
     if mixture.options.mlp_type == "residual":
         of_experts, of_mlp = mixture.coefficient(x).softmax(1).split(1, dim=1)
         return outputs * of_experts + mixture.mlp(x) * of_mlp

@@ -127,8 +127,9 @@ def test_the_calibration_error_is_that_of_guo_et_al(measured: dict[str, Any]):
     scores, labels = scores_and_labels()
     confidence, predicted = scores.double().softmax(1).max(1)
     bins = (confidence * BINS).ceil().long()  # a bin includes its upper edge
-    distances = torch.zeros(BINS + 1, dtype=torch.float64).index_add(0, bins, (predicted == labels) - confidence)
-    assert measured["calibration_error"] == pytest.approx(distances.abs().sum().item() / ROWS, abs=1e-5)
+    errors = (predicted == labels).double() - confidence
+    of_bins = torch.zeros(BINS + 1, dtype=torch.float64).index_add(0, bins, errors)
+    assert measured["calibration_error"] == pytest.approx(of_bins.abs().sum().item() / ROWS, abs=1e-5)
 
 
 def test_a_class_without_images_has_no_curve():
