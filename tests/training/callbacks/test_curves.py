@@ -1,6 +1,5 @@
 """Tests the training curves, and the steps at which their points are due."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -72,5 +71,4 @@ def test_deepspeeds_stages_log_the_curves_of_the_baseline(fit: Fit) -> None:
         effective = run.observer(EngineInfo).totals_of_run
         assert (effective["compute_dtype"], effective["skipped_steps"]) == ("float32", 0)
         assert effective.get("reduce_bucket_size") == (62006 if stage else None)
-        assert json.loads((run.folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
         assert torch.nn.functional.linear is linear
