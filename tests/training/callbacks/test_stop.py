@@ -17,6 +17,7 @@ from cifar_zero.training.callbacks.stop import Interrupt
 from tests.users_code.sends_signal import SendsSignal
 
 
+@pytest.mark.usefixtures("signal_handlers")
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
 @pytest.mark.parametrize(
     ("steps", "kept"),
