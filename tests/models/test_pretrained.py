@@ -40,7 +40,7 @@ def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
     """The run trains the head and the last batch norm. After the validation in mid-epoch, Lightning sets the model back
     to training mode, in which the other batch norms keep their statistics."""
     flags = [*FLAGS, *small_data, "--accelerator", "cpu", "--max_steps", "2", "--batch_size", "8"]
-    flags += ["--trainable", "fc.*", "conv5.1.*", "--trainer.val_check_interval", "1"]
+    flags += ["--trainable", "fc.*", "conv5.1.*", "--optimizer.lr", "1", "--trainer.val_check_interval", "1"]
     flags += ["--out", str(tmp_path / "runs"), "--logger", "none"]
     done = run_program("train.py", *flags)
     assert done.returncode == 0, done.stderr
