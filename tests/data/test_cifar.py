@@ -19,6 +19,13 @@ FOLDER = "cifar-10-batches-py"
 ARCHIVE = "cifar-10-python.tar.gz"
 
 
+def write(files: dict[str, bytes], root: Path) -> None:
+    """Writes the files of an archive as if it had been extracted."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("name", "published", "num_classes"), [("cifar10", CIFAR10, 10), ("cifar100", CIFAR100, 100)], ids=str
 )
@@ -32,28 +39,23 @@ def test_images_labels_and_names_are_those_of_the_files(
     (tmp_path / "root" / published.filename).write_bytes(tar_gz(files))
     config = DataConfig(name, root=str(tmp_path / "root"), cache=str(tmp_path / "cache"))  # pyright: ignore[reportArgumentType]
     dataset = data.load(config, data.prepare(config))
-    batches = {name.partition("/")[2]: pickle.loads(content, encoding="latin1") for name, content in files.items()}
-    label = "labels" if num_classes == 10 else "fine_labels"
-    for split, images, labels in (
-        (published.train_list, dataset.train_images, dataset.train_labels),
-        (published.test_list, dataset.test_images, dataset.test_labels),
+    write(files, tmp_path)
+    for train, images, labels in (
+        (True, dataset.train_images, dataset.train_labels),
+        (False, dataset.test_images, dataset.test_labels),
     ):
-        expected = [batches[name] for name, _ in split]
-        np.testing.assert_array_equal(images.reshape(-1, 3072), np.concatenate([batch["data"] for batch in expected]))
-        np.testing.assert_array_equal(labels, np.concatenate([batch[label] for batch in expected]))
+        expected = published(str(tmp_path), train)
+        np.testing.assert_array_equal(images.transpose(0, 2, 3, 1), expected.data)
+        np.testing.assert_array_equal(labels, expected.targets)
     assert dataset.classes == data.CLASSES[name]
     assert not dataset.train_images.flags.writeable
     assert [path.name for path in (tmp_path / "root").iterdir()] == [published.filename]
 
 
-def test_the_extracted_folder_is_used_where_its_sums_are_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_url: str
-):
+def test_the_extracted_folder_is_used_where_its_sums_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files = cifar_files(10)
-    (tmp_path / FOLDER).mkdir()
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    config = DataConfig("cifar10", root=str(tmp_path), url=closed_url)
+    write(files, tmp_path)
+    config = DataConfig("cifar10", root=str(tmp_path), url="http://127.0.0.1:9/cifar-10-python.tar.gz")
     with pytest.raises(RunError, match="cannot download"):  # these files are not the published ones
         data.prepare(config)
     publish(files, CIFAR10, monkeypatch)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,32 @@ from torchvision.datasets import CIFAR10
 from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.data.cifar import DownloadError, download
-from tests.data.archives import ArchiveServer, cifar_files, md5, publish
+from tests.data.archives import ArchiveServer, cifar_files, md5, publish, tar_gz
 
 Serve = Callable[[bytes], ArchiveServer]
 
 
-def test_four_runs_with_two_caches_download_once(
-    tmp_path: Path, serve: Serve, archive10: bytes, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Returns a function that starts a web server on this machine for the given content. The server stops after the
+    test."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with ExitStack() as servers:
+
+        def start(content: bytes) -> ArchiveServer:
+            server = servers.enter_context(ArchiveServer(content))
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            servers.callback(server.shutdown)
+            return server
+
+        yield start
+
+
+def test_four_runs_with_two_caches_download_once(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch):
     """The four runs are threads instead of processes, because file locks treat both the same."""
-    publish(cifar_files(10), CIFAR10, monkeypatch)
-    server = serve(archive10)
+    files = cifar_files(10)
+    publish(files, CIFAR10, monkeypatch)
+    server = serve(tar_gz(files))
 
     def prepare(cache: str) -> tuple[str, int]:
         config = DataConfig("cifar10", root=f"{tmp_path}/root", cache=f"{tmp_path}/{cache}", url=server.url)

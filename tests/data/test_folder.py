@@ -79,11 +79,9 @@ def test_an_image_that_cannot_be_read_is_named(root: Path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda root: shutil.rmtree(root), "cannot read .*train: No such file"),
         (lambda root: shutil.rmtree(root / "test"), "cannot read .*test: No such file"),
         (lambda root: (shutil.rmtree(root / "train" / "cat"), shutil.rmtree(root / "test" / "cat")), "only dog"),
         (lambda root: (root / "test" / "dog").rename(root / "test" / "fox"), "in one only: dog, fox"),
-        (lambda root: [path.unlink() for path in (root / "train" / "cat").iterdir()], "no .* images in .*train/cat"),
         (lambda root: [path.unlink() for path in (root / "test" / "dog").iterdir()], "no .* images in .*test/dog"),
     ],
 )

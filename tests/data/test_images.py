@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
+import os
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -49,22 +48,10 @@ def test_a_file_of_another_kind_is_refused_whatever_its_name(tmp_path: Path):
 
 @pytest.mark.filterwarnings("error")  # Pillow's warning would reach the console
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path):
-    """The files are PNG headers without pixels. An image whose pixels are read is reported as truncated."""
-    for width, height in ((8192, 8193), (2**31 - 1, 1)):
-        file = tmp_path / f"{width}.png"
-        file.write_bytes(png_header(width, height))
-        with pytest.raises(
-            UsageError, match=rf"it has {width} x {height} pixels, more than 67,108,864; fix or remove it$"
-        ):
+    """The files end within the pixels. An image whose pixels are read is reported as truncated."""
+    file = tmp_path / "image.png"
+    for height, message in ((8192, "truncated"), (8193, "it has 8192 x 8193 pixels, more than 67,108,864; fix or ")):
+        Image.new("1", (8192, height)).save(file)
+        os.truncate(file, 100)
+        with pytest.raises(UsageError, match=message):
             decode(file)
-    (tmp_path / "largest.png").write_bytes(png_header(8192, 8192))
-    with pytest.raises(UsageError, match="truncated"):
-        decode(tmp_path / "largest.png")
-
-
-def png_header(width: int, height: int) -> bytes:
-    """Returns a PNG file of the given size without its pixels."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
-    chunks = [(data, kind + data) for kind, data in ((b"IHDR", header), (b"IDAT", b""))]
-    framed = [struct.pack(">I", len(data)) + chunk + struct.pack(">I", crc32(chunk)) for data, chunk in chunks]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)

@@ -5,21 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import torchvision
 
 from cifar_zero import models
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
-
-
-def test_is_torchvisions_own():
-    torch.manual_seed(0)
-    net = models.build("torchvision:squeezenet1_1", 7, kwargs={"dropout": 0.1})
-    torch.manual_seed(0)
-    expected = torchvision.models.squeezenet1_1(num_classes=7, dropout=0.1)
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in expected.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -30,7 +20,7 @@ def test_is_torchvisions_own():
         ("torchvision:resnet18 --model.kwargs.depth 3", "kwargs do not fit"),
         ("torchvision:vit_b_16 --model.kwargs.image_size 15", "Input shape indivisible"),
         ("torchvision:resnet18 --model.kwargs.num_classes 7", "returns torch.Size([4, 7]) instead of (4, 10)"),
-        ("torchvision:resnet50 --batch_size 1", "Expected more than 1 value per channel"),
+        ("torchvision:resnet18 --batch_size 1", "Expected more than 1 value per channel"),
     ],
 )
 def test_mistakes_are_one_clear_line(flags: str, message: str):

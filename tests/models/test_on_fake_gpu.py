@@ -8,11 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cifar_module import CIFARModule
+from cifar_zero import models
 from cifar_zero.config import command_line
-from cifar_zero.models import MODELS
-from cifar_zero.optimizers import OPTIMIZERS, Adam, Adam8bit
+from cifar_zero.optimizers import OPTIMIZERS, Adam
 from cifar_zero.optimizers.groups import parameter_groups
-from tests.support.helpers import of_test_all
 
 GPU = torch.device("cuda", 0)
 
@@ -21,11 +20,11 @@ def is_channels_last(images: torch.Tensor) -> bool:
     return images.is_contiguous(memory_format=torch.channels_last)
 
 
-LARGE = ("resnet34", "resnet50", "vit_small", "vit_base", "vit_large", "vit_1b", "vit_13b")
+LARGE = {"resnet34", "resnet50", "vit_small", "vit_base", "vit_large", "vit_1b", "vit_13b"}
 """Models that run the same code as a smaller model."""
 
 
-@pytest.mark.parametrize("model", [pytest.param(name, marks=of_test_all) if name in LARGE else name for name in MODELS])
+@pytest.mark.parametrize("model", sorted({*models.MODELS} - LARGE))
 def test_every_model_trains_on_one_device_without_waiting_for_it(model: str):
     module = CIFARModule(command_line.parse(["--model", model]), num_classes=10)  # metrics cannot be faked
     with FakeTensorMode():
@@ -39,10 +38,18 @@ def test_every_model_trains_on_one_device_without_waiting_for_it(model: str):
         assert module.training_step((images, torch.empty(8, dtype=torch.int64, device=GPU)), 0).device == GPU
         assert formats == [True]
         assert {tensor.device for tensor in (*module.net.parameters(), *module.net.buffers())} == {GPU}
-        parameters = dict(module.named_parameters())
-        one_of_each_shape = {parameter.shape: parameter for parameter in parameters.values()}
-        for parameter in one_of_each_shape.values():  # the 41 blocks of vit_13b would take their time
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adam8bit"}))  # which has its own kernels
+def test_every_optimizer_steps_on_one_device_without_waiting_for_it(name: str):
+    options = OPTIMIZERS[name]()
+    with FakeTensorMode():
+        with GPU:
+            parameters = dict(models.build("net", 10).named_parameters())
+        for parameter in parameters.values():
             parameter.grad = torch.empty_like(parameter)
-        for options in (make() for make in OPTIMIZERS.values() if make is not Adam8bit):  # bitsandbytes' own kernels
-            for implementation in ("torch", "torch_fused") if isinstance(options, Adam) else ("torch",):
-                options.build(parameter_groups(options, parameters), implementation).step()
+        for implementation in ("torch", "torch_fused") if isinstance(options, Adam) else ("torch",):
+            optimizer = options.build(parameter_groups(options, parameters), implementation)
+            optimizer.step()
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            assert {value.device for value in states if torch.is_tensor(value) and value.dim()} <= {GPU}

@@ -37,15 +37,18 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.T
 def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
     cached: dict[str, torch.Tensor], small_data: list[str], tmp_path: Path
 ):
+    """The run trains the head and the last batch norm. After the validation in mid-epoch, Lightning sets the model back
+    to training mode, in which the other batch norms keep their statistics."""
     flags = [*FLAGS, *small_data, "--accelerator", "cpu", "--max_steps", "2", "--batch_size", "8"]
-    flags += ["--trainable", "fc.*"]
-    flags += ["--out", str(tmp_path / "runs"), "--test_figures", "false", "--logger", "none"]
+    flags += ["--trainable", "fc.*", "conv5.1.*", "--optimizer.lr", "1", "--trainer.val_check_interval", "1"]
+    flags += ["--out", str(tmp_path / "runs"), "--logger", "none"]
     done = run_program("train.py", *flags)
     assert done.returncode == 0, done.stderr
     assert "loaded 336 of 338 tensors; initialised: fc.weight (10x1024), fc.bias (10); not used: fc.w" in done.stderr
     folder = run_folder_of(tmp_path / "runs")
     found = last_weights(folder)
-    assert all(torch.equal(found[name], cached[name]) for name in cached if not name.startswith("fc."))
+    for name, value in cached.items():
+        assert torch.equal(found[name], value) != name.startswith(("fc.", "conv5.1.")), name
     (file,) = (tmp_path / "torch").rglob("*.pth")
     file.unlink()
     assert len(formats.load(str(folder)).classes) == 10

@@ -10,9 +10,9 @@ from torch import Tensor
 from cifar_zero import models
 
 
-def images(count: int = 64) -> Tensor:
-    """Returns smooth images, whose neighbouring pixels are similar: float32 (count, 3, 32, 32), between -1 and 1."""
-    noise = torch.randn(count, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+def images() -> Tensor:
+    """Returns smooth images, whose neighbouring pixels are similar: float32 (64, 3, 32, 32), between -1 and 1."""
+    noise = torch.randn(64, 3, 9, 9, generator=torch.Generator().manual_seed(0))
     return F.interpolate(noise, (32, 32), mode="bilinear").tanh() * torch.tensor([1.0, 0.5, 0.25])[:, None, None]
 
 

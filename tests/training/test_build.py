@@ -50,12 +50,9 @@ def test_equals_lightnings_number_of_steps(flags: str, small_data: list[str], mo
     assert module.schedule.total_steps == run_steps(run, CIFARDataModule(run)) > 0
 
 
-def test_plot_schedule_draws_and_does_not_train(
-    small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_plot_schedule_draws_and_does_not_train(small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train.py", *small_data, "--schedule", "onecycle", "--plot_schedule"])
     assert train.main() == 0
-    assert "plotted in runs/schedule.png" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["schedule.png"]
     assert (tmp_path / "runs" / "schedule.png").read_bytes().startswith(b"\x89PNG")

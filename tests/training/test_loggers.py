@@ -1,6 +1,7 @@
 """Tests the loggers of a run, which are CSV and W&B without a connection."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,9 @@ def test_each_logger_has_curves_and_results(small_data: list[str], tmp_path: Pat
     flags = [*small_data, *FLAGS, "--optimizer.lr", "0.01", "--out", str(tmp_path / "out")]
     env = environment(tmp_path, WANDB_MODE="offline")
     named = ["--wandb_project", "mine", "--wandb_group", "rates", "--wandb_tags", "a", "b", "--wandb_run_name", "first"]
-    done = run_program("train.py", *flags, "--logger", "tensorboard", "csv", "wandb", *named, env=env)
+    done = run_program("train.py", *flags, "--logger", "csv", "wandb", *named, env=env)
     assert_ok(done)
     run = run_folder_of(tmp_path / "out")
-    assert list(run.glob("events.out.tfevents.*"))
     with (run / "csv" / "metrics.csv").open() as file:
         rows = [*csv.DictReader(file)]
     metrics = metrics_of(run)
@@ -44,10 +44,8 @@ def test_a_missing_login_is_reported_in_one_line(small_data: list[str], tmp_path
     flags = [*small_data, *FLAGS, "--out", str(tmp_path), "--logger", "wandb"]
     done = run_program("train.py", *flags, env=env)  # it must not wait for an answer
     assert done.returncode == 2, done.stderr[-2000:]
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert re.search("^error: .*wandb login.*WANDB_MODE=offline", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
-    assert "wandb login" in line
-    assert "WANDB_MODE=offline" in line
     assert not list(tmp_path.rglob("version_*"))
 
 

@@ -1,7 +1,5 @@
 """Tests the training curves, and the steps at which their points are due."""
 
-import json
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +12,7 @@ from cifar_zero.comparison.result import Curve
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings, make_settings
 from cifar_zero.schedules import WarmupLR
-from cifar_zero.training.build import strategy_of
 from cifar_zero.training.callbacks.engine import EngineInfo
-from cifar_zero.training.resolve import make_run
-from tests.support.helpers import WHOLE
 
 Fit = Callable[..., Any]
 
@@ -33,8 +28,8 @@ class Witness(Callback):
         self.losses.append(outputs["loss"].item() * trainer.accumulate_grad_batches)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        gradients = [p.grad.double() for p in module.parameters()]
-        self.norms.append(math.sqrt(sum((g * g).sum().item() for g in gradients)))
+        gradients = [parameter.grad for parameter in module.parameters()]
+        self.norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
 
 def config(**changes: Any) -> Settings:
@@ -56,21 +51,10 @@ def test_the_curves_are_means_over_the_log_interval(fit: Fit) -> None:
     rates = {step: WarmupLR(20, "linear").rate(step - 1, 0.001) for step in (4, 8, 10)}
     assert run.points("train/learning_rate") == pytest.approx(rates, rel=1e-6)
     assert run.points("train/epoch") == pytest.approx({4: 0.8, 8: 1.6, 10: 2.0})
-    assert run.points("train/global_step") == {4: 4, 8: 8, 10: 10}
     steps = losses.view(10, 2).mean(dim=1).tolist()
     assert read_losses(run.folder / "losses.csv") == Curve([*range(1, 11)], steps)  # to the bit
-    assert set(run.points("mem/peak_gb")) == {4, 8, 10}
-    assert set(run.points("perf/step_time_ms")) == {4, 8, 10}
-
-
-def test_a_run_that_is_stopped_early_writes_its_last_point(fit: Fit) -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop = trainer.global_step == 6
-
-    run = fit(config(accumulate=1), 40, Stop())
-    assert set(run.points("train/loss")) == {4, 6}
-    assert read_losses(run.folder / "losses.csv").steps == [1, 2, 3, 4, 5, 6]
+    peak_bytes = run.observer(EngineInfo).totals_of_run["mem/peak_rank_bytes"][0]
+    assert 1e9 * run.points("mem/peak_gb")[10] == pytest.approx(peak_bytes, rel=0.01)
 
 
 @pytest.mark.distributed
@@ -80,14 +64,11 @@ def test_deepspeeds_stages_log_the_curves_of_the_baseline(fit: Fit) -> None:
     baseline = fit(config(**clipped), 40)
     linear = torch.nn.functional.linear  # ZeRO 3 replaces it
     assert max(baseline.points("train/grad_norm").values()) > 0.2  # or there would be nothing to clip
-    for stage in range(4) if WHOLE else (1, 3):
-        settings = config(strategy=f"deepspeed_stage_{stage}", **clipped)
-        strategy = strategy_of(make_run(settings.changed(devices=1)))
-        run = fit(settings, 40, strategy=strategy)
+    for stage in (0, 1, 3):  # stages 1 and 2 have the same optimizer
+        run = fit(config(strategy=f"deepspeed_stage_{stage}", **clipped), 40)
         for tag in ("train/grad_norm", "train/loss", "train/learning_rate", "train/epoch"):
             assert run.points(tag) == pytest.approx(baseline.points(tag), rel=1e-5), f"stage {stage}, {tag}"
         effective = run.observer(EngineInfo).totals_of_run
         assert (effective["compute_dtype"], effective["skipped_steps"]) == ("float32", 0)
         assert effective.get("reduce_bucket_size") == (62006 if stage else None)
-        assert json.loads((run.folder / "deepspeed.json").read_text())["zero_optimization"]["stage"] == stage
         assert torch.nn.functional.linear is linear

@@ -1,14 +1,12 @@
 """Signals and early stopping end a training between two steps. The checkpoint that is saved there resumes at the next
 step."""
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cifar_zero.config.recipe import Choice
@@ -16,41 +14,29 @@ from cifar_zero.config.settings import make_settings
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.monitors import EarlyStop
 from cifar_zero.training.callbacks.stop import Interrupt
-
-CONFIG = make_settings(epochs=3, batch_size=8)
-STEPS = 4
-"""Steps of an epoch, which has 32 images."""
+from tests.users_code.sends_signal import SendsSignal
 
 
-class Terminate(Callback):
-    """Sends SIGTERM in a step."""
-
-    def __init__(self, step: int):
-        self._step = step
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step + 1 == self._step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
+@pytest.mark.usefixtures("signal_handlers")
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
 @pytest.mark.parametrize(
-    ("step", "kept"),
+    ("steps", "kept"),
     [
         pytest.param(2, {"last.ckpt"}, id="in mid-epoch"),
-        pytest.param(STEPS, {"last.ckpt", "best.ckpt"}, id="in the last step of an epoch"),
+        pytest.param(1, {"last.ckpt", "best.ckpt"}, id="in the last step of an epoch"),
     ],
 )
 def test_no_checkpoint_claims_that_an_interrupted_epoch_ended(
-    step: int, kept: set[str], fit: Callable[..., Any], tmp_path: Path
+    steps: int, kept: set[str], fit: Callable[..., Any], tmp_path: Path
 ):
-    """If a validation followed the stop, its checkpoint would claim that the epoch ended, and a resumed run takes the
-    newest checkpoint."""
-    folder = tmp_path / "kept"
+    """The signal comes in the first of the `steps` of an epoch. If a validation followed the stop in mid-epoch, its
+    checkpoint would claim that the epoch ended, and a resumed run takes the newest checkpoint."""
+    folder, sender = tmp_path / "kept", SendsSignal("on_train_batch_start", signal.SIGTERM, "self")
     last, best = LastCheckpoint(folder / "last.ckpt"), ModelCheckpoint(folder, "best", monitor="val/acc", mode="max")
-    stopped = fit(CONFIG, STEPS * 8, Terminate(step), Interrupt(), last, best, enable_checkpointing=True)
+    config = make_settings(epochs=3, batch_size=8)
+    stopped = fit(config, steps * 8, sender, Interrupt(), last, best, enable_checkpointing=True)
     assert stopped.observer(Interrupt).signal == signal.SIGTERM
-    assert stopped.trainer.global_step == step
+    assert stopped.trainer.global_step == 1
     assert {path.name for path in folder.iterdir()} == kept
 
 
