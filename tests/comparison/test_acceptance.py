@@ -116,6 +116,17 @@ def test_each_row_executes_the_code_that_it_is_there_for(tmp_path: Path, monkeyp
         assert counted[name] >= calls * cases.STEPS, (case.name, counted)
 
 
+def test_no_stage_of_a_row_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    """The only exception is stage 3 with experts, which DeepSpeed cannot train."""
+    monkeypatch.setattr("cifar_zero.config.rules.free_memory_bytes", lambda: 2**40)  # whatever this computer has
+    wanted = {
+        (f"{row.name}, 2 ranks", f"deepspeed_stage_{stage}") for row in ROWS if not row.raw for stage in row.stages
+    }
+    found = {(case.row, case.strategy) for case in plan_cases([], 2, quick=False)}
+    assert wanted - found == {("experts, 2 ranks", "deepspeed_stage_3")}
+    assert ("experts, 1 rank", "deepspeed_stage_2") in found
+
+
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=of_test_all) for ranks in (1, 16))])
 def test_every_row_and_stage_trains_on_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch):
     """The only exceptions are experts on several ranks, which need an even number of ranks, and strategies that need a

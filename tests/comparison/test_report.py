@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from markupsafe import escape
@@ -59,6 +60,11 @@ def test_the_headline_counts_each_kind_of_verdict():
     others = trained("ddp"), trained("fsdp2", "within rounding"), trained("zero", "different"), failed("fsdp")
     counts = "1 bit-identical, 1 within rounding, 1 different, 1 not trained"
     assert comparison(*others).headline == f"2 of 4 agree with baseline: {counts}"
+
+
+def test_only_a_variant_that_was_judged_and_agrees_passes():
+    passing = {kind for kind in get_args(VerdictKind) if comparison(trained("ddp", kind)).passed}
+    assert passing == {"reference", "bit-identical", "within rounding"}
 
 
 def test_an_accuracy_that_is_too_low_fails():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from cifar_module import CIFARModule
@@ -72,6 +73,17 @@ def test_hooks_counters_logs_and_weights_equal_those_of_lightnings_loop(strategy
     assert ours.trainer.callback_metrics.keys() == theirs.trainer.callback_metrics.keys()
     assert ours.trainer.fit_loop.state_dict() == theirs.trainer.fit_loop.state_dict()
     for one, other in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_in_float16_are_clipped_after_the_loss_scale_is_removed(fit: Callable[..., Any]) -> None:
+    """The runs have a gradient scaler as on a GPU. Its scale is far above the clipped norm."""
+    weights = []
+    for fast in (True, False):
+        config = make_settings(gradient_clip_val=0.5, **OPTIONS)
+        scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+        weights.append([*fit(config.changed(fast_loop=fast), COUNT, plugins=[scaled], precision=None).module.parameters()])
+    for one, other in zip(*weights, strict=True):
         assert torch.equal(one, other)
 
 

@@ -33,6 +33,25 @@ def test_the_most_confident_mistakes_of_all_batches_are_kept(
     assert drawn[3] == pytest.approx(confidence[surest].numpy(), rel=1e-5)
 
 
+def test_the_confusion_matrix_has_the_counts_of_the_test_and_the_names_in_the_order_of_the_labels(
+    fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    draw = figures.confusion_figure
+    monkeypatch.setattr(figures, "confusion_figure", lambda *given: drawn.extend(given) or draw(*given))
+    run = fit(make_settings(epochs=1, batch_size=8), 32, figures.TestFigures())
+    run.datamodule.classes = run.datamodule.classes[::-1]  # not in alphabetical order
+    run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
+    images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding
+    with torch.no_grad():
+        predicted = run.module(images).argmax(dim=1)
+    counts, names = drawn
+    expected = np.zeros((10, 10), dtype=int)
+    np.add.at(expected, (labels.numpy(), predicted.numpy()), 1)
+    assert np.array_equal(counts, expected)
+    assert names == run.datamodule.classes
+
+
 def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_one() -> None:
     counts = torch.tensor([[3, 1, 0], [0, 0, 0], [5, 0, 15]])  # no image of the second class
     axes = figures.confusion_figure(counts, NAMES).axes[0]
