@@ -138,10 +138,10 @@ def parse() -> tuple[Namespace, list[str]]:
     given = {option for option, value in vars(arguments).items() if value != parser.get_default(option)}
     for option, modes in WORKS_WITH.items():
         if option in given and mode not in modes:
-            if mode:
-                raise UsageError(f"--{option} does not work with --{mode}: leave it out")
-            names = " or ".join(f"--{name}" for name in modes)
-            raise UsageError(f"--{option} works only with {names}: add {names}")
+            if mode in ("", "module") and "" not in modes:  # the option that is missing can be added
+                names = " or ".join(f"--{name}" for name in modes)
+                raise UsageError(f"--{option} works only with {names}: add {names}")
+            raise UsageError(f"--{option} does not work with --{mode}: leave it out")
     for option, needed in NEEDS.items():
         if option in given and needed not in given:
             raise UsageError(f"--{option} works only with --{needed}: add --{needed}")

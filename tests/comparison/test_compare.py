@@ -68,7 +68,7 @@ SCRIPT = f"--script {USERS_CODE / 'scripts' / 'old_train.py'}"
         (f"{RESUMED} 3 --resume_under deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_offload_nvme"),
         (f"{SCRIPT} --acceptance", "--acceptance does not work with --script: leave it out"),
         (f"{SCRIPT} --seeds 2", "--seeds does not work with --script: leave it out"),
-        (f"{MODULE} --steps 5", "--steps does not work with --module: leave it out"),
+        (f"{MODULE} --steps 5", "--steps works only with --script: add --script"),
         (f"{SCRIPT} --own_data", "--own_data works only with --module"),
         (f"{SCRIPT} --rename a", "--rename a: give OLD=NEW"),
         ("--runs one two --junit .", "is a directory"),
