@@ -123,7 +123,8 @@ def compare(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Verdict:
         findings = [*_findings(step, old, new, SENSITIVITY * distance)]
         if (step and distance) or not all(found.is_judged for found in findings):
             break
-        verdict.add(step + 1, findings)
+        verdict.steps.append(step + 1)
+        verdict.add(findings)
     if not all(torch.equal(old[key], new[key]) for key in new):
         loss, gradient, weights = (
             percent(off_by(new[key][-1], old[key][-1])) for key in ("losses", "found", "weights")

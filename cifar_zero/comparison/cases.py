@@ -52,8 +52,6 @@ CLIP = "--gradient_clip_val 0.5"  # less than the gradient norm of each model, s
 CONFIGURATIONS = Path(__file__).parent / "configurations"
 """Folder of DeepSpeed configurations with options that no strategy of this program turns on."""
 
-ALL_STAGES = "0123"
-
 
 @dataclass(frozen=True)
 class Row:
@@ -66,7 +64,7 @@ class Row:
     accumulate: int = 1
     one_rank: bool = False  # whether the row is also trained on one rank
     schedule: str = FALLING
-    stages: str = ALL_STAGES  # its ZeRO stages; strategies of other families train only rows with ALL_STAGES
+    stages: Sequence[int] = ()  # the ZeRO stages that train it; empty for all strategies, also of other families
     ema: float = 0.0  # decay of an average of the weights; strategies that support no average train without it
     raw: str = ""  # a file in CONFIGURATIONS under which the row is trained, instead of the strategies
 
@@ -87,7 +85,7 @@ ROWS = (
         f"{EDGE_CASES} {SGD} --model.unused true --zero.reduce_bucket_size 2000 --zero.round_robin_gradients true",
         4,
         schedule=WARMUP,
-        stages="123",
+        stages=(1, 2, 3),
     ),
     Row(
         "all parameters sharded",
@@ -95,23 +93,23 @@ ROWS = (
         f"{NET} {ADAMW} --zero.param_persistence_threshold 0 --zero.prefetch_bucket_size 500 "
         "--zero.max_live_parameters 20000 --zero.sub_group_size 20000",
         4,
-        stages="3",
+        stages=(3,),
     ),
     Row(
         "Muon, warmed up",
         "an optimizer that needs whole matrices, two rules",
         f"{NET} {MUON}",
         schedule=WARMUP,
-        stages="0",
+        stages=(0,),
     ),
     Row(
         "frozen layers",
         "weights that no optimizer has; a batch norm in evaluation, whose statistics stay as they are",
         f"{EDGE_CASES} {ADAMW} {CLIP} --trainable project.* twice.* head.*",
-        stages="123",
+        stages=(1, 2, 3),
     ),
     Row("experts", "a gate, experts that every rank has", f"{EXPERTS} {ADAMW} --model.ep_size 1", 4, one_rank=True),
-    Row("experts, spread", "experts on several ranks", f"{EXPERTS} {ADAMW} --model.ep_size 2", stages="012"),
+    Row("experts, spread", "experts on several ranks", f"{EXPERTS} {ADAMW} --model.ep_size 2", stages=(0, 1, 2)),
     Row(
         "gradients that are not contiguous",
         "stages 1 and 2 with contiguous_gradients false (DeepSpeed pull request 8382)",
@@ -218,15 +216,15 @@ def plan_cases(strategies: Sequence[str], ranks: int, quick: bool, seeds: int = 
     found = {case.strategy for case in cases if case.world_size == ranks}
     for name in strategies or DEFAULT[:1]:
         if Path(name).stem not in found:
-            why = refused.get(name, "no recipe of the acceptance uses this strategy")
-            raise UsageError(f"--strategies {name}: no case can be trained on {ranks} ranks: {why}")
+            why = refused.get(name, "no recipe of the acceptance uses it: leave it out of --strategies")
+            raise UsageError(f"{name}: no case can be trained on {ranks} ranks: {why}")
     return cases
 
 
 def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
-    """Returns the strategies under which a row is trained. These are the DeepSpeed strategies whose ZeRO stage is in
-    `row.stages`. If `row.stages` has all stages, they include strategies of other families. A row with a raw
-    configuration is trained only under this configuration, and not at all if `strategies` are given.
+    """Returns the strategies under which a row is trained: the DeepSpeed strategies whose ZeRO stage is in
+    `row.stages`, or all strategies if it is empty. A row with a raw configuration is trained only under this
+    configuration, and not at all if `strategies` are given.
 
     Args:
         row: The row to train.
@@ -237,8 +235,7 @@ def _strategies_of(row: Row, strategies: Sequence[str]) -> list[str]:
     found = []
     for name in strategies or DEFAULT:
         spec = STRATEGIES.get(name)
-        stage = str(spec.stage) if spec is not None and spec.family == "deepspeed" else "other"
-        if row.stages == ALL_STAGES or stage in row.stages:
+        if not row.stages or (spec is not None and spec.family == "deepspeed" and spec.stage in row.stages):
             found.append(name)
     return found
 

@@ -3,6 +3,7 @@ cases of --acceptance, --module and --script are judged by their step checks ins
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
 from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind, share_used
 from cifar_zero.core.errors import UsageError
+from cifar_zero.step_check.verdict import Outcome
 from cifar_zero.training.results import FALLBACK
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
@@ -48,7 +50,7 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
     variant's `check` and `drift`."""
     reference = comparison.variants[0]
     checks = [run.check or UNCHECKED for run in variant.runs]
-    worst = max(checks, key=lambda check: (OUTCOMES.index(check["outcome"]), share_used(check)))
+    worst = max(checks, key=lambda check: (get_args(Outcome).index(check["outcome"]), share_used(check)))
     variant.check = worst
     if worst["outcome"] == "different":
         return "different", worst["text"]
@@ -82,9 +84,6 @@ images. No precision explains a larger difference, because even bfloat16 has 8 b
 
 UNCHECKED = {"outcome": "not judged", "used": 0.0, "text": "no step was checked (--check_steps)"}
 """Stands in for the step check of a run that has none."""
-
-OUTCOMES = ("bit-identical", "within rounding", "not judged", "different")
-"""Possible outcomes of a step check, from the best to the worst."""
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:

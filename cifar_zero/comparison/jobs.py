@@ -1,5 +1,5 @@
 """Trains several cases in the same ranks, one after the other, and checks every step. Each rank executes this code.
-`launches` starts the ranks."""
+`case_program` starts the ranks."""
 
 import gc
 import os
@@ -17,8 +17,9 @@ from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints.weights import encode
 from cifar_zero.comparison.baseline import SKETCHES
 from cifar_zero.comparison.cases import resolved
+from cifar_zero.comparison.recording import RECORDING, Recording
+from cifar_zero.comparison.result import Variant
 from cifar_zero.comparison.resuming import SAVED
-from cifar_zero.comparison.script import RECORDING, Recording
 from cifar_zero.config.run import Run
 from cifar_zero.core import atomic
 from cifar_zero.core.console import quieten
@@ -86,20 +87,20 @@ class Free(Callback):
         hooks_of(trainer.strategy).free()
 
 
-def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck:
+def check_of(case: Variant, folder: Path, sketches: bool) -> StepCheck:
     """Returns the callback that checks the steps of a case. Raises RunError if the case resumes a run that was not
     saved.
 
     Args:
-        case: The fields of the case's `Variant`.
+        case: The case.
         folder: Holds the saved runs and the recorded steps of a script, if there are any.
         sketches: Whether to keep the sketches that a baseline needs, see `SketchCheck`.
     """
-    if case["saved_as"]:
-        saved = folder / SAVED / case["saved_as"]
-        if not case["save_at"] and not (saved / STATE).is_file():
+    if case.saved_as:
+        saved = folder / SAVED / case.saved_as
+        if case.continues and not (saved / STATE).is_file():
             raise RunError("the training to resume was not saved, or did not finish")
-        return ResumeCheck(saved, case["save_at"])
+        return ResumeCheck(saved, case.save_at)
     if sketches:
         return SketchCheck()
     if not (folder / RECORDING).is_dir():
@@ -108,14 +109,13 @@ def check_of(case: Mapping[str, Any], folder: Path, sketches: bool) -> StepCheck
     return ScriptCheck(Recorded(folder / RECORDING, recording.steps, recording.renames, recording.own_data))
 
 
-def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path, sketches: bool) -> None:
+def train_jobs(jobs: Mapping[Path, Variant], train: Train, folder: Path, sketches: bool) -> None:
     """Trains cases one after the other. Rank 0 writes the verdict of each case. If a fault is found, the case is
     trained once more, to find the first module whose output is wrong. Cases that are saved, resumed or compared with a
     script are trained only once.
 
     Args:
-        jobs: The cases to train. A key is the path of the file that receives the verdict, and the value has the fields
-            of the case's `Variant`.
+        jobs: The cases to train, keyed by the paths of the files that receive their verdicts.
         train: The function that trains a case.
         folder: Receives temporary files and saved runs, and may hold the recorded steps of a script.
         sketches: Whether to write the sketches of each case next to its verdict, see `SketchCheck`.
@@ -141,16 +141,16 @@ def train_jobs(jobs: Mapping[str, Mapping[str, Any]], train: Train, folder: Path
             train(flags, folder, check)
         return check.verdict
 
-    for file, case in jobs.items():
+    for verdict_file, case in jobs.items():
         check = check_of(case, folder, sketches)
-        verdict = train_and_check(case["flags"], check)
+        verdict = train_and_check(case.flags, check)
         if verdict.faults and not isinstance(check, (ResumeCheck, ScriptCheck)):
-            again = train_and_check(case["flags"], OutputCheck(every=1, on_fault="warn"))
+            again = train_and_check(case.flags, OutputCheck(every=1, on_fault="warn"))
             verdict = again if again.faults else verdict
         if rank == 0:
             found = verdict.as_dict()
             if isinstance(check, SketchCheck):
-                found[SKETCHES] = f"{file}.safetensors"
+                found[SKETCHES] = f"{verdict_file}.safetensors"
                 steps = {key: torch.stack(values) for key, values in check.sketches.items()}
                 atomic.write(Path(found[SKETCHES]), encode(steps, {}))
-            atomic.write_json(Path(file), found)
+            atomic.write_json(verdict_file, found)

@@ -1,27 +1,22 @@
 """Starts the ranks that train the cases of a comparison, and reads the verdicts that they write. All cases with the
 same number of ranks share one launch. Importing this module does not import torch, which the ranks import meanwhile.
-
-`python -m cifar_zero.comparison.launches FILE` starts the ranks that train the jobs of a file."""
+"""
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from pkgutil import resolve_name
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cifar_zero.comparison.result import Comparison, Variant
 from cifar_zero.comparison.resuming import SAVED
-from cifar_zero.core import exits
 from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, gpu_versions, this_computer, versions
-from cifar_zero.launch import local_launcher, rank_environment
 from cifar_zero.training import run_process
 from cifar_zero.training.resolve import warn_of_few_cores
 
@@ -29,19 +24,6 @@ TRAININGS = 500
 """Maximum number of cases that one launch trains. After them, new ranks are started, because memory is not freed. Each
 of 120 cases under random placements left 0.36 MB in a rank, because torch and DeepSpeed keep process groups, and with
 them modules (torch 2.15, DeepSpeed 0.19.8)."""
-
-
-def main() -> int:
-    """Trains all jobs of the file that the command line names with `jobs.train_jobs`, and returns the exit code.
-    Several ranks are started once for all jobs, because starting them takes seconds."""
-    file = Path(sys.argv[1])
-    work = json.loads(file.read_text())
-    if work["ranks"] > 1 and not rank_environment.is_rank():
-        return local_launcher.run_ranks(work["ranks"], on_cpu=gpu_count() == 0)
-    from cifar_zero.comparison.jobs import train_jobs
-
-    train_jobs(work["jobs"], resolve_name(work["train"]), file.parent, work["sketches"])
-    return 0
 
 
 def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool = False) -> Comparison:
@@ -139,28 +121,23 @@ def _launch(
         name = f"{ranks}-ranks-{len(cases) - len(todo)}"
         if cases[0].continues:
             name = f"resumed-{name}"
-        log, file = folder / f"{name}.log", folder / f"{name}.json"
+        log, work_file = folder / f"{name}.log", folder / f"{name}.json"
         jobs = {folder / f"{name}-case-{number}.json": case for number, case in enumerate(todo[:TRAININGS])}
-        described = {str(verdict): asdict(case) for verdict, case in jobs.items()}
-        file.write_text(json.dumps({"ranks": ranks, "train": train, "jobs": described, "sketches": sketches}))
+        described = {str(verdict_file): asdict(case) for verdict_file, case in jobs.items()}
+        work_file.write_text(json.dumps({"ranks": ranks, "train": train, "jobs": described, "sketches": sketches}))
         began = time.monotonic()
-        with run_process.start(["cifar_zero.comparison.launches"], [str(file)], log) as child:
-            for verdict, case in jobs.items():
-                while not verdict.exists() and child.poll() is None:
+        with run_process.start(["cifar_zero.comparison.case_program"], [str(work_file)], log) as child:
+            for verdict_file, case in jobs.items():
+                while not verdict_file.exists() and child.poll() is None:
                     yield 0
                 todo.pop(0)
                 case.seconds, began = time.monotonic() - began, time.monotonic()
-                if not verdict.exists():
+                if not verdict_file.exists():
                     error = run_process.failure(log, child.wait())
                     if case is refusing and child.returncode == 2:
                         raise UsageError(error)
                     case.judge("not trained", error)
                     break
-                case.check = json.loads(verdict.read_text())
+                case.check = json.loads(verdict_file.read_text())
                 case.judge(case.check["outcome"], case.check["text"])
                 yield 1
-
-
-if __name__ == "__main__":
-    exits.install()
-    exits.run(main)

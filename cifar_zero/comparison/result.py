@@ -10,10 +10,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from cifar_zero.core import console
+from cifar_zero.step_check.verdict import Outcome
 
-VerdictKind = Literal[
-    "reference", "bit-identical", "within rounding", "different", "too inaccurate", "not judged", "not trained"
-]
+VerdictKind = Outcome | Literal["reference", "too inaccurate", "not trained"]
 
 GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
 """Verdicts that let a comparison pass."""

@@ -5,48 +5,18 @@ script's weights on the script's batches, under plain PyTorch and under each str
 module must compute the same values as the script, and the strategy must compute the same values as the module.
 """
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cifar_zero.comparison import own_module
 from cifar_zero.comparison.cases import cases_by_strategy, resolved
+from cifar_zero.comparison.recording import RECORDING, Recording
 from cifar_zero.comparison.result import Variant
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.training import run_process
-
-RECORDING = "recording"
-"""Directory of the recorded steps, in the comparison's folder."""
-
-RECORDER = ("cifar_zero.comparison.trace",)
-
-
-@dataclass
-class Recording:
-    """Describes the recorded steps of a script in plain data."""
-
-    model: str = ""  # name of the class of the script's model
-    steps: int = 0  # recorded optimizer steps
-    accumulate: int = 1  # micro-batches per step
-    batch_size: int = 1  # samples per micro-batch
-    precision: str = "32-true"  # Lightning's name of autocast's precision
-    gradient_clip_val: float = 0.0  # max_norm of the script's call of clip_grad_norm_, or 0 without a call
-    renames: dict[str, str] = field(default_factory=dict)  # maps old prefixes of weight names to new prefixes
-    own_data: bool = False  # the module trains on its own loader
-    is_recipe: bool = False  # the module is CIFARModule, not a user's
-
-    def write(self, folder: Path) -> None:
-        """Writes the description into `folder`, next to the recorded steps."""
-        (folder / "recording.json").write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(folder: Path) -> "Recording":
-        """Returns the description that `write` has written into `folder`."""
-        return Recording(**json.loads((folder / "recording.json").read_text()))
 
 
 def record(script: str, steps: int, folder: Path) -> Recording:
@@ -73,7 +43,8 @@ def record(script: str, steps: int, folder: Path) -> Recording:
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         environment |= {name: value for name, value in rank.items() if name not in os.environ}
     say(f"{file}: recording {steps} optimizer steps; the output of the script is in {log}")
-    with run_process.start(RECORDER, [str(recording), str(steps), file, *arguments], log, environment) as child:
+    program = ["cifar_zero.comparison.trace"]
+    with run_process.start(program, [str(recording), str(steps), file, *arguments], log, environment) as child:
         code = child.wait()
     if code:
         error = run_process.failure(log, code)
@@ -85,7 +56,7 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
     """Returns the cases to train. The first case is plain PyTorch on one rank. The strategies on `ranks` ranks follow.
 
     Args:
-        recording: Describes the script's steps. The module has the same precision, accumulation and clipping, unless
+        recording: The script's steps. The module has the same precision, accumulation and clipping, unless
             `flags` override them.
         strategies: Names of strategies, or raw DeepSpeed configurations. The default is every strategy in
             `own_module.DEFAULT` that can train on this machine.
@@ -101,14 +72,15 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
     common += ["--accumulate", str(recording.accumulate)]
     if recording.gradient_clip_val:
         common += ["--gradient_clip_val", str(recording.gradient_clip_val)]
-    if recording.is_recipe:
+    is_recipe = "--module" not in flags
+    if is_recipe:
         batch = recording.batch_size * recording.accumulate
         common += ["--data.source", "synthetic", "--data.synthetic_size", str(batch * recording.steps)]
         common += ["--data.val_fraction", "0", "--batch_size", str(batch), "--epochs", str(recording.steps)]
     given = [*common, *flags]
 
     def cases(names: Sequence[str], ranks: int, needs_data: bool) -> list[Variant]:
-        if recording.is_recipe:
+        if is_recipe:
             return cases_by_strategy(names, own_module.DEFAULT, ranks, given, "CIFARModule", resolved)
         return own_module.plan(names, ranks, (), given, needs_data)
 

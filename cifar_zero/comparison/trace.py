@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from cifar_zero.comparison.script import Recording
+from cifar_zero.comparison.recording import Recording
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.step_check.recorded import ScriptStep, options_of, samples_in, step_file
@@ -32,7 +32,7 @@ and transformers (5.3) fetches all batches of a step."""
 PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}  # Lightning's name of autocast's dtype
 
 
-class Recorded(BaseException):
+class RecordingEnded(BaseException):
     """Raised to end the script after its last recorded step. It does not derive from Exception, because the script
     could catch an Exception."""
 
@@ -163,7 +163,7 @@ class Recorder:
         torch.save(step, step_file(self.folder, self.recording.steps))
         self._step = None
         if self.recording.steps == self.steps:
-            raise Recorded
+            raise RecordingEnded
 
     def _keep_weights(self, step: ScriptStep) -> None:
         step.weights, step.buffers = _tensors(self._model)
@@ -181,7 +181,7 @@ def main() -> int:
     sys.path.insert(0, str(Path(script).parent))  # as Python does when it runs a script
     try:
         runpy.run_path(script, run_name="__main__")
-    except Recorded:
+    except RecordingEnded:
         pass
     except SystemExit as end:
         if end.code:

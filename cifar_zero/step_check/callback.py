@@ -30,7 +30,7 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError
 from cifar_zero.launch.collectives import gather
 from cifar_zero.step_check.findings import Findings, norm_of, off_by
-from cifar_zero.step_check.replay import MicroBatch, Replay, Replica, lowest, random_state, random_state_kept
+from cifar_zero.step_check.replay import MicroBatch, PlainCopy, Replay, lowest, random_state, random_state_kept
 from cifar_zero.step_check.updates import UPDATE, Expected, clip_factor, expected_updates, parameters_of
 from cifar_zero.step_check.verdict import SHARED, Kind, Verdict
 from cifar_zero.strategies import hooks_of
@@ -73,7 +73,7 @@ class StepCheck(Callback):
         """
         self._every, self._steps, self._count, self._on_fault, self._file = every, {*steps}, count, on_fault, file
         self.verdict = Verdict()
-        self._replica: Any = None
+        self._plain_copy: Any = None
         self._micro_batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
         self._weights: dict[str, Tensor] = {}  # before the step
@@ -87,9 +87,9 @@ class StepCheck(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Copies the module before the strategy shards it."""
         if stage == "fit":
-            self.verdict, self._replica, self._micro_batches = Verdict(needed=self.needed), None, []
+            self.verdict, self._plain_copy, self._micro_batches = Verdict(needed=self.needed), None, []
             try:
-                self._replica = Replica(pl_module)
+                self._plain_copy = PlainCopy(pl_module)
             except Exception as error:  # an attribute of the user's may raise anything
                 self.verdict.note(f"the module cannot be copied ({type(error).__name__}: {error})")
 
@@ -111,7 +111,7 @@ class StepCheck(Callback):
             return
         if any(getattr(each, "_backward_hooks", None) for each in pl_module.parameters()):
             self.verdict.note("parameter hooks, because the copy lacks them")
-        self._replica.build(trainer)
+        self._plain_copy.build(trainer)
         shape = hooks_of(trainer.strategy).shape
         elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
         if trainer.is_global_zero and elements > 10**7:
@@ -131,7 +131,7 @@ class StepCheck(Callback):
                 return
             self._findings, self._losses = Findings(step, self.verdict), []
             self._weights = self._checked_weights(trainer, pl_module)
-            self._replica.remember(pl_module)
+            self._plain_copy.remember(pl_module)
             self._buffers = {name: buffer.detach().clone() for name, buffer in pl_module.named_buffers()}
             if _shares_buffers(trainer.strategy.model):
                 for buffer in self._buffers.values():
@@ -204,7 +204,8 @@ class StepCheck(Callback):
                 self._findings.add("weight", name, off, 0.0, 1, "no optimizer updates it")
         self._findings.compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
         self._forget()
-        self._finish(trainer, self._findings.step)
+        self.verdict.steps.append(self._findings.step)
+        self._finish(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the verdict, and writes it to the file if one was given."""
@@ -227,9 +228,9 @@ class StepCheck(Callback):
 
     def _replay(self, *given: Any) -> tuple[Replay, Replay]:
         """Replays a step twice, in the training's precision and in float64. The arguments are those of
-        `Replica.replay`."""
+        `PlainCopy.replay`."""
         with random_state_kept():
-            return self._replica.replay(*given), self._replica.replay(*given, exact=True)
+            return self._plain_copy.replay(*given), self._plain_copy.replay(*given, exact=True)
 
     def _on_all_ranks(self, compute: Callable[[], tuple[Replay, Replay]], what: str) -> tuple[Replay, Replay] | None:
         """Returns the replays that `compute` returns, after averaging their gradients over the ranks. If `compute`
@@ -303,25 +304,24 @@ class StepCheck(Callback):
         clipped = {name: gradient.float() * scale for name, gradient in gradients.items()}
         return [*expected_updates(hooks, module, optimizer, clipped, self._weights)]
 
-    def _finish(self, trainer: Trainer, step: int) -> None:
+    def _finish(self, trainer: Trainer, only_rank_0: bool = False) -> None:
         """Adds the collected findings to the verdict. Every rank adds the same findings, so that all ranks have the
         same verdict. If there is a fault, raises RunError or prints a warning, depending on `on_fault`.
 
         Args:
             trainer: The Trainer.
-            step: The checked step, whose findings are added from all ranks, except that findings of the kinds in SHARED
-                are added from rank 0 only. If 0, the findings compare a resumed run with its saved values and batches,
-                and only the findings of rank 0 are added.
+            only_rank_0: Whether to add only the findings of rank 0, because all ranks have the same. Otherwise only
+                findings of the kinds in SHARED are left out on the other ranks.
         """
         findings = []
         for rank, of_rank in enumerate(gather(self._findings.all)):
             for found in of_rank:
-                if step and found.kind not in SHARED:
+                if not only_rank_0 and found.kind not in SHARED:
                     where = f"on rank {rank}" if trainer.world_size > 1 and found.share > 1 else ""
                     findings.append(replace(found, pattern=found.pattern or where))
                 elif rank == 0:
                     findings.append(found)
-        faults = self.verdict.add(step, findings)
+        faults = self.verdict.add(findings)
         if faults and self._on_fault == "raise":
             raise RunError(str(self.verdict))
         if faults and trainer.is_global_zero:

@@ -23,7 +23,7 @@ class OutputCheck(StepCheck):
         self._outputs: list[tuple[str, Tensor]] = []  # of the strategy, then of the two replays
         self._handles: list[Any] = []
         if self._can_check:
-            parts = [*pl_module.named_modules(), *self._replica.module.named_modules()]
+            parts = [*pl_module.named_modules(), *self._plain_copy.module.named_modules()]
             self._handles = [part.register_forward_hook(partial(self._keep, name)) for name, part in parts if name]
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:

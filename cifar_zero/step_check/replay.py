@@ -66,7 +66,7 @@ class Replay:
         self.gradients = {name: gradient.cpu() for name, gradient in self.gradients.items()}
 
 
-class Replica:
+class PlainCopy:
     """Replays steps on a plain copy of a module. The copy is made before a strategy shards the module. The copy's
     weights are set before each replay and freed after it."""
 

@@ -119,7 +119,7 @@ class ResumeCheck(StepCheck):
                 self._findings.add(kind, name, off, 0.0, wanted.numel(), how)
             elif wanted.dim():  # else an option that another implementation of the optimizer lacks
                 self._findings.add(kind, name, 1.0, 0.0, wanted.numel(), "it is missing")
-        self._finish(trainer, 0)
+        self._finish(trainer, only_rank_0=True)
 
     def _compare_batches(self, trainer: Trainer, batches: Mapping[int, Batch]) -> None:
         self._findings, saved = Findings(0, self.verdict), self._saved["batches"]
@@ -133,7 +133,7 @@ class ResumeCheck(StepCheck):
                 if not self.verdict.faults:
                     pattern += "; the first step starts from exactly the saved values"
             self._findings.add("batch", "", math.inf if pattern else 0.0, 0.0, 1, pattern)
-        self._finish(trainer, 0)
+        self._finish(trainer, only_rank_0=True)
 
 
 def _are_same(one: Batch, other: Batch) -> bool:

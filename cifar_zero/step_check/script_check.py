@@ -57,7 +57,7 @@ class ScriptCheck(StepCheck):
         """Replays the script's step with a plain copy of the module, and compares the results with the recorded
         results. Then checks the step of the strategy, as `StepCheck` does."""
         if self._micro_batches and hooks_of(trainer.strategy).ends_step():
-            step = self.recorded.step(self._findings.step).renamed(self._replica.module, self.recorded.renames)
+            step = self.recorded.step(self._findings.step).renamed(self._plain_copy.module, self.recorded.renames)
             self._compare_step(step, trainer, pl_module, optimizer)
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
@@ -74,7 +74,7 @@ class ScriptCheck(StepCheck):
         hooks = hooks_of(trainer.strategy)
         dtypes = self._compute_dtypes(trainer, module)
         ranks, rank = hooks.replica()
-        if ranks > 1 and any(isinstance(each, _BatchNorm) for each in self._replica.module.modules()):
+        if ranks > 1 and any(isinstance(each, _BatchNorm) for each in self._plain_copy.module.modules()):
             self._hint = "; batch norm uses only the samples of one rank"
         parts = []
         for each in step.micro_batches:

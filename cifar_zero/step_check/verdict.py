@@ -29,7 +29,8 @@ Kind = Literal[
 SHARED: tuple[Kind, ...] = ("gradient", "gradient norm", "script's loss", "script's gradient", "script's buffer")
 """Kinds of values that are the same on all ranks. Their findings are therefore counted only once, from rank 0."""
 
-Outcome = Literal["bit-identical", "within rounding", "different", "not judged"]
+Outcome = Literal["bit-identical", "within rounding", "not judged", "different"]
+"""Outcomes of a step check, from the best to the worst."""
 
 BLUNT = 0.5
 """Largest bound of the error, as a share of a value's norm, for which the value counts as judged. Agreement within a
@@ -111,11 +112,8 @@ class Verdict:
     needed: tuple[Kind, ...] = ("gradient", "update")  # kinds for which ENOUGH elements must be judged
     first_output: Finding | None = None  # the first fault of a submodule's output, in the order of execution
 
-    def add(self, step: int, findings: Iterable[Finding]) -> list[Finding]:
-        """Counts the findings of a step, and returns the faults among them. `step` is 0 for findings that compare a
-        resumed run with its saved values and batches; they do not count as a checked step."""
-        if step:
-            self.steps.append(step)
+    def add(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Counts findings, and returns the faults among them."""
         faults = []
         for found in findings:
             self.tallies.setdefault(found.kind, Tally()).add(found)

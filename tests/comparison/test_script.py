@@ -2,13 +2,13 @@
 computes its steps."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cifar_zero.comparison import jobs, own_module, script
+from cifar_zero.comparison.recording import RECORDING
 from cifar_zero.comparison.result import Variant
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.step_check.verdict import Verdict
@@ -30,14 +30,14 @@ def verdict_of(flags: str, folder: Path, *of_module: str, own_data: bool = False
     script."""
     recording = script.record(f"{SCRIPT} {flags}", 4, folder)
     recording.own_data = own_data
-    recording.write(folder / script.RECORDING)
+    recording.write(folder / RECORDING)
     (case,) = script.plan(recording, ["baseline"], 1, [*MODULE, *of_module])
     return trained(case, folder)
 
 
 def trained(case: Variant, folder: Path, train: jobs.Train = own_module.train_module) -> Verdict:
     """Returns the verdict on a case that is trained in this process."""
-    check = jobs.check_of(asdict(case), folder, sketches=False)
+    check = jobs.check_of(case, folder, sketches=False)
     train(case.flags, folder, check)
     return check.verdict
 
@@ -101,8 +101,6 @@ def test_the_tutorials_loop_and_this_programs_module(tmp_path: Path):
     """CIFARModule converts images to channels_last, so that its first convolution sums in another order."""
     recording = script.record(str(FOLDER / "tutorial.py"), 4, tmp_path)
     assert (recording.model, recording.batch_size, recording.accumulate) == ("Net", 4, 1)
-    recording.is_recipe = True
-    recording.write(tmp_path / script.RECORDING)
     (case,) = script.plan(recording, ["baseline"], 1, [])
     verdict = trained(case, tmp_path, jobs.train_recipe)
     assert verdict.outcome == "within rounding", str(verdict)

@@ -10,8 +10,8 @@ from cifar_zero.step_check.verdict import Finding, Kind, Outcome, Verdict
 
 
 def verdict(*findings: Finding) -> Verdict:
-    made = Verdict()
-    made.add(1, findings)
+    made = Verdict([1])
+    made.add(findings)
     return made
 
 
