@@ -131,10 +131,12 @@ def test_guarded_prints_the_explanation_and_debug_the_traceback(capsys: pytest.C
         torch.empty(1 << 60)
         return 0
 
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    assert exits.guarded(main) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: the machine's memory is full; in training, double --accumulate")
-    monkeypatch.setattr("sys.argv", ["train.py", "--debug"])
-    assert exits.guarded(main) == 1
-    assert re.search("Traceback.*RuntimeError.*DefaultCPUAllocator", capsys.readouterr().err, re.DOTALL)
+    for flags in ([], ["--debug", "false"], ["--debug=False", "--seed", "1"]):
+        monkeypatch.setattr("sys.argv", ["train.py", *flags])
+        assert exits.guarded(main) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: the machine's memory is full; in training, double --accumulate")
+    for flags in (["--debug"], ["--debug", "--seed", "1"], ["--debug=true"]):
+        monkeypatch.setattr("sys.argv", ["train.py", *flags])
+        assert exits.guarded(main) == 1
+        assert re.search("Traceback.*RuntimeError.*DefaultCPUAllocator", capsys.readouterr().err, re.DOTALL)
