@@ -44,7 +44,7 @@ class CIFARModule(LightningModule):
         super().__init__()
         self.settings = settings
         self.num_classes = num_classes
-        self.optimizer = OPTIMIZERS[settings.recipe.optimizer.name](**settings.recipe.optimizer.options)
+        self.optimizer_options = OPTIMIZERS[settings.recipe.optimizer.name](**settings.recipe.optimizer.options)
         self.schedule = SCHEDULES[settings.recipe.schedule.name](**settings.recipe.schedule.options)
         self.inputs = settings.data.inputs
         self._weights = weights or {}
@@ -151,11 +151,11 @@ class CIFARModule(LightningModule):
         returns a learning-rate scheduler, which Lightning steps once per optimizer step."""
         strategy = self.trainer.strategy
         hooks = hooks_of(strategy)
-        parameters = parameter_groups(self.optimizer, dict(self.named_parameters()), hooks.shape)
-        parameters = hooks.parameter_groups(self, parameters)
+        groups = parameter_groups(self.optimizer_options, dict(self.named_parameters()), hooks.shape)
+        groups = hooks.split_groups(self, groups)
         clips = bool(self.trainer.gradient_clip_val)
         implementation = hooks.optimizer_implementation(strategy.root_device.type, clips)
-        optimizer = self.optimizer.build(parameters, implementation)
+        optimizer = self.optimizer_options.build(groups, implementation)
         optimizer.register_load_state_dict_pre_hook(keep_own_options)
         optimizer.register_load_state_dict_post_hook(lay_like_parameters)
         self._rates = [group["lr"] for group in optimizer.param_groups]

@@ -46,15 +46,9 @@ def main() -> int:
     )
 
 
-def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, Any]:
-    """Trains and tests a run. Every rank of the run must call it. Rank 0 writes the run folder, and every rank returns
-    the content of metrics.json.
-
-    Args:
-        run: The resolved run.
-        module_class: LightningModule class that replaces `CIFARModule`, or None.
-        last: Whether this is the last run of the process. After the last run, the process group is destroyed.
-    """
+def train(run: Run) -> dict[str, Any]:
+    """Trains and tests a resolved run. Every rank of the run must call it. Rank 0 writes the run folder, and every rank
+    returns the content of metrics.json. At the end the process group is destroyed."""
     # Imported here, so that --help and errors in the command line do not wait for torch and Lightning.
     from cifar_zero.launch import collectives
     from cifar_zero.training import build, loggers, results, starting
@@ -81,12 +75,12 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
     with run_folder.removed_on_failure(run_dir):
         starting.record_places(run, places, run_dir)
         collectives.await_training(run)
-        module = (module_class or resolve_name(MODULE))(run, run.num_classes, weights and weights.loaded)
+        module = resolve_name(MODULE)(run, run.num_classes, weights and weights.loaded)
         trainer = build.trainer(run, run_dir)
 
     with stop.reported(trainer, run, run_dir):
         trainer.fit(module, datamodule=datamodule, ckpt_path=run.output.resume or None)
-        stop.check_stopped(trainer, run, run_dir, destroy_group=last)
+        stop.check_stopped(trainer, run, run_dir)
         if not run.recipe.only_measures:
             trainer.test(module, datamodule=datamodule, verbose=False)
 
@@ -95,7 +89,7 @@ def train(run: Run, module_class: Any = None, last: bool = True) -> dict[str, An
         if run_dir is not None:
             unwritten = results.report(metrics, run_dir)
             loggers.log_results(trainer, run, metrics)
-        stop.shutdown(trainer, destroy_group=last)
+        stop.shutdown(trainer)
     stop.check_saved(trainer)
     if unwritten:
         raise RunError(unwritten)

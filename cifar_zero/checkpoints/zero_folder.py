@@ -32,7 +32,7 @@ from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.core.errors import UsageError
 
 TAG = "checkpoint"  # folder inside a DeepSpeed checkpoint, as Lightning names it
-LAYOUT = "zero_shape"  # key of what a shard depends on, such as the number of ranks
+LAYOUT = "zero_layout"  # key of what a shard depends on, such as the number of ranks
 
 GROUPS = "zero_groups"
 """Key of the plain names and the shapes of the parameters in each of a rank's flat tensors, in the order of the

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cifar_zero.config.settings import OWNERS, Consent
+from cifar_zero.config.settings import OWNERS, Consent, Settings, flat
 from cifar_zero.core.errors import UsageError
 
-NEED_NO_VALUE = {"help", "trust", "print_config", "plot_schedule"}
+NEED_NO_VALUE = {"help", "trust", "debug", "print_config", "plot_schedule"}
 NEED_NO_VALUE |= {option.name for part in OWNERS.values() for option in fields(part) if option.default is False}
 """Options whose value is true if the command line gives none."""
 
-LISTS = {"logger", "trainable", "wandb_tags", "lora.target"}
+LISTS = {option for option, default in flat(Settings()).items() if isinstance(default, list)}
 """Options that take several values."""
 
 CALLBACKS = "trainer.callbacks"  # the only option that names classes; jsonargparse gets it unchanged

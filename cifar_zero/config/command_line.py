@@ -2,8 +2,9 @@
 
 The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
 --optimizer.betas '[0.8, 0.999]'`). The names of model, optimizer and schedule are therefore read first, and the parser
-is built for them. Until then, options are untyped values in one flat mapping, keyed by flag. Recipes, a DeepSpeed
-configuration and flags override this mapping in turn.
+is built for them. Until then, options are untyped values in one flat mapping, keyed by flag. The recipes, in their
+order, and then the flags override this mapping. A DeepSpeed configuration comes just before the recipe or the flags
+that name it.
 """
 
 import sys
@@ -46,7 +47,7 @@ EarlierRun = Callable[[Settings], dict[str, Any] | None]
 """A function that returns the options of the earlier run that a command line continues, keyed by flag, or None for a
 new run. Its argument holds the options of the command line that identify the earlier run."""
 
-ONLY_FLAGS = ("config", "print_config", "help")
+ONLY_FLAGS = ("config", "print_config", "help", "debug")
 """Options of the command line that a recipe cannot set."""
 
 
@@ -62,11 +63,12 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
     Args:
         arguments: The options of the command line.
         earlier_run: Returns the options of the earlier run that the command line continues, if there is one. Recipes
-            and flags override these options. Under another strategy, the earlier run's strategy options do not apply.
-            `--strategy auto` keeps the earlier run's strategy.
+            and flags override these options. If they choose another strategy, the earlier run's strategy options do
+            not apply. The strategy auto keeps the earlier run's strategy.
 
     Raises:
-        UsageError: If an option is unknown, a value has the wrong type or makes no sense, or a recipe cannot be read.
+        UsageError: If an option is unknown, a value has the wrong type or makes no sense, a recipe cannot be read, or a
+            flag contradicts the DeepSpeed configuration that the flag --ds_config names.
     """
     given = {**arguments.options}
     asked_help, prints = given.pop("help", None), given.pop("print_config", False)
@@ -75,7 +77,10 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
     recipes = [*map(read_recipe, arguments.recipes)]
     options = _merged([*recipes, given])
     if earlier_run is not None and (earlier := earlier_run(_early_settings(options, arguments.consent))) is not None:
-        options = _merged([_inherited(earlier, given), *recipes, given])
+        kept = {}
+        if options.get("strategy") == AUTO:
+            kept["strategy"] = earlier.get("strategy", Placement.strategy)
+        options = _merged([_inherited(earlier, options | kept), *recipes, given, kept])
     parser = _parser(tuple(chosen(options, key) for key in REGISTRIES), with_help=asked_help is not None)
     if asked_help is not None:
         text = help.short(parser)
@@ -180,10 +185,8 @@ def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
 
 
 def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of the earlier run, `base`, that the new run keeps. If the command line, `given`, chooses
-    another strategy, the strategy options are left out. `--strategy auto` is removed from `given`."""
-    if given.get("strategy") == AUTO:
-        del given["strategy"]
+    """Returns the options of the earlier run, `base`, that the new run keeps. If `given`, the options of recipes and
+    flags, chooses another strategy, the strategy options are left out."""
     if all(given.get(key, base.get(key)) == base.get(key) for key in ("strategy", "ds_config")):
         return base
     of_strategy = {option.name for option in fields(StrategyOptions)}
@@ -225,6 +228,7 @@ def _parser(names: tuple[str, ...], with_help: bool) -> ArgumentParser:
     recipes = parser.add_argument_group("recipes")
     recipes.add_argument("--config", metavar="FILE", help="YAML recipe; later recipes override earlier ones.")
     recipes.add_argument("--print_config", action="store_true", help="Print the configuration as a recipe and exit.")
+    parser.add_argument("--debug", type=bool, default=False, help="Print the full traceback of an error.")
     parser.add_argument_group("consent (on the command line only, never in a recipe)").add_argument(
         "--trust",
         type=bool,

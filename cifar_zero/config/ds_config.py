@@ -113,7 +113,8 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def check_flags(settings: Settings) -> None:
-    """Raises UsageError for the first flag that has overridden an option of the DeepSpeed configuration file."""
+    """Raises UsageError for the first option that a flag has set to another value than the DeepSpeed configuration
+    file. It is called only if the flag --ds_config names the file. Flags may override a file that a recipe names."""
     given, file = flat(settings), settings.placement.ds_config
     for option, value in options_of(file).items():
         if given[option] != value:

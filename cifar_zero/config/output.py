@@ -68,9 +68,6 @@ class Output:
     """Compare autograd's derivatives with finite differences, one derivative per parameter, print the table, and
     exit."""
 
-    debug: bool = False
-    """Print the full traceback of an error."""
-
     warmup_steps: int = 20
     """Optimizer steps at the start that speed measurements leave out, at most half of the run; --bench_steps runs them
     before the timed steps."""

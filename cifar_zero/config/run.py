@@ -1,21 +1,31 @@
-"""Defines the resolved run: the user's settings, in which every open option has been decided for this computer. Imports
-no torch."""
+"""Defines the resolved run: the user's settings, in which open options have been decided for this computer. Imports no
+torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
+from cifar_zero.config import ds_config
 from cifar_zero.config.settings import Settings
-from cifar_zero.config.strategy_specs import STRATEGIES, Spec
+from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.core.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Settings):
-    """A run with every open option decided; `training.resolve.resolve` makes it, once per process. Among its options,
-    devices is a number, accelerator is cpu or gpu, precision is a number format, and resume and weights are paths."""
+    """A run with its open options decided; `training.resolve.resolve` makes it, once per process. Among its options,
+    devices is a number, accelerator is cpu or gpu, precision is a number format, and resume and weights are paths.
 
-    spec: Spec  # describes the strategy, or the raw DeepSpeed configuration that replaces it
+    Two options may still be open, until `training.starting` decides them: data.source may be auto, and resume may be
+    last or auto on several nodes or under torchrun."""
+
     num_classes: int  # width of the model's output
+
+    @cached_property
+    def spec(self) -> Spec:
+        """The properties of the strategy, or of the raw DeepSpeed configuration that replaces it. Raises UsageError if
+        this configuration is refused."""
+        return ds_config.spec_of(self.placement)
 
     @property
     def micro_batch(self) -> int:
@@ -27,10 +37,6 @@ class Run(Settings):
     def on_cpu(self) -> bool:
         """Whether the ranks are CPU processes."""
         return self.placement.accelerator == "cpu"
-
-    def under(self, strategy: str) -> "Run":
-        """Returns the same run under another strategy, which is given by name."""
-        return replace(self.changed(strategy=strategy, ds_config=""), spec=STRATEGIES[strategy])
 
 
 def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:

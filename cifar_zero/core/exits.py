@@ -103,7 +103,7 @@ def guarded(main: Callable[[], int]) -> int:
         print(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}", file=sys.stderr)
         return stop.exit_code
     except Exception as error:
-        if "--debug" in sys.argv:
+        if wants_traceback():
             traceback.print_exc()
         elif isinstance(error, (UsageError, RunError)):
             print(f"error: {error}", file=sys.stderr)
@@ -112,6 +112,12 @@ def guarded(main: Callable[[], int]) -> int:
         return UsageError.exit_code if isinstance(error, UsageError) else RunError.exit_code
     finally:
         _guarded = False
+
+
+def wants_traceback() -> bool:
+    """Returns whether the command line of this process has --debug, and not `--debug false`."""
+    words = " ".join(sys.argv).lower().replace("=", " ").split()
+    return "--debug" in words and "false" not in words[words.index("--debug") + 1 :][:1]
 
 
 def _unexplained(error: Exception) -> str:

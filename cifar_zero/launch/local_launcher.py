@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from cifar_zero.core import exits
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import share_of_cores
@@ -233,7 +234,7 @@ def _report(rank: Rank) -> None:
     if rank.number == 0 and code > 0:
         return
     lines = [line.rstrip() for line in rank.log.read_text(errors="replace").splitlines() if line.strip()]
-    if "--debug" not in sys.argv:
+    if not exits.wants_traceback():
         lines = lines[-TAIL_LINES:]
     what = f"error: rank {rank.number} ended with {how_ended(code)}"
     if lines:

@@ -34,8 +34,8 @@ class OptimizerOptions(Options):
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class for this
-        optimizer in `torch_updates`, or else of torch's class of the same name. Subclasses that have an implementation
-        of DeepSpeed override this method."""
+        optimizer in `torch_updates`, or else of torch's class of the same name. A subclass overrides this method if
+        another library implements it, such as DeepSpeed or bitsandbytes, or if it needs other options."""
         import torch
 
         from cifar_zero.optimizers import torch_updates

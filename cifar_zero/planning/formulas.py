@@ -131,15 +131,6 @@ class Prediction:
     device: States
     host: States = States()
 
-    @property
-    def in_memory(self) -> States:
-        """Bytes on the device and on the host together, which `mem/*_rank_bytes` of a run measures."""
-        return States(
-            self.device.parameters + self.host.parameters,
-            self.device.gradients + self.host.gradients,
-            self.device.optimizer + self.host.optimizer,
-        )
-
 
 def predicted(
     strategy: str,

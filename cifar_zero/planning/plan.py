@@ -116,10 +116,7 @@ def _parse() -> tuple[Namespace, list[str]]:
     parser.add_argument("--device_memory", metavar="SIZE", help=device)
     parser.add_argument("--host_memory", metavar="SIZE", help=host)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments, flags = parser.parse_known_args()
-    if arguments.debug:
-        flags.append("--debug")
-    return arguments, flags
+    return parser.parse_known_args()
 
 
 def print_plan(needs: Sequence[MemoryEstimate]) -> None:

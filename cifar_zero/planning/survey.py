@@ -171,7 +171,7 @@ def survey(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Line
     """
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
-    return [_need(run.under(name), network, room, lines) for name in PLANNED]
+    return [_need(run.changed(strategy=name, ds_config=""), network, room, lines) for name in PLANNED]
 
 
 def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, LinearFit]) -> MemoryEstimate:

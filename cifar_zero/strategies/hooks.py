@@ -77,7 +77,7 @@ class Hooks:
         refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
         return "torch_fused" if device_type == "cuda" and not refused else "torch"
 
-    def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def split_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the given parameter groups of an optimizer, split further if the strategy needs some parameters of
         `module` in separate groups."""
         return groups

@@ -27,7 +27,7 @@ from cifar_zero.models import MixtureOptions
 from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
-from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, Resume
+from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, RunState
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.curves import Experts, GradientLogger, TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo
@@ -98,7 +98,7 @@ def strategy_of(run: Run) -> Strategy | str:
 def maths_callbacks(recipe: Recipe) -> list[Callback]:
     """Returns the callbacks that change what a run computes. When `cifar-zero compare` trains a case of --acceptance
     or --script, the case has only these callbacks and the comparison's own callbacks."""
-    made: list[Callback] = [BatchNormStatistics(), Resume()]
+    made: list[Callback] = [BatchNormStatistics(), RunState()]
     if recipe.ema or recipe.swa_from:
         made.append(Averaging(recipe.ema, recipe.swa_from))
     return made

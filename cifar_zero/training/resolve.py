@@ -1,5 +1,8 @@
-"""Turns the settings of a user into the resolved run. Settings that the user leaves open, such as --devices auto, are
-decided only in this module."""
+"""Turns the settings of a user into the resolved run. This module decides accelerator, devices and nodes. Other modules
+decide the other open options.
+
+`planning/survey.py` decides --strategy auto, `config/run.py` --precision auto, and `checkpoints/resume.py` --resume
+last and auto. `training/starting.py` decides --data.source auto, and for several nodes or torchrun the checkpoint."""
 
 import os
 from functools import cache
@@ -8,7 +11,7 @@ from pathlib import Path
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import checkpoint_to_resume
-from cifar_zero.config import command_line, ds_config, rules, strategy_rules
+from cifar_zero.config import command_line, rules, strategy_rules
 from cifar_zero.config.run import Run, with_accelerator
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.console import say
@@ -129,8 +132,7 @@ def rank_0_decides(settings: Settings) -> bool:
 def make_run(settings: Settings) -> Run:
     """Returns the run for settings in which accelerator, devices and precision are decided. Raises UsageError if the
     batch cannot be divided into equal micro-batches, or if the images or the file of --ds_config cannot be used."""
-    decided = {"spec": ds_config.spec_of(settings.placement), "num_classes": len(data.class_names(settings.data))}
-    run = Run(**{**vars(settings), **decided})
+    run = Run(**vars(settings), num_classes=len(data.class_names(settings.data)))
     strategy_rules.check_micro_batch(run)
     return run
 

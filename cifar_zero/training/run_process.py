@@ -17,8 +17,6 @@ from cifar_zero.launch import local_launcher
 POLL_SECONDS = 0.25  # time between two checks of a run
 SAVING_SECONDS = 45.0  # time for a run to end; the launcher gives the ranks 30 s to write a checkpoint
 
-DEBUG = frozenset(["--debug"])  # flags that a program passes on to its runs, to show their tracebacks
-
 TRAIN = ("cifar_zero", "train")
 """The Python module that trains a run, and its first argument: the argument `program` of `start` for a training."""
 
@@ -47,9 +45,10 @@ def start(
     python = [sys.executable, "-P", "-m"]
     if launcher and Path(launcher[0]).name in ("torchrun", "deepspeed"):
         python = ["--module"]
+    debug = ["--debug"] if exits.wants_traceback() else []
     with log.open("w") as output:
         run = subprocess.Popen(
-            [*launcher, *python, *program, *flags, *DEBUG.intersection(sys.argv)],
+            [*launcher, *python, *program, *flags, *debug],
             env={**_environment(), **(extra_env or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -80,7 +79,7 @@ def failure(log: Path, code: int) -> str:
         code: Exit code of the run.
     """
     text = log.read_text(errors="replace")
-    if DEBUG.intersection(sys.argv):
+    if exits.wants_traceback():
         sys.stderr.write(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):

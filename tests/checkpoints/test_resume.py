@@ -68,6 +68,26 @@ def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_pat
         continued("--resume", "last", "--strategy", "auto")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "flags", "strategy", "keeps"),
+    [
+        ("ddp", (), "ddp", False),
+        ("auto", (), "deepspeed_stage_3", True),
+        ("ddp", ("--strategy", "auto"), "deepspeed_stage_3", True),
+        ("auto", ("--strategy", "ddp"), "ddp", False),
+        ("ddp", ("--strategy", "deepspeed_stage_3"), "deepspeed_stage_3", True),
+    ],
+)
+def test_a_recipe_chooses_the_strategy_of_a_resumed_run(
+    recipe: str, flags: tuple[str, ...], strategy: str, keeps: bool, tmp_path: Path
+):
+    run = run_of(tmp_path, "--strategy", "deepspeed_stage_3", "--zero.sub_group_size", "1000")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"strategy: {recipe}\n")
+    placement = continued("--resume", str(run), "--config", str(file), *flags).placement
+    assert (placement.strategy, placement.zero != ZeROConfig()) == (strategy, keeps)
+
+
 @pytest.mark.parametrize("more", [(), ("--resume", "auto"), ("--resume", "another")])
 def test_a_requeued_slurm_job_resumes_its_own_run(
     more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
         ("resume: [last]", "--resume: expected str, not ['last']"),
         ("name: 'two\n\n  lines'", "--name 'two\\nlines' must be one line of at most 200 bytes"),
         ("config: other.yaml", "config works only on the command line: remove it"),
+        ("debug: true", "debug works only on the command line: remove it"),
         (BOMB, "line 2 has the alias *a0: repeat the value"),
         ("trainer: " + json.dumps({"x": BOMB}), "trainer.x contains an alias"),
         pytest.param("name: " + "[" * 2000, "nested too deeply", id="deep"),

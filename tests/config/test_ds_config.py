@@ -124,3 +124,11 @@ def test_a_run_is_repeated_as_it_was_whatever_has_become_of_the_file(tmp_path: P
     for content in (get_ds_config(1, "bf16"), None):
         file.write_text(json.dumps(content)) if content else file.unlink()
         assert command_line.parse(["--config", str(recipe)]) == config
+
+
+def test_flags_override_a_file_that_a_recipe_names(tmp_path: Path):
+    file, recipe = tmp_path / "their.json", tmp_path / "recipe.yaml"
+    file.write_text(json.dumps({"train_batch_size": 8, "gradient_clipping": 1.0}))
+    recipe.write_text(f"ds_config: {file}\nbatch_size: 16\n")
+    config = command_line.parse(["--config", str(recipe), "--gradient_clip_val", "2"]).recipe
+    assert (config.batch_size, config.gradient_clip_val) == (16, 2.0)

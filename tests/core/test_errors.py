@@ -123,10 +123,12 @@ def test_an_explanation_is_one_line_and_debug_shows_the_traceback(
         torch.empty(1 << 60)
         return 0
 
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    assert exits.guarded(main) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {FULL}; in training, double --accumulate")
-    monkeypatch.setattr("sys.argv", ["train.py", "--debug"])
-    assert exits.guarded(main) == 1
-    assert re.search("Traceback.*RuntimeError.*DefaultCPUAllocator", capsys.readouterr().err, re.DOTALL)
+    for flags in ([], ["--debug", "false"], ["--debug=False", "--seed", "1"]):
+        monkeypatch.setattr("sys.argv", ["train.py", *flags])
+        assert exits.guarded(main) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: the machine's memory is full; in training, double --accumulate")
+    for flags in (["--debug"], ["--debug", "--seed", "1"], ["--debug=true"]):
+        monkeypatch.setattr("sys.argv", ["train.py", *flags])
+        assert exits.guarded(main) == 1
+        assert re.search("Traceback.*RuntimeError.*DefaultCPUAllocator", capsys.readouterr().err, re.DOTALL)

@@ -22,12 +22,16 @@ if WHOLE:
 
 
 def predicted_of(flags: list[str]) -> States:
-    """Returns the bytes that cifar-zero plan predicts for the memory of a rank."""
+    """Returns the bytes that cifar-zero plan predicts for the memory of a rank, on the device and on the host together,
+    as `mem/*_rank_bytes` of a run measures them."""
     config = command_line.parse(flags)
     place, weights = config.placement, network_of(make_run(config)).weights
     found = predicted(place.strategy, weights, 2, place.precision, config.recipe.optimizer, place.zero)
     assert found is not None
-    return found.in_memory
+    device, host = found.device, found.host
+    return States(
+        device.parameters + host.parameters, device.gradients + host.gradients, device.optimizer + host.optimizer
+    )
 
 
 def test_predicted_model_states_are_measured(tmp_path: Path) -> None:

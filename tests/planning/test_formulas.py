@@ -18,7 +18,7 @@ ELEMENTS = 10 * 2_520 * 2_520
 def bytes_each(strategy: str, ranks: int, precision: str, optimizer: Choice = ADAM) -> float:
     states = predicted(strategy, LARGE, ranks, precision, optimizer)
     assert states is not None
-    return states.in_memory.total / ELEMENTS
+    return (states.device.total + states.host.total) / ELEMENTS
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 60])

@@ -82,7 +82,9 @@ def test_gradients_in_float16_are_clipped_after_the_loss_scale_is_removed(fit: C
     for fast in (True, False):
         config = make_settings(gradient_clip_val=0.5, **OPTIONS)
         scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-        weights.append([*fit(config.changed(fast_loop=fast), COUNT, plugins=[scaled], precision=None).module.parameters()])
+        weights.append(
+            [*fit(config.changed(fast_loop=fast), COUNT, plugins=[scaled], precision=None).module.parameters()]
+        )
     for one, other in zip(*weights, strict=True):
         assert torch.equal(one, other)
 

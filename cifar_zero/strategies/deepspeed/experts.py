@@ -97,7 +97,7 @@ def ep_size(model: nn.Module) -> int:
     return next((module.ep_size for module in model.modules() if isinstance(module, MoE)), 1)
 
 
-def parameter_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def split_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the given parameter groups of an optimizer, split so that DeepSpeed reduces the gradients of experts only
     over the ranks that have the same experts."""
     if not any(isinstance(module, MoE) for module in model.modules()):

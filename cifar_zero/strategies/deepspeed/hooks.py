@@ -58,9 +58,9 @@ class EngineHooks(Hooks):
         zero = self.strategy.config.get("zero_optimization", {})
         return zero.get("offload_optimizer", {}).get("device", "none")
 
-    def parameter_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def split_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the given parameter groups of an optimizer, split so that experts are in separate groups."""
-        return experts.parameter_groups(module, groups)
+        return experts.split_groups(module, groups)
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
         return plain_names_of(self.engine, names)

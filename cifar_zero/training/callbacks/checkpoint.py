@@ -20,7 +20,7 @@ from cifar_zero.strategies import hooks_of
 SCHEMA = 2  # version of the record; version 2 added the identity of the images
 
 
-class Resume(Callback):
+class RunState(Callback):
     """Saves the configuration, the class names, the identity of the images and every rank's random state in each
     checkpoint, and restores the random states. If a run begins, or resumes on another number of ranks, each rank
     derives its random state from the seed, the step and the index of its replica."""

@@ -128,10 +128,10 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
         raise Stopped(stop.number, _outcome(trainer, run, run_dir)) from stop
 
 
-def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_group: bool) -> None:
+def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
     """Raises Stopped if a signal has stopped the training. Before this, waits for all ranks, checks that the checkpoint
     was written (see `check_saved`), and shuts the ranks down. Rank 0 also requeues a SLURM job that was stopped by
-    SLURM_REQUEUE. For `destroy_group` see `shutdown`."""
+    SLURM_REQUEUE."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:
         return
@@ -140,7 +140,7 @@ def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None, destroy_grou
     if run_dir is not None and not run.recipe.only_measures and interrupt.signal == SLURM_REQUEUE:
         # Requeued while the other ranks wait, because srun --kill-on-bad-exit ends the step when the first rank ends.
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
-    shutdown(trainer, destroy_group)
+    shutdown(trainer)
     raise Stopped(interrupt.signal)
 
 
@@ -175,9 +175,8 @@ def check_saved(trainer: Trainer) -> None:
         raise RunError(plugin.failure)
 
 
-def shutdown(trainer: Trainer, destroy_group: bool) -> None:
-    """Waits for the other ranks, and then destroys the process group if `destroy_group` is set. torch requires this at
-    the end of a process, so `destroy_group` must be set for the last run of a process."""
+def shutdown(trainer: Trainer) -> None:
+    """Waits for the other ranks, and then destroys the process group, as torch requires at the end of a process."""
     trainer.strategy.barrier()
-    if destroy_group and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
