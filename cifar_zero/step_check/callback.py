@@ -165,7 +165,7 @@ class StepCheck(Callback):
             return
         low, exact = self._replays
         if not self._overflows:
-            self._findings.compare_gradients(gradients, low.gradients, exact.gradients, dtypes)
+            self._findings.compare_gradients(gradients, low, exact, dtypes)
         self._compare_rates(trainer, optimizer)
 
     def on_train_batch_end(

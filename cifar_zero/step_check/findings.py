@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from cifar_zero.step_check.replay import Replay
 from cifar_zero.step_check.verdict import Finding, Kind, Verdict
 
 ROUNDINGS = 3.0
@@ -16,7 +17,8 @@ up to a fifth of the bound (two CPU ranks, DeepSpeed 0.19.8, torch 2.15)."""
 
 LEAST = 4.0
 """Relative error that is allowed in addition, in machine epsilons of the dtype in which the strategy computes. Two
-correct sums may differ by that much even if the measured rounding error is 0."""
+correct sums may differ by that much even if the measured rounding error is 0. If the summands cancel, the error is
+relative to their norm."""
 
 SMALL = 1e-3
 """Share of the whole gradient's norm that is added to the norm of one tensor's gradient before the error of this
@@ -89,6 +91,7 @@ class Findings:
         exact: Tensor,
         dtype: torch.dtype,
         added: float = 0.0,
+        summed: float = 0.0,
         explain: Explain | None = None,
     ) -> None:
         """Compares a tensor with its value in the replay `low`, and adds the finding. The difference between `low` and
@@ -102,12 +105,15 @@ class Findings:
             exact: The tensor in the replay in float64.
             dtype: The dtype in which the strategy computes the tensor. The bound of an integer tensor is 0.
             added: A number that is added to the norm by which errors are divided.
+            summed: The norm of what was added up to the tensor, if it is larger than the tensor's own norm.
             explain: Called if the error exceeds the bound, to explain the fault in the finding.
         """
         size = max(float(exact.double().norm()) + added, 1e-300)
         off, allowed = _distance(found, low) / size, 0.0
         if dtype.is_floating_point:
-            allowed = ROUNDINGS * _distance(low, exact) / size + LEAST * torch.finfo(dtype).eps
+            allowed = ROUNDINGS * _distance(low, exact) / size + LEAST * torch.finfo(dtype).eps * max(
+                1.0, summed / size
+            )
         pattern = explain(name, found, low) if explain and off > allowed else ""
         self.add(kind, name, off, allowed, found.numel(), pattern)
 
@@ -128,19 +134,24 @@ class Findings:
     def compare_gradients(
         self,
         found: Mapping[str, Tensor],
-        low: Mapping[str, Tensor],
-        exact: Mapping[str, Tensor],
+        low: Replay,
+        exact: Replay,
         dtypes: Mapping[str, torch.dtype],
         kind: Kind = "gradient",
         explain: Explain = explain_factor,
     ) -> None:
         """Compares each gradient with the gradient of the same name in the two replays; see `compare`. A missing
         gradient is a fault. `dtypes` maps the name of each weight to the dtype in which the strategy computes with
-        it."""
-        whole = norm_of(exact)
-        for name, wanted in exact.items():
+        it.
+
+        If the gradients of micro-batches or ranks cancel, the rounding error of their sum is large in relation to the
+        sum. It may nevertheless be 0 in the replay, by chance.
+        """
+        whole = norm_of(exact.gradients)
+        for name, wanted in exact.gradients.items():
             if name in found:
-                self.compare(kind, name, found[name], low[name], wanted, dtypes[name], SMALL * whole, explain)
+                sizes = SMALL * whole, float(exact.summed[name])
+                self.compare(kind, name, found[name], low.gradients[name], wanted, dtypes[name], *sizes, explain)
             else:
                 self.add(kind, name, math.inf, 0.0, wanted.numel(), "it is missing")
 

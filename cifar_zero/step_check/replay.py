@@ -56,14 +56,19 @@ class Replay:
 
     losses: Tensor  # float64 (micro-batches,), on the CPU
     gradients: dict[str, Tensor]  # float64; zeros for an unused weight
+    summed: dict[str, Tensor]
+    """The largest norm of each gradient while the micro-batches were added up, float64. It is larger than the norm of
+    the final gradient if the micro-batches cancel."""
     buffers: dict[str, Tensor]  # after the step, on the CPU
     unused: set[str]  # names of the weights that no micro-batch used
     random_state: Tensor  # torch's random state after the last forward pass
 
     def average(self) -> None:
-        """Replaces the gradients by their mean over the ranks, on the CPU. Every rank must call it."""
-        average_over_ranks([*self.gradients.values()])
+        """Replaces the gradients, and the norms in `summed`, by their means over the ranks, on the CPU. Every rank must
+        call it."""
+        average_over_ranks([*self.gradients.values(), *self.summed.values()])
         self.gradients = {name: gradient.cpu() for name, gradient in self.gradients.items()}
+        self.summed = {name: norm.cpu() for name, norm in self.summed.items()}
 
 
 class PlainCopy:
@@ -122,6 +127,7 @@ class PlainCopy:
         self._restore(tensors, dtypes, exact)
         arguments = len(inspect.signature(plain.training_step).parameters)
         losses, random_state_after = [], torch.get_rng_state()
+        summed: dict[str, Tensor] = {}
         for each in micro_batches:
             batch = tree_map_only(Tensor, lambda value: _wide(value.clone()) if exact else value.clone(), each.batch)
             set_random_state(each.random_state)
@@ -132,6 +138,10 @@ class PlainCopy:
                 random_state_after = torch.get_rng_state()
                 (loss * scale).backward()
             losses.append(float(loss.detach()))
+            for name, parameter in plain.named_parameters():
+                if parameter.grad is not None:
+                    norm: Tensor = parameter.grad.norm().double() / scale
+                    summed[name] = torch.maximum(summed.get(name, norm), norm)
         gradients, unused = {}, set()
         for name, parameter in plain.named_parameters():
             if parameter.requires_grad:
@@ -139,9 +149,10 @@ class PlainCopy:
                     unused.add(name)
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients[name] = gradient.double() / scale
+                summed.setdefault(name, gradients[name].new_zeros(()))
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in plain.named_buffers()}
         self._free()
-        return Replay(torch.tensor(losses, dtype=torch.float64), gradients, buffers, unused, random_state_after)
+        return Replay(torch.tensor(losses, dtype=torch.float64), gradients, summed, buffers, unused, random_state_after)
 
     def _restore(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], exact: bool) -> None:
         device = self.module.trainer.strategy.root_device

@@ -93,12 +93,10 @@ class ScriptCheck(StepCheck):
             explain = partial(self._explain_loss, step)
             self._findings.compare_losses(losses, low_losses, exact_losses, dtype, "script's loss", explain)
             factor = clip_factor(low.gradients, hooks.clip_limit(trainer))
-            for gradient in (*low.gradients.values(), *exact.gradients.values()):
+            for gradient in (*low.gradients.values(), *exact.gradients.values(), *exact.summed.values()):
                 gradient.mul_(factor)
             found = {name: gradient.double() for name, gradient in step.gradients.items()}
-            self._findings.compare_gradients(
-                found, low.gradients, exact.gradients, dtypes, "script's gradient", self._explain_gradient
-            )
+            self._findings.compare_gradients(found, low, exact, dtypes, "script's gradient", self._explain_gradient)
             self._gradients = found
             self._findings.compare_buffers(step.buffers_after, low.buffers, exact.buffers, "script's buffer")
         for updated, names in updated_by(hooks, module, optimizer):

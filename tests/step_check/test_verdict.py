@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+from cifar_zero.step_check.findings import Findings
+from cifar_zero.step_check.replay import Replay
 from cifar_zero.step_check.verdict import Finding, Kind, Outcome, Verdict
 
 
@@ -53,3 +56,15 @@ def test_a_line_says_what_was_judged_and_the_smallest_fault_that_would_be_seen()
         "1 step checked, 300 values; largest shares of a bound: gradient 50 %, all others 0 %; "
         "a scale error of 0.0001 % would be seen; not checked: updates on a disk"
     )
+
+
+@pytest.mark.parametrize(("off", "outcome"), [(6e-8, "within rounding"), (6e-6, "different")])
+def test_the_bound_of_a_sum_whose_summands_cancel_follows_from_the_summands(off: float, outcome: Outcome):
+    """Two ranks have the gradients 1 and -0.999. The replay has no rounding error, by chance."""
+    made = verdict(found("update", 0.0))
+    mean = {"scale": torch.tensor([0.0005], dtype=torch.float64)}
+    replay = Replay(torch.zeros(1), mean, {"scale": torch.tensor(1.0)}, {}, set(), torch.zeros(1))
+    findings = Findings(1, made)
+    findings.compare_gradients({"scale": mean["scale"] + off}, replay, replay, {"scale": torch.float32})
+    made.add(findings.all)
+    assert made.outcome == outcome
