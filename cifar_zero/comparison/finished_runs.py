@@ -83,7 +83,7 @@ FIRST_LOSS = 0.02
 images. No precision explains a larger difference, because even bfloat16 has 8 bits."""
 
 UNCHECKED = {"outcome": "not judged", "used": 0.0, "text": "no step was checked (--check_steps)"}
-"""Stands in for the step check of a run that has none."""
+"""The result of the step check for a run that has no step check."""
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:

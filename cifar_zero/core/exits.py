@@ -116,8 +116,11 @@ def guarded(main: Callable[[], int]) -> int:
 
 def wants_traceback() -> bool:
     """Returns whether the command line of this process has --debug, and not `--debug false`."""
-    words = " ".join(sys.argv).lower().replace("=", " ").split()
-    return "--debug" in words and "false" not in words[words.index("--debug") + 1 :][:1]
+    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        option, _, value = word.partition("=")
+        if option == "--debug":
+            return (value or following).lower() != "false"
+    return False
 
 
 def _unexplained(error: Exception) -> str:

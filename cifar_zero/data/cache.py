@@ -61,7 +61,7 @@ def ensure(
 ) -> None:
     """Ensures that `directory` holds the decoded images of `source`, made from inputs with this `fingerprint`.
 
-    If the cache is missing, out of date or damaged, it is built anew. Any number of processes may call this at once:
+    If the cache is missing, out of date or damaged, it is built again. Any number of processes may call this at once:
     one builds, and the others wait. Errors of `build` are passed on.
 
     Args:

@@ -85,7 +85,7 @@ class Order:
 
 
 class TrainOrder(Order):
-    """Shuffles the images anew in each epoch, like torch's DistributedSampler with drop_last. Replica r takes the
+    """Shuffles the images in each epoch, like torch's DistributedSampler with drop_last. Replica r takes the
     shuffled images r, r + replicas, r + 2 * replicas and so on.
 
     An epoch has only whole optimizer steps, and their number is floor(count / batch_size). DeepSpeed counts the

@@ -28,7 +28,7 @@ examples:
   %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 8
 
 All other options are options of train (cifar-zero train --help all). --module plans your own LightningModule, with a
-micro-batch of its own loader or of --datamodule. --module.X and --datamodule.X are arguments of your classes, --config
+micro-batch of its loader or of --datamodule. --module.X and --datamodule.X are arguments of your classes, --config
 is a configuration of LightningCLI, and devices, precision, accumulation, --zero.* and --offload.* are options of train.
 """
 

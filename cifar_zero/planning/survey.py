@@ -276,7 +276,7 @@ def without_auto(settings: Settings) -> Settings:
     if rank_environment.is_rank():
         raise UsageError(
             "--strategy auto cannot be used with torchrun, srun or DeepSpeed's launcher, because each rank "
-            "would choose by itself: name the strategy that cifar-zero plan recommends"
+            "would choose separately: name the strategy that cifar-zero plan recommends"
         )
     say("--strategy auto: predicts the memory that each strategy needs on this machine")
     run = make_run(resolve_devices(settings.changed(strategy=Placement.strategy)))

@@ -293,7 +293,7 @@ class StepCheck(Callback):
         self, trainer: Trainer, module: LightningModule, optimizer: Any, gradients: Mapping[str, Tensor]
     ) -> list[Expected]:
         """Returns the updates that a copy of the optimizer makes to this rank's share of the weights. If the gradient
-        is clipped in another way than by its norm, adds a note to the verdict and returns an empty list."""
+        is not clipped by its norm, adds a note to the verdict and returns an empty list."""
         hooks = hooks_of(trainer.strategy)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._clips_known = by_norm and not is_overridden("configure_gradient_clipping", module)

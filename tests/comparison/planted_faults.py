@@ -125,7 +125,7 @@ def batch_norm_never_updated() -> None:
 
 
 def dead_partition() -> None:
-    """From one step on, one rank no longer updates its part of the weights."""
+    """Stops the updates of one rank's part of the weights from one step on."""
 
     @instead_of(DeepSpeedZeroOptimizer, "_optimizer_step")
     def _(step, self, group_no):
@@ -134,7 +134,7 @@ def dead_partition() -> None:
 
 
 def stale_state_of_one_shard() -> None:
-    """In one step, the momentum on one rank keeps its old value."""
+    """Keeps the old value of the momentum on one rank in one step."""
 
     @instead_of(DeepSpeedZeroOptimizer, "_optimizer_step")
     def _(step, self, group_no):

@@ -123,7 +123,7 @@ def test_an_explanation_is_one_line_and_debug_shows_the_traceback(
         torch.empty(1 << 60)
         return 0
 
-    for flags in ([], ["--debug", "false"], ["--debug=False", "--seed", "1"]):
+    for flags in ([], ["--debug", "false"], ["--debug=False", "--seed", "1"], ["--script", "old.py --debug"]):
         monkeypatch.setattr("sys.argv", ["train.py", *flags])
         assert exits.guarded(main) == 1
         (line,) = capsys.readouterr().err.splitlines()
