@@ -1,0 +1,552 @@
+"""Proves, while a training runs, that each optimizer step uses the gradients and weights that it should.
+
+Autograd is trusted: a hook on each parameter sees the gradient of each micro-batch as PyTorch computed it, unreduced and
+unsharded. What an engine makes of these gradients (it adds, scales, reduces, clips and shards them) is linear. So their
+random projections (sketch.py), averaged over the ranks, must equal the projections of what reaches the optimizer. The
+weights that forward and backward passes use must have the projections of the optimizer's weights. torch's optimizer
+repeats slices of each update. Nothing is gathered or computed twice. A step costs one small collective.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, gradient_deviation, unit_roundoff
+from stepcheck.engines import View, view_of
+from stepcheck.sketch import K, project
+from stepcheck.start import Start
+from stepcheck.updates import UpdateCheck
+from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
+
+COLUMNS = {
+    "expected": K,  # sketch of what autograd computed
+    "summands": 1,  # sum of the norms of these gradients
+    "actual": K,  # sketch of this rank's part of what reaches the optimizer
+    "square": 1,  # its squared norm
+    "contrast": K,  # the same sketch, weighted by the replica: 0 in sum if all replicas are equal
+    "reference": K,  # sketch of this rank's part of the optimizer's weights
+    "used": K,  # sketch of the weights that this rank has used
+    "used_contrast": K,
+    "uses": 1,
+    "moved": 1,  # largest change of `used` within the step
+}
+"""What each rank contributes for each parameter: widths of the columns of one matrix, whose sums over the ranks are
+judged."""
+
+
+def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the time that a method takes to the verdict's `seconds`."""
+
+    @wraps(method)
+    def run(self: "Audit", *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.verdict.seconds += time.perf_counter() - start
+
+    return run
+
+
+class Audit:
+    """Audits the steps of one optimizer. `verdict` has the result so far. As a context manager, it detaches at the end
+    of the block."""
+
+    def __init__(
+        self,
+        view: View,
+        every: int = 1,
+        weights_every: int = 8,
+        on_fault: Literal["raise", "warn"] | Callable[[Finding], None] = "raise",
+        start: Start | None = None,
+    ):
+        self.view, self.every, self.weights_every, self.on_fault = view, every, weights_every, on_fault
+        self.verdict = Verdict(engine=view.label)
+        self.step = 1  # the optimizer step that runs, from 1
+        self.running = False  # whether a step that is audited has begun
+        self.micro_batches = 0
+        self._unit = unit_roundoff(view.rounding_dtypes())
+        self._optimizer_unit = unit_roundoff({target.tensor.dtype for target in view.targets()} or {torch.float32})
+        self._updates = UpdateCheck(view, self._name)
+        self._targets = {id(target.tensor): target for target in view.targets()}
+        self._given = {**view.given_options(), **(start.options_by_index(view) if start else {})}
+        self._columns = {name: self._zeros(width) for name, width in COLUMNS.items()}
+        self._trained = torch.zeros(len(view.row_names), dtype=torch.bool)
+        self._replicas, self._weight_replicas = torch.ones(2, len(view.row_names), dtype=torch.float64)
+        self._sizes = torch.zeros(len(view.row_names), dtype=torch.float64)
+        self._rank_weight = _contrast(view.ranks.rank, view.ranks.size)
+        for index, row in self._rows():
+            self._trained[row] = index in view.trained
+            self._replicas[row] = view.gradient_replicas(index)
+            self._weight_replicas[row] = view.weight_replicas(index)
+            self._sizes[row] = getattr(view.parameters[index], "ds_numel", view.parameters[index].numel())
+        own = torch.zeros(len(view.row_names), 1, dtype=torch.float64)
+        for index, row in enumerate(view.rows):
+            own[row] = _contrast(view.replica(index), view.gradient_replicas(index))
+        self._contrasts = own.to(view.device)
+        self._frozen: dict[int, Tensor] = {}  # last sketches of frozen weights, by row
+        self._used: dict[int, Tensor] = {}  # sketches of the weights as first used in this step, by index
+        self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
+        self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
+        self._options: dict[int, dict[str, Any]] = {}
+        self._began = 0.0
+        self._batches = _NormCounts(view.module)
+        if start:
+            for text in start.changes(view.module):
+                self.add("start", 2.0, text)
+        self._undo = [*view.attach(self), *self._watch(), self._batches.remove]
+        self.verdict.bytes = sum(each.numel() * each.element_size() for each in self._columns.values())
+
+    def __enter__(self) -> "Audit":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Removes all hooks. The training continues without the audit."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    def forget(self) -> None:
+        """Forgets what earlier steps left, because a checkpoint is about to be loaded."""
+        self._updates.forget()
+        self._frozen = {}
+
+    def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
+        """Adds a value that only this rank compares.
+
+        Args:
+            kind: What was compared.
+            share: Error / tolerance, or a tensor of them.
+            text: What is wrong if the share exceeds 1; called if it is a function.
+        """
+        share = torch.as_tensor(share, dtype=torch.float64)
+        self._local.append((kind, share.max() if share.numel() else share.sum(), text))
+
+    # Hooks
+    def _watch(self) -> list[Callable[[], None]]:
+        """Registers hooks on the module and its parameters."""
+        view = self.view
+        handles = [view.module.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        handles.append(view.module.register_load_state_dict_pre_hook(lambda *_: self.forget()))
+        if view.gathers:
+            index_of = {id(each): index for index, each in enumerate(view.parameters)}
+            for module in view.module.modules():
+                own = {name: index_of[id(each)] for name, each in module._parameters.items() if id(each) in index_of}
+                if own:
+                    handles.append(module.register_forward_pre_hook(partial(self._before_module, own)))
+        for index in view.trained:
+            if view.parameters[index].requires_grad:
+                parameter = view.parameters[index]
+                handles.append(parameter.register_hook(partial(self._saw_gradient, index, parameter)))
+        self._hooked = {id(each) for each in view.parameters}
+        return [handle.remove for handle in handles]
+
+    @timed
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if not self.running:
+            self._begin_step()
+        if self.running:
+            self._note_data(args, kwargs)
+            if not self.view.gathers:
+                for index in self._in_turn():
+                    self._saw_weight(index, self.view.parameters[index])
+
+    @timed
+    def _before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
+        """Sees the unsharded weights of a module before it computes."""
+        if not self.running or not torch.is_grad_enabled():
+            return
+        for name, index in own.items():
+            parameter = module._parameters[name]
+            if parameter is None:
+                continue
+            if id(parameter) not in self._hooked and parameter.requires_grad:  # FSDP2's unsharded parameter
+                self._hooked.add(id(parameter))
+                self._undo.append(parameter.register_hook(partial(self._saw_gradient, index, parameter)).remove)
+            if self._is_in_turn(index):
+                self._saw_weight(index, parameter)
+
+    @timed
+    def _saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
+        """Sees what autograd computes for a parameter, before the engine does."""
+        if not self.running:
+            return
+        view, row = self.view, self.view.rows[index]
+        expected, summands = self._columns["expected"], self._columns["summands"]
+        if view.starts_anew(index):
+            expected[row], summands[row], self._counts[index] = 0.0, 0.0, 0
+        earlier = view.accumulated(index)
+        if earlier is not None:
+            sketch = project(_dense(earlier)).to(view.device)
+            expected[row], summands[row] = sketch[:K], sketch[K].sqrt()
+        sketch = project(_dense(gradient)).to(view.device)
+        expected[row] += sketch[:K]
+        summands[row] += sketch[K].sqrt()
+        self._counts[index] = self._counts.get(index, 0) + 1
+        self.micro_batches = max(self.micro_batches, self._counts[index])
+        if self._is_in_turn(index):
+            self._saw_weight(index, parameter)
+
+    def _saw_weight(self, index: int, parameter: Any) -> None:
+        """Compares a weight, as a forward or backward pass uses it, with its first use in this step."""
+        if not parameter.numel():
+            return
+        sketch = project(parameter, exact=True)[:K].to(self.view.device)
+        if index not in self._used:
+            self._used[index] = sketch
+        else:
+            moved = self._columns["moved"][self.view.rows[index]]
+            torch.maximum(moved, (sketch - self._used[index]).abs().max(), out=moved)
+
+    # A step
+    def _begin_step(self) -> None:
+        if self.step % self.every:
+            return
+        self.running, self.micro_batches = True, 0
+        self._began = self._began or time.perf_counter()
+        for column in self._columns.values():
+            column.zero_()
+        self._used, self._counts = {}, {}
+        self.scale = self.view.loss_scale()
+        self.view.begin_step()
+        reference = self._columns["reference"]
+        for target in self._targets.values():
+            flat = self.view.local(target.tensor).detach().reshape(-1)
+            for part in target.parts:
+                if part.length and self._is_in_turn(part.index):
+                    values = flat[part.offset : part.offset + part.length].to(self.view.compute_dtype(part.index))
+                    sketch = project(values, part.start, exact=True)
+                    reference[self.view.rows[part.index]] += sketch[:K].to(self.view.device)
+        for index in self._in_turn():
+            if index not in self.view.trained:
+                values, start = self.view.frozen_parts(index)
+                sketch = project(values, start, exact=True)[:K]
+                reference[self.view.rows[index]] += sketch.to(self.view.device)
+
+    @timed
+    def before_step(self) -> None:
+        """Remembers the options of the parameter groups as the user and the schedule left them, before an engine that
+        calls the optimizer itself."""
+        if self.running:
+            self._options = {id(group): _options(group) for group in self.view.optimizer.param_groups}
+
+    @timed
+    def before_update(self, optimizer: Any) -> None:
+        """Sees the gradients that reach the optimizer."""
+        if not self.running:
+            return
+        actual, square = self._columns["actual"], self._columns["square"]
+        for group in optimizer.param_groups:
+            self._compare_options(group)
+            for tensor in group["params"]:
+                target = self._targets.get(id(tensor))
+                if target is None or tensor.grad is None:
+                    continue
+                flat = _dense(self.view.local(tensor.grad)).detach().reshape(-1)
+                for part in target.parts:
+                    values = flat[part.offset : part.offset + part.length]
+                    row = self.view.rows[part.index]
+                    actual[row] += project(values, part.start)[:K].to(self.view.device)
+                    norm = torch.linalg.vector_norm(values, dtype=torch.float32).to(self.view.device, torch.float64)
+                    square[row] += norm.square()
+        self._updates.begin(optimizer, self.add)
+
+    @timed
+    def after_update(self, optimizer: Any) -> None:
+        """Compares the update with the update of torch's optimizer."""
+        if self.running:
+            self._updates.end(optimizer, self.add)
+
+    def end_step(self, skipped: bool = False) -> None:
+        """Judges the step that has ended. If it has a fault, raises StepCheckError or calls `on_fault` on all ranks."""
+        findings = self._judge(skipped) if self.running else []
+        self.running, self.step = False, self.step + 1
+        for finding in findings:
+            self.verdict.findings.append(finding)
+        if findings and callable(self.on_fault):
+            self.on_fault(findings[0])
+        elif findings and self.on_fault == "raise":
+            raise StepCheckError(findings[0])
+        elif findings and len(self.verdict.findings) == len(findings) and self.view.ranks.rank == 0:
+            print(f"stepcheck: {findings[0]}", flush=True)
+
+    def _compare_options(self, group: dict[str, Any]) -> None:
+        """Compares the options of a parameter group with those before the engine's step, and at the first step with
+        those that the user gave."""
+        for key, value in self._options.get(id(group), {}).items():
+            if group.get(key, value) != value:
+                self.add("options", 2.0, f"{key} is {group[key]} in the update and was {value} before the step")
+        if self.verdict.steps:
+            return
+        for tensor in group["params"]:
+            for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
+                for key, value in self._given.get(part.index, {}).items():
+                    if key in group and group[key] != value:
+                        text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
+                        self.add("options", 2.0, text)
+
+    @timed
+    def _judge(self, skipped: bool) -> list[Finding]:
+        view, verdict = self.view, self.verdict
+        self._batches.compare(self.add)
+        for index, sketch in self._used.items():
+            row = view.rows[index]
+            self._columns["used"][row] += sketch
+            self._columns["used_contrast"][row] += self._rank_weight * sketch
+            self._columns["uses"][row] += 1
+        self._columns["contrast"].copy_(self._contrasts * self._columns["actual"])
+        own = torch.zeros(view.ranks.size, dtype=torch.float64, device=view.device)
+        if self._local:
+            worst = torch.stack([share.to(view.device) for _, share, _ in self._local])
+            own[view.ranks.rank] = worst.nan_to_num(nan=torch.inf).max()
+        flat = torch.cat([*(column.view(-1) for column in self._columns.values()), own])
+        if view.ranks.size > 1:
+            dist.all_reduce(flat)
+        flat = flat.cpu()  # the only synchronisation of a step
+        values, at = {}, 0
+        for name, width in COLUMNS.items():
+            count = len(view.row_names) * width
+            values[name] = flat[at : at + count].view(-1, width)
+            at += count
+        findings: list[Finding] = []
+        if skipped:
+            verdict.skipped += 1
+        else:
+            verdict.steps += 1
+            findings += self._judge_gradients(values)
+        findings += self._judge_weights(values)
+        if flat[at:].max() > 1:
+            findings = self._gather_local() + findings
+        for kind, share, _ in self._local:
+            verdict.record(kind, float(share))
+        self._local = []
+        verdict.training_seconds = time.perf_counter() - self._began
+        return findings
+
+    def _judge_gradients(self, values: dict[str, Tensor]) -> list[Finding]:
+        view, verdict, trained = self.view, self.verdict, self._trained
+        factor_of_mean = view.reduction_factor() / self.scale / view.ranks.size
+        expected = values["expected"] * factor_of_mean
+        summands = values["summands"][:, 0] * factor_of_mean
+        replicas = self._replicas[:, None]
+        actual = values["actual"] / replicas
+        norm = float((values["square"][:, 0] / self._replicas)[trained].sum().sqrt())
+        if not expected[trained].isfinite().all():
+            verdict.notes["gradients that are not finite"] = f"autograd computed them in step {self.step}"
+            return []
+        deviation = gradient_deviation(summands, self._unit, max(1, self.micro_batches), view.ranks.size)[:, None]
+        signal = (expected / deviation)[trained]
+        strength = float(signal.norm()) or 1e-30
+        factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
+        tolerance = SIGMAS / strength
+        findings = self._judge_factor(factor, tolerance, norm) if strength > SIGMAS else []
+        limit = view.clip_limit()
+        scaled = factor if abs(factor - 1) > tolerance and (limit or not view.owns_step) and 0 < factor < 1 else 1.0
+        error = (actual - scaled * expected).abs() + values["contrast"].abs()
+        shares = (error / (SIGMAS * scaled * deviation)).amax(1)[trained].nan_to_num(nan=torch.inf)
+        visible = (SIGMAS * deviation[:, 0] / expected.abs().amax(1).clamp(min=1e-30))[trained]
+        judged = (visible < 0.5) | (summands[trained] == 0)
+        sizes = self._sizes[trained]
+        verdict.values += int(sizes[judged].sum())
+        verdict.values_in_all += int(sizes.sum())
+        if (summands[trained] > 0).any():
+            verdict.smallest_scale_error = max(tolerance, verdict.smallest_scale_error or 0.0)
+            median = float(visible[summands[trained] > 0].median())
+            verdict.smallest_tensor_error = max(median, verdict.smallest_tensor_error or 0.0)
+        worst = int(shares.argmax())
+        verdict.record("gradient", float(shares[worst]))
+        if shares[worst] > 1:
+            row = int(trained.nonzero()[worst])
+            size = float((scaled * expected[row]).norm().clamp(min=1e-30))
+            own = float(actual[row] @ (scaled * expected[row])) / size**2
+            off = float((error[row]).norm()) / size
+            text = (f"the gradient of {view.row_names[row]} is {own:.5g} times what autograd computed, and off by "
+                    f"{off:.2g} of its norm (tolerance {float(SIGMAS * scaled * deviation[row] * K**0.5) / size:.1e})")
+            if values["contrast"][row].norm() > 0.1 * error[row].norm():
+                text += "; the ranks have different gradients"
+            findings.append(self._finding("gradient", text, float(shares[worst])))
+        return findings
+
+    def _judge_factor(self, factor: float, tolerance: float, norm: float) -> list[Finding]:
+        """Judges the factor that all gradients have in common, which clipping may make smaller than 1."""
+        limit, share = self.view.clip_limit(), abs(factor - 1) / tolerance
+        allowed = CLIPPING + 2 * self._optimizer_unit
+        if limit and norm > limit * (1 - allowed):
+            self.verdict.record("clipping", error := abs(norm / limit - 1) / allowed)
+            if error > 1:
+                return [self._finding("clipping", f"the norm of all gradients is {norm:.6g} and the limit {limit}", error)]
+            share = max(0.0, factor - 1) / (tolerance + allowed)
+        elif not self.view.owns_step and share > 1 and 0 < factor < 1 and not limit:
+            self.verdict.not_judged["the scale of all gradients"] = (
+                f"something other than torch's clip_grad_norm_ multiplied them by {factor:.5g} in step {self.step}"
+            )
+            return []
+        self.verdict.record("scale", share)
+        if share <= 1:
+            return []
+        text = f"all gradients together are {factor:.7g} times what autograd computed (tolerance {tolerance:.1e})"
+        return [self._finding("scale", text + self._meaning(factor), share)]
+
+    def _meaning(self, factor: float) -> str:
+        """Names what a wrong factor may come from."""
+        ranks, parts = self.view.ranks.size, self.micro_batches
+        causes = {
+            1 / parts: f"divided by the {parts} micro-batches once too often",
+            float(parts): f"not divided by the {parts} micro-batches",
+            1 / ranks: f"divided by the {ranks} ranks once too often",
+            float(ranks): f"not divided by the {ranks} ranks",
+        }
+        found = [cause for value, cause in causes.items() if value != 1 and abs(factor / value - 1) < 0.01]
+        return f", as if {' or '.join(found)}" if found else ""
+
+    def _judge_weights(self, values: dict[str, Tensor]) -> list[Finding]:
+        uses, view = values["uses"], self.view
+        used = (uses[:, 0] > 0).nonzero()[:, 0]
+        if not len(used):
+            return []
+        reference = (values["reference"] / self._weight_replicas[:, None])[used]
+        mean = (values["used"] / uses)[used]
+        contrast = values["used_contrast"][used].abs().amax(1) * (uses[used, 0] == view.ranks.size)
+        size = reference.norm(dim=1).clamp(min=1e-30)
+        error = (mean - reference).abs().amax(1) / (EXACT * size)
+        error = torch.maximum(error, values["moved"][used, 0] / (EXACT * size))
+        error = torch.maximum(error, contrast / (EXACT * size)).nan_to_num(nan=torch.inf)
+        findings = []
+        worst = int(error.argmax())
+        if bool(mean[worst].isfinite().all()):
+            self.verdict.record("weight", float(error[worst]))
+            if error[worst] > 1:
+                text = f"the weight {view.row_names[int(used[worst])]} is used with another value than the optimizer's"
+                findings.append(self._finding("weight", text, float(error[worst])))
+        for place, row in enumerate(used.tolist()):
+            if not self._trained[row]:
+                before = self._frozen.get(row, reference[place])
+                if (before - reference[place]).abs().max() > EXACT * size[place]:
+                    findings.append(self._finding("weight", f"the frozen weight {view.row_names[row]} has changed", 2.0))
+                self._frozen[row] = reference[place].clone()
+        return findings
+
+    def _gather_local(self) -> list[Finding]:
+        """Returns the findings of all ranks. Called on all ranks if one has any."""
+        own = [
+            (kind, str(text() if callable(text) else text), float(share.nan_to_num(nan=torch.inf)))
+            for kind, share, text in self._local
+            if not share <= 1
+        ]
+        everyone: list[Any] = [own]
+        if self.view.ranks.size > 1:
+            everyone = [None] * self.view.ranks.size
+            dist.all_gather_object(everyone, own)
+        return [self._finding(*finding, rank) for rank, each in enumerate(everyone) for finding in each]
+
+    def _finding(self, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
+        self.verdict.record(kind, share)
+        return Finding(self.step, kind, text, share, rank)
+
+    def _note_data(self, args: Any, kwargs: Any) -> None:
+        """Notes in the verdict if a batch repeats, by a cheap sum of its first input."""
+
+    # Helpers
+    def _rows(self) -> list[tuple[int, int]]:
+        """Returns (index of a parameter, row) for each row."""
+        view = self.view
+        index_of_name = {name: index for index, name in enumerate(view.names)}
+        pairs = []
+        for row, name in enumerate(view.row_names):
+            pairs.append((index_of_name[name.split(" of expert rank ")[0]], row))
+        return pairs
+
+    def _is_in_turn(self, index: int) -> bool:
+        return (index + self.step) % self.weights_every == 0
+
+    def _in_turn(self) -> Sequence[int]:
+        return [index for index in range(len(self.view.parameters)) if self._is_in_turn(index)]
+
+    def _zeros(self, width: int) -> Tensor:
+        return torch.zeros(len(self.view.row_names), width, dtype=torch.float64, device=self.view.device)
+
+    def _name(self, tensor: Tensor) -> str:
+        """Returns the names of the parameters of which a tensor of the optimizer holds parts."""
+        names = [self.view.names[part.index] for part in self._targets[id(tensor)].parts]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else "padding"
+
+
+class _NormCounts:
+    """Checks that batch norms in training mode update their running statistics."""
+
+    def __init__(self, module: nn.Module):
+        compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
+        norms = {
+            name: each
+            for name, each in module.named_modules()
+            if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.num_batches_tracked is not None
+        }
+        self.norms = {} if compiled else norms  # a hook would break the compiled graph
+        self.calls = dict.fromkeys(self.norms, 0)
+        self.counts: dict[str, Tensor] = {}
+        self.handles = [each.register_forward_hook(partial(self._called, name)) for name, each in self.norms.items()]
+
+    def _called(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if module.training:
+            self.calls[name] += 1
+
+    def compare(self, add: Callable[..., None]) -> None:
+        """Compares the number of batches that each batch norm counted with the calls since the last comparison."""
+        for name, module in self.norms.items():
+            now: Any = module.num_batches_tracked
+            if name in self.counts:
+                missed = (now - self.counts[name] - self.calls[name]).abs()
+                add("buffer", 2.0 * (missed != 0), f"the batch norm {name} has not counted each batch that it normalised")
+            self.counts[name], self.calls[name] = now.clone(), 0
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def audit(
+    model: nn.Module,
+    optimizer: Any = None,
+    every: int = 1,
+    weights_every: int = 8,
+    on_fault: Literal["raise", "warn"] | Callable[[Finding], None] = "raise",
+    start: Start | None = None,
+) -> Audit:
+    """Audits each step from now on. Every rank must call it, after the engine or wrapper was built.
+
+    Args:
+        model: A DeepSpeedEngine, or the model: as it is, in DistributedDataParallel, or after `fully_shard`.
+        optimizer: The torch optimizer that updates the model, unless `model` is a DeepSpeedEngine.
+        every: Audit each step whose number is divisible by this.
+        weights_every: Compare each weight in every so many steps. Gradients and updates are compared in each step.
+        on_fault: Whether to raise StepCheckError at the first step with a fault or to print it, or what to call.
+        start: What `Start` recorded before the engine was built.
+
+    Raises:
+        NotAuditable: If the audit cannot read the engine. The message says why.
+    """
+    return Audit(view_of(model, optimizer), every, weights_every, on_fault, start)
+
+
+def _contrast(replica: int, replicas: int) -> float:
+    """Returns the weight of a replica. The weights of all replicas differ and add up to 0."""
+    return (2 * replica - replicas + 1) / replicas
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, (int, float, bool, tuple))}

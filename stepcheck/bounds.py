@@ -1,0 +1,67 @@
+"""Tolerances of the audit, derived from arithmetic. None is measured on the training that it judges.
+
+**Gradients.** Autograd's gradients g_1 ... g_n of a parameter (n = micro-batches on a rank) are added on each rank, and
+the sums of R ranks are averaged. Each of these n + R operations rounds each element once, in a dtype with unit roundoff
+u = eps / 2. The rounding error of one element is about uniform in +-u times its size, so its standard deviation is at
+most u * size / sqrt(3). The size of a partial sum is at most the sum of the sizes of its summands. Rounding errors of
+different elements are independent of the random signs of a sketch. So each number of the sketch of the error has about a
+normal distribution with mean 0 and standard deviation at most
+
+    u * sqrt((n + R) / 3) * S,    S = mean over the ranks of (|g_1| + ... + |g_n|)
+
+with Euclidean norms. The tolerance is SIGMAS of these. The sketch's own rounding is added (SKETCH_EPS). S and not the
+norm of the result counts, because gradients may cancel. What computed the gradients does not matter: they are taken as
+autograd returned them, so TF32, other kernels, compilation and atomic additions change nothing.
+
+**One factor for all gradients.** The factor that fits all sketches best, weighted by their standard deviations, has the
+standard deviation 1 / |signal|, where the signal is each expected number divided by its standard deviation.
+
+**Clipping** multiplies all gradients by one factor. It either is 1, or makes the norm of all shards equal to the limit.
+
+**Weights.** The weights that a forward pass uses are the optimizer's weights, cast. Casting is deterministic, so only
+the float64 rounding of two sketches remains: EXACT.
+
+**Updates.** torch's optimizer repeats the update in the same dtype. A different order of float32 operations changes an
+update by a few eps; DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which changes it by up to 6e-5 (DeepSpeed
+0.19.8, csrc/adam/cpu_adam_impl.cpp). Writing the weight rounds it once.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+SIGMAS = 6.0
+"""Standard deviations that a tolerance allows. A normal number exceeds 6 of them once in 5e8."""
+
+SKETCH_EPS = 1e-7
+"""Standard deviation of a float32 sketch's rounding, as a share of the tensor's norm. 7.3e-8 was measured for normal
+numbers (tests/stepcheck/test_sketch.py), 16 additions in float32 of which each rounds by at most 6e-8."""
+
+EXACT = 1e-12
+"""Relative error of a sketch in float64: some 1e4 additions that each round by 1e-16."""
+
+UPDATE = 1e-4
+"""Relative error of a correct update or optimizer state."""
+
+CLIPPING = 1e-3
+"""Relative error of a clipped norm, because engines add 1e-6 to it. Two roundings in the optimizer's dtype are added, of
+the norm and of the factor."""
+
+
+def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:
+    """Returns the largest unit roundoff of some floating dtypes."""
+    return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+
+
+def gradient_deviation(summands: Tensor, unit: float, micro_batches: int, ranks: int) -> Tensor:
+    """Returns the standard deviation of each number in the sketch of a gradient's error.
+
+    Args:
+        summands: S of each parameter (see above).
+        unit: Unit roundoff of the lowest dtype in which gradients are added or sent.
+        micro_batches: Accumulated on each rank.
+        ranks: Whose gradients are averaged.
+    """
+    rounding = unit * ((micro_batches + ranks) / 3) ** 0.5
+    return (rounding**2 + SKETCH_EPS**2) ** 0.5 * summands.clamp(min=1e-30)

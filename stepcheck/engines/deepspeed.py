@@ -1,0 +1,298 @@
+"""View of a DeepSpeedEngine, ZeRO 0 to 3. The only file that reads attributes of DeepSpeed.
+
+Read in the sources of the releases 0.16.0 to 0.19.8. Where DeepSpeed keeps what its optimizer updates differs by stage
+and wrapper (`_flat_groups`).
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from stepcheck.engines.view import NotAuditable, Part, Target, View
+
+LOSS = 1e-5
+"""Relative error of the loss's scale: a few roundings of float32."""
+
+
+class DeepSpeedView(View):
+    owns_step = True
+
+    def __init__(self, engine: Any):
+        self.engine, self.stage = engine, engine.zero_optimization_stage()
+        self._refuse_unreadable()
+        super().__init__(engine.module, engine.basic_optimizer)
+        self.gathers = self.stage == 3
+        index_of = {id(each): index for index, each in enumerate(self.parameters)}
+        self._target_list = [
+            Target(tensor, tuple(Part(index_of[id(each)], *rest) for each, *rest in parts if id(each) in index_of))
+            for tensor, parts in _flat_groups(engine)
+        ]
+        groups = _bit16_groups(engine) if self.stage else []
+        self.trained = {index_of[id(each)] for group in groups for each in group if id(each) in index_of}
+        self.trained |= {part.index for target in self._target_list for part in target.parts}
+        self._give_experts_rows()
+        self._losses = LossScales(engine)
+
+    def _refuse_unreadable(self) -> None:
+        engine = self.engine
+        if type(engine).__name__ == "PipelineEngine":
+            raise NotAuditable("PipelineEngine calls the stages of a model itself")
+        if type(engine.optimizer).__name__.startswith("SuperOffload"):
+            raise NotAuditable("SuperOffload updates the weights in another process")
+        offload = engine._config.zero_config.offload_optimizer
+        if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
+            raise NotAuditable("the optimizer's tensors are on NVMe")
+
+    def _give_experts_rows(self) -> None:
+        """Gives each expert of each rank a row of its own, because ranks have different experts under one name."""
+        self.row_names, self._expert_ranks = [*self.names], {}
+        for index, parameter in enumerate(self.parameters):
+            if getattr(parameter, "allreduce", True):
+                continue
+            groups = importlib.import_module("deepspeed.utils.groups")
+            spread, own = (
+                getattr(groups, f"_get_expert_parallel_{what}")(parameter.group_name) for what in ("world_size", "rank")
+            )
+            self._expert_ranks[index] = spread
+            self.rows[index] = len(self.row_names) + own
+            self.row_names += [f"{self.names[index]} of expert rank {rank}" for rank in range(spread)]
+
+    @property
+    def label(self) -> str:
+        dtype = str(self.engine.get_data_types()[0]).removeprefix("torch.")
+        return f"DeepSpeed {deepspeed.__version__}, ZeRO {self.stage}, {dtype}, {self.ranks.size} ranks"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.engine.device)
+
+    def targets(self) -> Iterator[Target]:
+        yield from self._target_list
+
+    def frozen_parts(self, index: int) -> tuple[Tensor, int]:
+        parameter = self.parameters[index]
+        if not hasattr(parameter, "ds_tensor"):
+            return parameter.detach(), 0
+        start, length = _stage_3_part(parameter)
+        return parameter.ds_tensor.detach()[:length], start
+
+    def gradient_replicas(self, index: int) -> int:
+        return 1 if self.stage else self.ranks.size // self._expert_ranks.get(index, 1)
+
+    def replica(self, index: int) -> int:
+        return self.ranks.rank // self._expert_ranks.get(index, 1) if not self.stage else 0
+
+    def weight_replicas(self, index: int) -> int:
+        sharded = self.stage == 3 or (self.stage and index in self.trained)
+        return 1 if sharded else self.ranks.size // self._expert_ranks.get(index, 1)
+
+    def rounding_dtypes(self) -> set[torch.dtype]:
+        own = {self.parameters[index].dtype for index in self.trained}
+        return own | {self.engine.communication_data_type, *self.engine.get_data_types()}
+
+    def loss_scale(self) -> float:
+        return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
+
+    def reduction_factor(self) -> float:
+        return 1.0 if getattr(self.engine, "gradient_average", True) else float(self.ranks.size)
+
+    def clip_limit(self) -> float:
+        return float(self.engine._config._param_dict.get("gradient_clipping", 0.0) or 0.0)
+
+    def given_options(self) -> dict[int, dict[str, Any]]:
+        """Returns the options of the optimizer section of the configuration, if DeepSpeed has built the optimizer."""
+        section = self.engine._config._param_dict.get("optimizer") or {}
+        if self.engine.client_optimizer is not None or not section.get("params"):
+            return {}
+        known = ("lr", "betas", "eps", "weight_decay", "momentum")
+        given = {key: value for key, value in section["params"].items() if key in known and value != "auto"}
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        if self.engine.lr_scheduler is not None:
+            given.pop("lr", None)
+        return dict.fromkeys(self.trained, given)
+
+    def attach(self, audit: Any) -> list[Callable[[], None]]:
+        """Wraps the engine's methods of a step."""
+        handles = super().attach(audit)
+        module_hook = self._losses.watch_module()
+        for name, wrapper in (
+            ("forward", self._losses.forward),
+            ("backward", partial(self._backward, audit)),
+            ("step", partial(self._step, audit)),
+            ("load_checkpoint", partial(self._load, audit)),
+        ):
+            setattr(self.engine, name, partial(wrapper, getattr(self.engine, name)))
+        return [*handles, module_hook.remove, self._unwrap]
+
+    def _unwrap(self) -> None:
+        for name in ("forward", "backward", "step", "load_checkpoint"):
+            vars(self.engine).pop(name, None)
+
+    def _backward(self, audit: Any, real: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        result, errors = self._losses.backward(real, loss, *args, **kwargs)
+        for error, factor, expected in errors:
+            audit.add("loss", error, _LossText(audit.micro_batches, factor, expected))
+        return result
+
+    def _step(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
+        steps, skipped, position = self.engine.global_steps, self.engine.skipped_steps, self._schedule_position()
+        audit.before_step()
+        result = real(*args, **kwargs)
+        stepped, moved = self.engine.global_steps > steps, self._schedule_position() - position
+        if moved not in ((0, 1) if stepped else (0,)):
+            where = "of a step" if stepped else "without a step"
+            audit.add("options", 2.0, f"the engine moves the learning-rate schedule by {moved} at a micro-batch {where}")
+        if stepped:
+            audit.end_step(skipped=self.engine.skipped_steps > skipped)
+        return result
+
+    def _schedule_position(self) -> int:
+        return int(getattr(self.engine.lr_scheduler, "last_epoch", None) or getattr(
+            self.engine.lr_scheduler, "last_batch_iteration", 0) or 0)
+
+    def _load(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
+        audit.forget()
+        return real(*args, **kwargs)
+
+
+class _LossText:
+    """Words a wrong scale of the loss, when it is needed, because reading a factor synchronises the device."""
+
+    def __init__(self, micro_batch: int, factor: Tensor, expected: float):
+        self.micro_batch, self.factor, self.expected = micro_batch, factor, expected
+
+    def __str__(self) -> str:
+        return (
+            f"the loss of micro-batch {self.micro_batch} is scaled by {float(self.factor):.4g} "
+            f"instead of {self.expected:.4g}"
+        )
+
+
+class LossScales:
+    """Measures by what the engine multiplies the loss: on the loss itself (up to 0.18.1, and 0.19), or in hooks on the
+    module's outputs (0.18.3 to 0.18.5, and wherever a script calls `loss.backward()`). Only the product counts."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.incoming: list[Tensor] = []  # gradient norms of the outputs, before the engine's hooks
+        self.outgoing: list[Tensor] = []  # and after them
+        self.outputs: list[Tensor] = []
+
+    def watch_module(self) -> Any:
+        return self.engine.module.register_forward_hook(lambda module, inputs, output: self._watch(output, "incoming"))
+
+    def forward(self, real: Any, *args: Any, **kwargs: Any) -> Any:
+        self.outputs, self.incoming, self.outgoing = [], [], []
+        output = real(*args, **kwargs)
+        self._watch(output, "outgoing")
+        return output
+
+    def _watch(self, output: Any, which: str) -> None:
+        for tensor in tree_leaves(dict(output) if hasattr(output, "keys") else output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                seen = getattr(self, which)
+                tensor.register_hook(lambda gradient, seen=seen: seen.append(_norm(gradient)))
+                self.outputs.append(tensor)
+
+    def backward(self, real: Any, loss: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[Tensor, Tensor, float]]]:
+        """Calls the engine's backward. Returns its result and, for each path of the loss, the share of the tolerance
+        that the error of its scale uses, the scale, and the expected scale."""
+        is_output = any(loss is each for each in self.outputs)
+        self.outputs = []
+        steps = self.engine.gradient_accumulation_steps() if kwargs.get("scale_wrt_gas", True) else 1
+        expected = float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0) / steps
+        seen: list[Tensor] = []
+        handle = loss.register_hook(lambda gradient: seen.append(gradient.detach().double()))
+        result = real(loss, *args, **kwargs)
+        handle.remove()
+        one = torch.ones((), dtype=torch.float64, device=loss.device)
+        ratios = [
+            torch.where(before > 0, after / before, one)
+            for before, after in zip(self.incoming, self.outgoing, strict=False)
+        ]
+        factor = seen[0].norm() if seen else 0 * one
+        if is_output and ratios:
+            # The hook on the loss runs after the engine's hook on the same tensor, unless the loss was multiplied in
+            # place since, as transformers does: then it belongs to the new value and runs first.
+            ratios[0] = torch.where(factor == self.outgoing[0], one, ratios[0])
+            ratios = [torch.stack(ratios).prod()]
+        tolerance = max(LOSS, 8 * torch.finfo(loss.dtype).eps)
+        factors = [factor * ratio for ratio in ratios or [one]]
+        return result, [((each / expected - 1).abs() / tolerance, each, expected) for each in factors]
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double()
+
+
+def _stage_3_part(parameter: Any) -> tuple[int, int]:
+    """Returns the start and the length of this rank's shard of a parameter at ZeRO 3, without the padding."""
+    size = parameter.ds_tensor.ds_numel
+    start = dist.get_rank(parameter.ds_process_group) * size
+    return start, max(0, min(size, parameter.ds_numel - start))
+
+
+def _bit16_groups(engine: Any) -> Any:
+    """Returns the parameters that a ZeRO optimizer trains, by group, including those of which this rank has no part."""
+    return getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.fp16_groups
+
+
+def _flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
+    """Yields each tensor that the inner optimizer updates, and its parts: the parameter, its start in the parameter and
+    in the tensor, and its length."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        yield from _stage_3_groups(optimizer)
+    elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        yield from _partitions(optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+    elif stage:
+        groups, targets = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
+        yield from _partitions(optimizer, groups, targets)
+    elif optimizer is engine.basic_optimizer:
+        for group in optimizer.param_groups:
+            yield from ((each, [(each, 0, 0, each.numel())]) for each in group["params"])
+    elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
+        for group, target in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            parts, offset = [], 0
+            for each in group:
+                parts.append((each, 0, offset, each.numel()))
+                offset += each.numel()
+            yield target, parts
+    elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
+        for group, targets in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            yield from ((t, [(each, 0, 0, each.numel())]) for each, t in zip(group, targets, strict=True))
+    else:
+        raise NotAuditable(f"{type(optimizer).__name__} is an optimizer that the audit cannot read")
+
+
+def _stage_3_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
+    for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        parts, offset = [], 0
+        for each in group:
+            start, length = _stage_3_part(each)
+            parts.append((each, start, offset, length))
+            offset += each.ds_tensor.ds_numel
+        yield target, parts
+
+
+def _partitions(
+    optimizer: Any, groups: Any, targets: Any
+) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
+    """Yields this rank's partition of each flat group at ZeRO 1 and 2."""
+    paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(group) for group in groups]
+    for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
+        first = dist.get_rank(optimizer.real_dp_process_group[number]) * target.numel()
+        parts, offset = [], 0
+        for each, padding in zip(group, paddings[number], strict=True):
+            begin, end = max(offset, first), min(offset + each.numel(), first + target.numel())
+            if begin < end:
+                parts.append((each, begin - offset, begin - first, end - begin))
+            offset += each.numel() + padding
+        yield target, parts

@@ -1,0 +1,114 @@
+"""View of PyTorch's FSDP2 (`fully_shard`)."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from stepcheck.engines.plain import PlainView
+from stepcheck.engines.view import NotAuditable, Part, Target
+
+
+class FSDP2View(PlainView):
+    """Each rank has rows of each parameter. With a mesh of two dimensions, several ranks have the same rows."""
+
+    gathers = True
+
+    def __init__(self, module: nn.Module, optimizer: Any):
+        super().__init__(module, optimizer)
+        self.groups: dict[int, Any] = {}  # FSDPParam by id of the sharded parameter
+        self.divide_factors = set()
+        for part in module.modules():
+            state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+            for group in _groups_of(state):
+                self.divide_factors.add(group.gradient_divide_factor)
+                self.groups |= {id(each.sharded_param): each for each in group.fsdp_params}
+        for index, parameter in enumerate(self.parameters):
+            if isinstance(parameter, DTensor) and any(
+                isinstance(each, Shard) and each.dim for each in parameter.placements
+            ):
+                raise NotAuditable(f"{self.names[index]} is sharded along another dimension than its first")
+
+    @property
+    def label(self) -> str:
+        return f"FSDP2, {self.ranks.size} ranks"
+
+    @property
+    def device(self) -> torch.device:
+        kinds = {each.device_mesh.device_type for each in self.parameters if isinstance(each, DTensor)}
+        if "cuda" in kinds:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def targets(self) -> Iterator[Target]:
+        for index in sorted(self.trained):
+            parameter = self.parameters[index]
+            yield Target(parameter, (Part(index, self._start(parameter), 0, self.local(parameter).numel()),))
+
+    def frozen_parts(self, index: int) -> tuple[Tensor, int]:
+        return self.local(self.parameters[index]).detach(), self._start(self.parameters[index])
+
+    def gradient_replicas(self, index: int) -> int:
+        parameter = self.parameters[index]
+        if not isinstance(parameter, DTensor):
+            return self.ranks.size
+        shards = math.prod(
+            parameter.device_mesh.size(dim) for dim, each in enumerate(parameter.placements) if isinstance(each, Shard)
+        )
+        return self.ranks.size // shards
+
+    weight_replicas = gradient_replicas
+
+    def replica(self, index: int) -> int:
+        parameter = self.parameters[index]
+        if not isinstance(parameter, DTensor):
+            return self.ranks.rank
+        mesh, number = parameter.device_mesh, 0
+        for dim, each in enumerate(parameter.placements):
+            if not isinstance(each, Shard):
+                number = number * mesh.size(dim) + mesh.get_local_rank(dim)
+        return number
+
+    def starts_anew(self, index: int) -> bool:
+        parameter = self.parameters[index]
+        own = self.groups.get(id(parameter))
+        unsharded = own and (own.unsharded_accumulated_grad is not None or own.unsharded_param.grad is not None)
+        return parameter.grad is None and not unsharded
+
+    def accumulated(self, index: int) -> Tensor | None:
+        return None if id(self.parameters[index]) in self.groups else super().accumulated(index)
+
+    def compute_dtype(self, index: int) -> torch.dtype:
+        own = self.groups.get(id(self.parameters[index]))
+        return (own.mp_policy.param_dtype if own else None) or self.parameters[index].dtype
+
+    def rounding_dtypes(self) -> set[torch.dtype]:
+        sent = {each.mp_policy.reduce_dtype or each.mp_policy.param_dtype for each in self.groups.values()} - {None}
+        return super().rounding_dtypes() | {self.compute_dtype(index) for index in self.trained} | sent
+
+    def reduction_factor(self) -> float:
+        (factor,) = self.divide_factors or {None}
+        return 1.0 if factor is None else self.ranks.size / factor
+
+    def local(self, tensor: Any) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def _start(self, parameter: Any) -> int:
+        if not isinstance(parameter, DTensor):
+            return 0
+        _, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        return offset[0] * math.prod(parameter.shape[1:]) if offset else 0
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Returns the parameter groups of a module's FSDP state: one up to torch 2.11, a list since."""
+    if state is None:
+        return []
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]

@@ -1,0 +1,143 @@
+"""Defines what an audit reads from an engine."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class NotAuditable(ValueError):
+    """Raised for an engine that the audit cannot read."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A contiguous part of a parameter that lies in a tensor of the optimizer. All numbers count elements."""
+
+    index: int  # of the parameter in `View.parameters`
+    start: int  # in the flattened parameter
+    offset: int  # in the flattened tensor of the optimizer
+    length: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor that the optimizer updates: a parameter, a shard of it, or shards of several parameters."""
+
+    tensor: Tensor
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The ranks whose gradients are averaged."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def current(cls) -> "RankInfo":
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        return cls(0, 1)
+
+
+class View:
+    """Reads a model and a torch optimizer in one process. Engines override what they do differently."""
+
+    gathers = False
+    """Whether a module's weights are unsharded only while the module computes."""
+
+    owns_step = False
+    """Whether the engine calls the optimizer itself, between `on_step_start` and `on_step_end`."""
+
+    def __init__(self, module: nn.Module, optimizer: Any):
+        self.module, self.optimizer = module, optimizer
+        self.ranks = RankInfo.current()
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        named = dict(module.named_parameters())
+        self.names = [name.replace("_orig_mod.", "").removeprefix("module.") for name in named]
+        self.parameters: list[Any] = list(named.values())
+        self.trained = {index for index, each in enumerate(self.parameters) if id(each) in trained}
+        self.rows = list(range(len(self.parameters)))
+        """The row of each parameter in the matrix of sketches. Experts of different ranks have rows of their own."""
+        self.row_names = self.names
+
+    @property
+    def label(self) -> str:
+        """Names the engine for the verdict."""
+        return "plain PyTorch"
+
+    @property
+    def device(self) -> torch.device:
+        return next((each.device for each in self.parameters), torch.device("cpu"))
+
+    def targets(self) -> Iterator[Target]:
+        """Yields each tensor that this rank's optimizer updates."""
+        for index in sorted(self.trained):
+            parameter = self.parameters[index]
+            yield Target(parameter, (Part(index, 0, 0, parameter.numel()),))
+
+    def starts_anew(self, index: int) -> bool:
+        """Returns whether the gradient that autograd has just computed is the first one since gradients were reset."""
+        return False
+
+    def accumulated(self, index: int) -> Tensor | None:
+        """Returns the gradient to which autograd will add, or None if the audit adds the gradients itself."""
+        return None
+
+    def begin_step(self) -> None:
+        """Forgets what happened to the gradients of the last step."""
+
+    def frozen_parts(self, index: int) -> tuple[Tensor, int]:
+        """Returns this rank's part of a parameter that no optimizer updates, and its start."""
+        return self.parameters[index].detach(), 0
+
+    def gradient_replicas(self, index: int) -> int:
+        """Returns the number of ranks that hold the same part of a gradient."""
+        return 1
+
+    def replica(self, index: int) -> int:
+        """Returns which of the replicas of a gradient's part this rank has."""
+        return self.ranks.rank if self.gradient_replicas(index) == self.ranks.size else 0
+
+    def weight_replicas(self, index: int) -> int:
+        """Returns the number of ranks that hold the same part of the optimizer's weights."""
+        return 1
+
+    def compute_dtype(self, index: int) -> torch.dtype:
+        """Returns the dtype in which a parameter is used in the forward pass."""
+        return self.parameters[index].dtype
+
+    def rounding_dtypes(self) -> set[torch.dtype]:
+        """Returns the dtypes in which gradients are added and sent."""
+        return {self.parameters[index].dtype for index in self.trained}
+
+    def loss_scale(self) -> float:
+        """Returns the factor of a low precision that is still in autograd's gradients, and not in the optimizer's."""
+        return 1.0
+
+    def reduction_factor(self) -> float:
+        """Returns what the reduced gradient is of the mean over the ranks, as configured."""
+        return 1.0
+
+    def clip_limit(self) -> float:
+        """Returns the largest norm of all gradients, or 0 without clipping."""
+        return 0.0
+
+    def given_options(self) -> dict[int, dict[str, Any]]:
+        """Returns the options that the user gave for each parameter, by index, before any engine read them."""
+        return {}
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """Returns this rank's part of a tensor of the optimizer."""
+        return tensor
+
+    def attach(self, audit: Any) -> list[Callable[[], None]]:
+        """Makes the engine call the audit at each step. Returns functions that undo it."""
+        before = self.optimizer.register_step_pre_hook(lambda optimizer, *_: audit.before_update(optimizer))
+        after = self.optimizer.register_step_post_hook(lambda optimizer, *_: audit.after_update(optimizer))
+        return [before.remove, after.remove]

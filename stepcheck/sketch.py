@@ -1,0 +1,92 @@
+"""Random projections ("sketches") of tensors.
+
+A sketch of a tensor is K sums of its elements with random signs. It is linear: the sketches of the shards of a tensor
+add up to the sketch of the tensor, and the sketch of a mean over ranks is the mean of the sketches. So a sharded tensor
+can be compared with an unsharded one without gathering either.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROW_SIGNS, COLUMN_SIGNS = 4, 2
+
+K = ROW_SIGNS * COLUMN_SIGNS
+"""Numbers in a sketch."""
+
+WIDTH = 4096
+"""Elements in a row. A tensor is projected as a matrix with rows of this length."""
+
+PERIOD = 65537
+"""Rows after which the signs repeat, which is a prime number so that the period is no multiple of a layer's size."""
+
+BLOCK = 16
+"""Rows that are added in float32 before the sums are converted to float64, so that a sketch loses little precision."""
+
+CHUNK_ROWS = {"cpu": 128}
+"""Rows that are projected at a time, by device type. On a CPU they fit into the cache."""
+
+OTHER_CHUNK_ROWS = 1024
+
+
+@cache
+def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the signs of rows, float32 (ROW_SIGNS, PERIOD and some more), and of columns, float64 (K, WIDTH)."""
+    coin = torch.Generator().manual_seed(7)
+    rows = torch.randint(0, 2, (ROW_SIGNS, PERIOD), generator=coin).float() * 2 - 1
+    columns = torch.randint(0, 2, (K, WIDTH), generator=coin).double() * 2 - 1
+    return torch.cat([rows, rows[:, :OTHER_CHUNK_ROWS]], 1).to(device), columns.to(device)
+
+
+def project(values: Tensor, start: int = 0, exact: bool = False) -> Tensor:
+    """Returns the sketch of a part of a tensor, and the squared norm of this part: float64 (K + 1,).
+
+    The squared norm of more than one row is estimated from the row sums, to about one percent.
+
+    Args:
+        values: The part, of any floating dtype and shape, contiguous in the tensor.
+        start: Position of the part in the flattened tensor, in elements.
+        exact: Whether to compute in float64, for values that must agree to the last bit. Otherwise a CPU adds 16 rows in
+            float32. Other devices always compute in float64, because their float32 may be TF32.
+    """
+    flat = values.detach().reshape(-1)
+    device = flat.device
+    dtype = torch.float32 if device.type == "cpu" and not exact else torch.float64
+    rows, columns = _signs(device)
+    sketch = torch.zeros(K + 1, dtype=torch.float64, device=device)
+    size = flat.numel()
+    head = min(-start % WIDTH, size)
+    body = (size - head) // WIDTH
+    for first, last in ((0, head), (head + body * WIDTH, size)):
+        if first < last:
+            column, row = (start + first) % WIDTH, (start + first) // WIDTH % PERIOD
+            part = flat[first:last].double()
+            sums = columns[:, column : column + last - first] @ part
+            sketch[:K] += (sums.view(ROW_SIGNS, -1) * rows[:, row, None]).view(-1)
+            sketch[K] += part.dot(part)
+    if body:
+        sums = _sum_rows(flat[head : head + body * WIDTH].view(body, WIDTH), (start + head) // WIDTH, dtype)
+        sketch[:K] += torch.bmm(columns.view(ROW_SIGNS, COLUMN_SIGNS, WIDTH), sums[..., None]).view(-1)
+        sketch[K] += sums.view(-1).dot(sums.view(-1)) / ROW_SIGNS
+    return sketch
+
+
+def _sum_rows(matrix: Tensor, row: int, dtype: torch.dtype) -> Tensor:
+    """Returns the sums over the rows with each of the row signs, float64 (ROW_SIGNS, WIDTH). The first row of the
+    matrix is the tensor's row number `row`."""
+    signs = _signs(matrix.device)[0]
+    chunk = CHUNK_ROWS.get(matrix.device.type, OTHER_CHUNK_ROWS)
+    total: Any = 0.0
+    for part in matrix.split(chunk):
+        own, part = signs[:, row % PERIOD : row % PERIOD + len(part)].to(dtype), part.to(dtype)
+        whole = len(part) // BLOCK * BLOCK
+        if whole:
+            blocks = own[:, :whole].view(ROW_SIGNS, -1, BLOCK).transpose(0, 1)
+            for sums in torch.bmm(blocks, part[:whole].view(-1, BLOCK, WIDTH)):
+                total = total + sums.double()
+        if whole < len(part):
+            total = total + (own[:, whole:] @ part[whole:]).double()
+        row += len(part)
+    return total

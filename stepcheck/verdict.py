@@ -1,0 +1,97 @@
+"""What an audit has found: the faults, what was judged, and how small a fault it would have seen."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["start", "loss", "gradient", "scale", "clipping", "options", "state", "update", "weight", "buffer"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error that exceeds its tolerance."""
+
+    step: int  # optimizer step, from 1; 0 before the first
+    kind: Kind
+    text: str  # the tensor, the factor or error, and what it means
+    share: float  # error / tolerance
+    rank: int | None = None  # None if the finding holds for all ranks together
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f" (rank {self.rank})"
+        return f"step {self.step}: {self.text}{where}"
+
+
+@dataclass
+class Verdict:
+    """The result of an audit."""
+
+    engine: str = ""  # what trains, for example "DeepSpeed 0.19.8, ZeRO 2, bfloat16, 2 ranks"
+    steps: int = 0  # audited
+    skipped: int = 0  # steps in which the engine left the update out, because a gradient overflowed
+    findings: list[Finding] = field(default_factory=list)
+    not_judged: dict[str, str] = field(default_factory=dict)  # what, and why
+    notes: dict[str, str] = field(default_factory=dict)  # what is remarkable but no fault
+    shares: dict[str, float] = field(default_factory=dict)  # largest error / tolerance by kind
+    values: int = 0  # gradient elements that were compared, over all steps
+    values_in_all: int = 0  # gradient elements that autograd computed, over all steps
+    smallest_scale_error: float | None = None  # of all gradients together, that would be seen
+    smallest_tensor_error: float | None = None  # scale error of one gradient that would be seen
+    seconds: float = 0.0  # that the audit took on this rank
+    training_seconds: float = 0.0  # from the first audited step to the last, with the audit
+    bytes: int = 0  # that the audit holds on this rank
+
+    @property
+    def passed(self) -> bool:
+        """Whether steps were audited and nothing was found."""
+        return self.steps > 0 and not self.findings
+
+    @property
+    def coverage(self) -> float:
+        """The share of the gradient elements that was judged."""
+        return self.values / self.values_in_all if self.values_in_all else 0.0
+
+    def record(self, kind: Kind, share: float) -> None:
+        """Keeps the largest share of a tolerance."""
+        self.shares[kind] = max(self.shares.get(kind, 0.0), share)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the verdict as plain data for JSON. Shares that are not finite become strings."""
+        finite = {kind: share if share < float("inf") else "infinite" for kind, share in self.shares.items()}
+        return {"passed": self.passed, "coverage": self.coverage, **asdict(self), "shares": finite}
+
+    def __str__(self) -> str:
+        return "; ".join(self._sentences())
+
+    def _sentences(self) -> Iterable[str]:
+        counts = Counter(finding.kind for finding in self.findings)
+        if self.findings:
+            more = sum(counts.values()) - 1
+            yield f"FAULT {self.findings[0]}" + (f" (and {more} more)" if more else "")
+        yield f"{self.steps} steps audited" + (f", {self.skipped} skipped for overflow" if self.skipped else "")
+        if self.steps:
+            yield f"{self.values:,} gradient values, {self.coverage:.4g} of them judged".replace(" 1 of", " all of")
+        if self.shares:
+            shares = ", ".join(f"{kind} {share:.2g}" for kind, share in sorted(self.shares.items()))
+            yield f"largest share of a tolerance: {shares}"
+        if self.smallest_scale_error is not None and self.smallest_tensor_error is not None:
+            yield (
+                f"a scale error of {self.smallest_scale_error:.1e} of all gradients, "
+                f"or of {self.smallest_tensor_error:.1e} of one, would be seen"
+            )
+        for what, why in self.not_judged.items():
+            yield f"not judged: {what}, because {why}"
+        for what, why in self.notes.items():
+            yield f"note: {what}: {why}"
+        if self.training_seconds:
+            cost = 100 * self.seconds / self.training_seconds
+            yield f"the audit took {cost:.1f} % of the time and {self.bytes / 1e6:.1f} MB"
+
+
+class StepCheckError(RuntimeError):
+    """Raised at the first fault by an audit with `on_fault="raise"`."""
+
+    def __init__(self, finding: Finding):
+        super().__init__(str(finding))
+        self.finding = finding
