@@ -1,7 +1,25 @@
 """Proves, while any training runs, that each distributed step computes what plain PyTorch computes."""
 
-from stepcheck.audit import Audit, audit
-from stepcheck.engines import NotAuditable
-from stepcheck.verdict import Finding, StepCheckError, Verdict
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Audit", "Finding", "NotAuditable", "StepCheckError", "Verdict", "audit"]
+if TYPE_CHECKING:
+    from stepcheck.audit import Audit, audit
+    from stepcheck.engines import NotAuditable
+    from stepcheck.start import Start
+    from stepcheck.verdict import Finding, StepCheckError, Verdict
+
+__all__ = ["Audit", "Finding", "NotAuditable", "Start", "StepCheckError", "Verdict", "audit"]
+
+_HOMES = {"Audit": "audit", "audit": "audit", "NotAuditable": "engines", "Start": "start"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use, so that the command starts without importing torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'stepcheck' has no attribute {name!r}")
+    module = importlib.import_module(f"stepcheck.{_HOMES.get(name, 'verdict')}")
+    globals().update(
+        {each: getattr(module, each) for each in __all__ if _HOMES.get(each, "verdict") == module.__name__[10:]}
+    )
+    return getattr(module, name)

@@ -1,9 +1,9 @@
 """Proves, while a training runs, that each optimizer step uses the gradients and weights that it should.
 
-Autograd is trusted: a hook on each parameter sees the gradient of each micro-batch as PyTorch computed it, unreduced and
-unsharded. What an engine makes of these gradients (it adds, scales, reduces, clips and shards them) is linear. So their
-random projections (sketch.py), averaged over the ranks, must equal the projections of what reaches the optimizer. The
-weights that forward and backward passes use must have the projections of the optimizer's weights. torch's optimizer
+Autograd is trusted: a hook on each parameter sees the gradient of each micro-batch as PyTorch computed it, unreduced
+and unsharded. What an engine makes of these gradients (it adds, scales, reduces, clips and shards them) is linear. So
+their random projections (sketch.py), averaged over the ranks, must equal the projections of what reaches the optimizer.
+The weights that forward and backward passes use must have the projections of the optimizer's weights. torch's optimizer
 repeats slices of each update. Nothing is gathered or computed twice. A step costs one small collective.
 """
 
@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, gradient_deviation, unit_roundoff
 from stepcheck.engines import View, view_of
@@ -40,16 +39,23 @@ COLUMNS = {
 judged."""
 
 
-def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the time that a method takes to the verdict's `seconds`."""
+FAILED = 1e300
+"""Stands for a rank whose audit failed, in place of its largest share of a tolerance."""
+
+
+def guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """Adds the time that a hook takes to the verdict's `seconds`. If the hook fails, the step is not judged, and the
+    audit ends with the step on all ranks; the training goes on."""
 
     @wraps(method)
-    def run(self: "Audit", *args: Any, **kwargs: Any) -> Any:
+    def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
         start = time.perf_counter()
         try:
-            return method(self, *args, **kwargs)
-        finally:
-            self.verdict.seconds += time.perf_counter() - start
+            if not self.error:
+                method(self, *args, **kwargs)
+        except Exception as error:  # the audit's own, or what a user's tensor raises
+            self.error = f"the audit failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.verdict.seconds += time.perf_counter() - start
 
     return run
 
@@ -71,9 +77,10 @@ class Audit:
         self.step = 1  # the optimizer step that runs, from 1
         self.running = False  # whether a step that is audited has begun
         self.micro_batches = 0
+        self.error = ""  # why a hook of this rank failed
         self._unit = unit_roundoff(view.rounding_dtypes())
         self._optimizer_unit = unit_roundoff({target.tensor.dtype for target in view.targets()} or {torch.float32})
-        self._updates = UpdateCheck(view, self._name)
+        self._updates = UpdateCheck(view)
         self._targets = {id(target.tensor): target for target in view.targets()}
         self._given = {**view.given_options(), **(start.options_by_index(view) if start else {})}
         self._columns = {name: self._zeros(width) for name, width in COLUMNS.items()}
@@ -135,7 +142,7 @@ class Audit:
     def _watch(self) -> list[Callable[[], None]]:
         """Registers hooks on the module and its parameters."""
         view = self.view
-        handles = [view.module.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        handles = [view.module.register_forward_pre_hook(self.before_forward, with_kwargs=True)]
         handles.append(view.module.register_load_state_dict_pre_hook(lambda *_: self.forget()))
         if view.gathers:
             index_of = {id(each): index for index, each in enumerate(view.parameters)}
@@ -150,19 +157,19 @@ class Audit:
         self._hooked = {id(each) for each in view.parameters}
         return [handle.remove for handle in handles]
 
-    @timed
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    @guarded
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
         if not self.running:
             self._begin_step()
-        if self.running:
-            self._note_data(args, kwargs)
-            if not self.view.gathers:
-                for index in self._in_turn():
-                    self._saw_weight(index, self.view.parameters[index])
+        if not self.running:
+            return
+        self.view.begin_micro_batch()
+        for index in self._in_turn() if not self.view.gathers else ():
+            self._saw_weight(index, self.view.parameters[index])
 
-    @timed
+    @guarded
     def _before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
         """Sees the unsharded weights of a module before it computes."""
         if not self.running or not torch.is_grad_enabled():
@@ -177,9 +184,11 @@ class Audit:
             if self._is_in_turn(index):
                 self._saw_weight(index, parameter)
 
-    @timed
+    @guarded
     def _saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
         """Sees what autograd computes for a parameter, before the engine does."""
+        if not self.running:  # the module itself was not called, only parts of it
+            self._begin_step()
         if not self.running:
             return
         view, row = self.view, self.view.rows[index]
@@ -234,14 +243,14 @@ class Audit:
                 sketch = project(values, start, exact=True)[:K]
                 reference[self.view.rows[index]] += sketch.to(self.view.device)
 
-    @timed
+    @guarded
     def before_step(self) -> None:
         """Remembers the options of the parameter groups as the user and the schedule left them, before an engine that
         calls the optimizer itself."""
         if self.running:
             self._options = {id(group): _options(group) for group in self.view.optimizer.param_groups}
 
-    @timed
+    @guarded
     def before_update(self, optimizer: Any) -> None:
         """Sees the gradients that reach the optimizer."""
         if not self.running:
@@ -262,7 +271,7 @@ class Audit:
                     square[row] += norm.square()
         self._updates.begin(optimizer, self.add)
 
-    @timed
+    @guarded
     def after_update(self, optimizer: Any) -> None:
         """Compares the update with the update of torch's optimizer."""
         if self.running:
@@ -270,7 +279,9 @@ class Audit:
 
     def end_step(self, skipped: bool = False) -> None:
         """Judges the step that has ended. If it has a fault, raises StepCheckError or calls `on_fault` on all ranks."""
+        start = time.perf_counter()
         findings = self._judge(skipped) if self.running else []
+        self.verdict.seconds += time.perf_counter() - start
         self.running, self.step = False, self.step + 1
         for finding in findings:
             self.verdict.findings.append(finding)
@@ -296,7 +307,6 @@ class Audit:
                         text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
                         self.add("options", 2.0, text)
 
-    @timed
     def _judge(self, skipped: bool) -> list[Finding]:
         view, verdict = self.view, self.verdict
         self._batches.compare(self.add)
@@ -307,9 +317,11 @@ class Audit:
             self._columns["uses"][row] += 1
         self._columns["contrast"].copy_(self._contrasts * self._columns["actual"])
         own = torch.zeros(view.ranks.size, dtype=torch.float64, device=view.device)
-        if self._local:
+        if self.error:
+            own[view.ranks.rank] = FAILED
+        elif self._local:
             worst = torch.stack([share.to(view.device) for _, share, _ in self._local])
-            own[view.ranks.rank] = worst.nan_to_num(nan=torch.inf).max()
+            own[view.ranks.rank] = worst.nan_to_num(nan=torch.inf).clamp(max=FAILED / 2).max()
         flat = torch.cat([*(column.view(-1) for column in self._columns.values()), own])
         if view.ranks.size > 1:
             dist.all_reduce(flat)
@@ -319,6 +331,10 @@ class Audit:
             count = len(view.row_names) * width
             values[name] = flat[at : at + count].view(-1, width)
             at += count
+        if flat[at:].max() == FAILED:
+            verdict.not_judged[f"step {self.step} and later steps"] = next(filter(None, self._everywhere(self.error)))
+            self.detach()
+            return []
         findings: list[Finding] = []
         if skipped:
             verdict.skipped += 1
@@ -371,8 +387,10 @@ class Audit:
             size = float((scaled * expected[row]).norm().clamp(min=1e-30))
             own = float(actual[row] @ (scaled * expected[row])) / size**2
             off = float((error[row]).norm()) / size
-            text = (f"the gradient of {view.row_names[row]} is {own:.5g} times what autograd computed, and off by "
-                    f"{off:.2g} of its norm (tolerance {float(SIGMAS * scaled * deviation[row] * K**0.5) / size:.1e})")
+            text = (
+                f"the gradient of {view.row_names[row]} is {own:.5g} times what autograd computed, and off by "
+                f"{off:.2g} of its norm (tolerance {float(SIGMAS * scaled * deviation[row] * K**0.5) / size:.1e})"
+            )
             if values["contrast"][row].norm() > 0.1 * error[row].norm():
                 text += "; the ranks have different gradients"
             findings.append(self._finding("gradient", text, float(shares[worst])))
@@ -385,7 +403,9 @@ class Audit:
         if limit and norm > limit * (1 - allowed):
             self.verdict.record("clipping", error := abs(norm / limit - 1) / allowed)
             if error > 1:
-                return [self._finding("clipping", f"the norm of all gradients is {norm:.6g} and the limit {limit}", error)]
+                return [
+                    self._finding("clipping", f"the norm of all gradients is {norm:.6g} and the limit {limit}", error)
+                ]
             share = max(0.0, factor - 1) / (tolerance + allowed)
         elif not self.view.owns_step and share > 1 and 0 < factor < 1 and not limit:
             self.verdict.not_judged["the scale of all gradients"] = (
@@ -432,8 +452,10 @@ class Audit:
         for place, row in enumerate(used.tolist()):
             if not self._trained[row]:
                 before = self._frozen.get(row, reference[place])
-                if (before - reference[place]).abs().max() > EXACT * size[place]:
-                    findings.append(self._finding("weight", f"the frozen weight {view.row_names[row]} has changed", 2.0))
+                if (before - reference[place]).abs().max() > EXACT * size[
+                    place
+                ]:  # the script may do this, as MoCo does
+                    self.verdict.notes["weights that no optimizer updates"] = f"{view.row_names[row]} has changed"
                 self._frozen[row] = reference[place].clone()
         return findings
 
@@ -444,18 +466,20 @@ class Audit:
             for kind, share, text in self._local
             if not share <= 1
         ]
+        everyone = enumerate(self._everywhere(own))
+        return [self._finding(kind, text, share, rank) for rank, each in everyone for kind, text, share in each]
+
+    def _everywhere(self, own: Any) -> list[Any]:
+        """Returns an object of each rank."""
         everyone: list[Any] = [own]
         if self.view.ranks.size > 1:
             everyone = [None] * self.view.ranks.size
             dist.all_gather_object(everyone, own)
-        return [self._finding(*finding, rank) for rank, each in enumerate(everyone) for finding in each]
+        return everyone
 
     def _finding(self, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
         self.verdict.record(kind, share)
         return Finding(self.step, kind, text, share, rank)
-
-    def _note_data(self, args: Any, kwargs: Any) -> None:
-        """Notes in the verdict if a batch repeats, by a cheap sum of its first input."""
 
     # Helpers
     def _rows(self) -> list[tuple[int, int]]:
@@ -475,11 +499,6 @@ class Audit:
 
     def _zeros(self, width: int) -> Tensor:
         return torch.zeros(len(self.view.row_names), width, dtype=torch.float64, device=self.view.device)
-
-    def _name(self, tensor: Tensor) -> str:
-        """Returns the names of the parameters of which a tensor of the optimizer holds parts."""
-        names = [self.view.names[part.index] for part in self._targets[id(tensor)].parts]
-        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else "padding"
 
 
 class _NormCounts:
@@ -507,7 +526,11 @@ class _NormCounts:
             now: Any = module.num_batches_tracked
             if name in self.counts:
                 missed = (now - self.counts[name] - self.calls[name]).abs()
-                add("buffer", 2.0 * (missed != 0), f"the batch norm {name} has not counted each batch that it normalised")
+                add(
+                    "buffer",
+                    2.0 * (missed != 0),
+                    f"the batch norm {name} has not counted each batch that it normalised",
+                )
             self.counts[name], self.calls[name] = now.clone(), 0
 
     def remove(self) -> None:

@@ -4,8 +4,8 @@
 the sums of R ranks are averaged. Each of these n + R operations rounds each element once, in a dtype with unit roundoff
 u = eps / 2. The rounding error of one element is about uniform in +-u times its size, so its standard deviation is at
 most u * size / sqrt(3). The size of a partial sum is at most the sum of the sizes of its summands. Rounding errors of
-different elements are independent of the random signs of a sketch. So each number of the sketch of the error has about a
-normal distribution with mean 0 and standard deviation at most
+different elements are independent of the random signs of a sketch. So each number of the sketch of the error has about
+a normal distribution with mean 0 and standard deviation at most
 
     u * sqrt((n + R) / 3) * S,    S = mean over the ranks of (|g_1| + ... + |g_n|)
 
@@ -45,8 +45,8 @@ UPDATE = 1e-4
 """Relative error of a correct update or optimizer state."""
 
 CLIPPING = 1e-3
-"""Relative error of a clipped norm, because engines add 1e-6 to it. Two roundings in the optimizer's dtype are added, of
-the norm and of the factor."""
+"""Relative error of a clipped norm, because engines add 1e-6 to it. Two roundings in the optimizer's dtype are added,
+of the norm and of the factor."""
 
 
 def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:

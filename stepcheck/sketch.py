@@ -48,8 +48,8 @@ def project(values: Tensor, start: int = 0, exact: bool = False) -> Tensor:
     Args:
         values: The part, of any floating dtype and shape, contiguous in the tensor.
         start: Position of the part in the flattened tensor, in elements.
-        exact: Whether to compute in float64, for values that must agree to the last bit. Otherwise a CPU adds 16 rows in
-            float32. Other devices always compute in float64, because their float32 may be TF32.
+        exact: Whether to compute in float64, for values that must agree to the last bit. Otherwise a CPU adds 16 rows
+            in float32. Other devices always compute in float64, because their float32 may be TF32.
     """
     flat = values.detach().reshape(-1)
     device = flat.device

@@ -16,7 +16,9 @@ class Start:
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self.ties = _ties(model)
         self.options = {
-            id(parameter): {key: value for key, value in group.items() if key != "lr" and isinstance(value, (*PLAIN, tuple))}
+            id(parameter): {
+                key: value for key, value in group.items() if key != "lr" and isinstance(value, (*PLAIN, tuple))
+            }
             for group in getattr(optimizer, "param_groups", ())
             for parameter in group["params"]
         }

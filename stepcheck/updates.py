@@ -1,13 +1,15 @@
 """Repeats slices of the optimizer's updates with torch's optimizer."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepcheck.bounds import UPDATE
+from stepcheck.verdict import Kind
 
 SLICE = 1024
 """Elements of each tensor of the optimizer whose update is repeated in a step. Slices lie at random positions, so that
@@ -16,8 +18,19 @@ they cover every element in time."""
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adamax", "Adadelta", "Rprop", "ASGD")
 """Classes of torch.optim whose update of an element depends on no other element."""
 
-Report = Callable[[str, Tensor, Callable[[], str]], None]
-"""Takes the kind of a value, the shares of its tolerance that errors use, one for each tensor, and what words them."""
+Report = Callable[[Kind, Tensor, Callable[[], str]], None]
+"""Takes the kind of some values, the shares of their tolerances that errors use, and what words them."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of a tensor of the optimizer, and its copy, which torch's optimizer updates."""
+
+    target: Tensor
+    name: str  # of the parameter
+    part: slice
+    before: Tensor
+    copy: nn.Parameter
 
 
 def torch_class(optimizer: Any) -> Any:
@@ -32,17 +45,15 @@ def torch_class(optimizer: Any) -> Any:
 class UpdateCheck:
     """Compares each update of an optimizer with the update that torch's optimizer makes to copies of slices."""
 
-    def __init__(self, view: Any, name: Callable[[Tensor], str]):
-        self.view, self.name = view, name
+    def __init__(self, view: Any):
+        self.view = view
+        self.parts = {id(target.tensor): target.parts for target in view.targets()}
         self.kind = torch_class(view.optimizer)
+        self.known = {*self.kind([torch.zeros(1)]).defaults} - {"fused", "foreach"} if self.kind else set()
         self.coin = random.Random(0)
-        self.known = self.kind([torch.zeros(1)]).defaults.keys() if self.kind else ()
-        self.targets: list[Tensor] = []  # of the running update
-        self.slices: list[slice] = []
-        self.before: list[Tensor] = []
-        self.copies: list[nn.Parameter] = []
-        self.copied: Any = None  # torch's optimizer of the copies, after the update
-        self.kept: dict[int, tuple[slice, dict[str, Tensor]]] = {}  # what the last update left, by id of the tensor
+        self.slices: list[Slice] = []  # of the running update
+        self.expected_state: Any = {}  # of torch's optimizer after the update, by copy
+        self.kept: dict[int, tuple[Slice, dict[str, Tensor]]] = {}  # what the last update left, by id of the target
 
     def forget(self) -> None:
         """Forgets what the last update left, before a checkpoint is loaded."""
@@ -51,108 +62,137 @@ class UpdateCheck:
     def begin(self, optimizer: Any, report: Report) -> None:
         """Updates copies of slices, before the optimizer updates its tensors. Compares weights and state with what the
         last update left."""
-        self.targets, self.slices, self.copies = [], [], []
-        if not self.kind:
+        self.slices = []
+        if self.kind is None:
             return
+        kept = Pairs()
         groups, states = [], []
-        names, found, left = [], [], []
         for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key in self.known and key not in ("fused", "foreach")}
-            steps = [float(optimizer.state[each]["step"]) for each in group["params"] if "step" in optimizer.state.get(each, {})]
+            options = {key: value for key, value in group.items() if key in self.known}
             for target in group["params"]:
-                if target.grad is None:
+                chosen = self._choose(target)
+                if target.grad is None or chosen is None:
                     continue
-                state = {key: value for key, value in optimizer.state.get(target, {}).items() if value is not None}
-                if id(target) in self.kept:
-                    part, kept = self.kept.pop(id(target))
-                    for key, value in kept.items():
-                        now = target if key == "weight" else state.get(key)
-                        names.append((key, target))
-                        left.append(value)
-                        found.append(self._slice(now, part) if now is not None else torch.full_like(value, torch.inf))
-                part = self._choose(target)
-                copy = nn.Parameter(self._slice(target, part))
-                copy.grad = self._slice(target.grad, part).to(copy.dtype)
-                own = {key: self._slice(value, part) for key, value in state.items()}
-                if "step" in own:  # FusedAdam counts only in the state of a group's last tensor
-                    own["step"] = torch.tensor(max(steps))
+                state = optimizer.state.get(target, {})
+                self._compare_kept(target, state, kept)
+                name, part = chosen
+                copy = nn.Parameter(self._cut(target, part))
+                copy.grad = self._cut(target.grad, part).to(copy.dtype)
+                self.slices.append(Slice(target, name, part, copy.detach().clone(), copy))
                 groups.append({**options, "params": [copy]})
+                own = {key: self._cut(value, part) for key, value in state.items() if value is not None}
+                if "step" in own and self.kind is not type(optimizer):
+                    # FusedAdam counts steps only in the state of a group's last tensor (0.16 to 0.19.8).
+                    own["step"] = torch.tensor(max(_steps(optimizer, group)))
                 states.append(own)
-                self.targets.append(target)
-                self.slices.append(part)
-                self.copies.append(copy)
-        if left:
-            errors = distances(found, left).nan_to_num(nan=torch.inf)
-            report("state", 2.0 * (errors > 0), lambda: self._changed(names, errors))
-        if not groups:
-            return
-        self.before = [copy.detach().clone() for copy in self.copies]
-        self.copied = self.kind(groups)
-        for copy, state in zip(self.copies, states, strict=True):
+        kept.report(report, 0.0, "is not what the last update left")
+        if groups:
+            self._step(groups, states)
+
+    def _step(self, groups: list[dict[str, Any]], states: list[dict[str, Tensor]]) -> None:
+        """Updates the copies with torch's optimizer."""
+        optimizer = self.kind(groups)
+        for each, state in zip(self.slices, states, strict=True):
             if state:
-                self.copied.state[copy] = state
+                optimizer.state[each.copy] = state
         with torch.no_grad():
             # The unwrapped step calls no hooks, neither of the class nor of an audit.
-            getattr(self.kind.step, "__wrapped__", self.kind.step)(self.copied)
+            getattr(self.kind.step, "__wrapped__", self.kind.step)(optimizer)
+        self.expected_state = optimizer.state
 
     def end(self, optimizer: Any, report: Report) -> None:
         """Compares the optimizer's tensors and state with the copies, after its update."""
-        if not self.targets:
+        if not self.slices:
             return
-        new = [self._slice(target, part) for target, part in zip(self.targets, self.slices, strict=True)]
-        expected = [copy.detach() for copy in self.copies]
-        errors, moved = distances(new, expected), distances(expected, self.before)
-        size = torch.stack(torch._foreach_norm(self.before)).double().nan_to_num(0)
-        rounding = torch.finfo(new[0].dtype).eps * size.to(errors.device)
-        targets = self.targets
-        report("update", errors / (UPDATE * moved + rounding + 1e-30), lambda: self._wrong(targets, errors, moved))
-        states = [optimizer.state.get(target, {}) for target in targets]
-        for key in {key for state in self.copied.state.values() for key, value in state.items() if _is_vector(value)}:
-            pairs = [
-                (self._slice(state[key], part) if key in state else torch.full_like(own[key], torch.inf), own[key])
-                for state, part, copy in zip(states, self.slices, self.copies, strict=True)
-                if _is_vector((own := self.copied.state.get(copy, {})).get(key))
-            ]
-            names = [(key, target) for target, copy in zip(targets, self.copies, strict=True)
-                     if _is_vector(self.copied.state.get(copy, {}).get(key))]
-            errors_of_state = distances([a for a, _ in pairs], [b for _, b in pairs])
-            sizes = torch.stack(torch._foreach_norm([b.nan_to_num(0) for _, b in pairs])).double()
-            report("state", errors_of_state / (UPDATE * sizes.to(errors_of_state.device) + 1e-30),
-                   lambda names=names, errors=errors_of_state: self._changed(names, errors, "wrong after the update"))
-        for target, part, weight, state in zip(targets, self.slices, new, states, strict=True):
-            self.kept[id(target)] = part, {"weight": weight, **{
-                key: self._slice(value, part) for key, value in state.items() if _is_vector(value)
-            }}
-        self.targets, self.copied = [], None
+        actual = [self._cut(each.target, each.part) for each in self.slices]
+        expected, before = [each.copy.detach() for each in self.slices], [each.before for each in self.slices]
+        errors, moved = distances(actual, expected), distances(expected, before)
+        rounding = torch.finfo(actual[0].dtype).eps * norms(before)
+        names = [each.name for each in self.slices]
+        report("update", errors / (UPDATE * moved + rounding + 1e-30), lambda: _wrong_update(names, errors, moved))
+        states = Pairs()
+        for each, weight in zip(self.slices, actual, strict=True):
+            state = optimizer.state.get(each.target, {})
+            left = {key: self._cut(value, each.part) for key, value in state.items() if _is_vector(value)}
+            for key, value in self.expected_state.get(each.copy, {}).items():
+                if _is_vector(value):
+                    states.add(f"{key} of {each.name}", left.get(key), value)
+            self.kept[id(each.target)] = each, {"weight": weight, **left}
+        states.report(report, UPDATE, "is wrong after the update")
+        self.slices, self.expected_state = [], {}
 
-    def _choose(self, target: Tensor) -> slice:
-        size = self.view.local(target).numel()
-        first = self.coin.randrange(max(1, size - SLICE + 1))
-        return slice(first, min(first + SLICE, size))
+    def _compare_kept(self, target: Tensor, state: dict[str, Any], pairs: "Pairs") -> None:
+        if id(target) not in self.kept:
+            return
+        last, kept = self.kept.pop(id(target))
+        for key, before in kept.items():
+            now = target if key == "weight" else state.get(key)
+            pairs.add(f"{key} of {last.name}", None if now is None else self._cut(now, last.part), before)
 
-    def _slice(self, value: Any, part: slice) -> Tensor:
-        """Returns a copy of a part of a tensor; of a number, the number."""
+    def _choose(self, target: Tensor) -> tuple[str, slice] | None:
+        """Returns a slice within one parameter's part of a target, and the parameter's name. Padding is left out,
+        because it may hold anything. Returns None for a target without parameters."""
+        parts = [part for part in self.parts.get(id(target), ()) if part.length]
+        if not parts:
+            return None
+        part = self.coin.choices(parts, [each.length for each in parts])[0]
+        first = part.offset + self.coin.randrange(max(1, part.length - SLICE + 1))
+        return self.view.names[part.index], slice(first, min(first + SLICE, part.offset + part.length))
+
+    def _cut(self, value: Any, part: slice) -> Tensor:
+        """Returns a copy of a slice of a tensor, or of the whole if it has no dimensions."""
         if not isinstance(value, Tensor):
             return torch.as_tensor(value)
         local = self.view.local(value).detach()
         return local.reshape(-1)[part].clone() if local.dim() else local.clone()
 
-    def _changed(self, names: list[tuple[str, Tensor]], errors: Tensor, how: str = "not what the last update left") -> str:
-        key, target = names[int(errors.nan_to_num(nan=torch.inf).argmax())]
-        return f"{key} of {self.name(target)} is {how}"
 
-    def _wrong(self, targets: list[Tensor], errors: Tensor, moved: Tensor) -> str:
-        shares = errors / moved.clamp(min=1e-30)
-        worst = int(shares.nan_to_num(nan=torch.inf).argmax())
-        return f"the update of {self.name(targets[worst])} is off by {float(shares[worst]):.2g} of its norm"
+class Pairs:
+    """Named tensors to compare, all at once."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.actual: list[Tensor] = []
+        self.expected: list[Tensor] = []
+
+    def add(self, name: str, actual: Tensor | None, expected: Tensor) -> None:
+        """Adds a pair. A value that is missing counts as infinitely far off."""
+        self.names.append(name)
+        self.actual.append(torch.full_like(expected, torch.inf) if actual is None else actual)
+        self.expected.append(expected)
+
+    def report(self, report: Report, tolerance: float, how: str) -> None:
+        """Reports all pairs as the optimizer's state. The tolerance is relative to the expected norm."""
+        if not self.names:
+            return
+        errors = distances(self.actual, self.expected)
+        shares = errors / (tolerance * norms(self.expected) + 1e-30)
+        names = self.names
+        report("state", shares, lambda: f"{names[int(shares.nan_to_num(nan=torch.inf).argmax())]} {how}")
+
+
+def _wrong_update(names: list[str], errors: Tensor, moved: Tensor) -> str:
+    shares = errors / moved.clamp(min=1e-30)
+    worst = int(shares.nan_to_num(nan=torch.inf).argmax())
+    return f"the update of {names[worst]} is off by {float(shares[worst]):.2g} of its norm"
+
+
+def _steps(optimizer: Any, group: dict[str, Any]) -> Iterator[float]:
+    states = (optimizer.state.get(each, {}) for each in group["params"])
+    return (float(state["step"]) for state in states if "step" in state)
 
 
 def _is_vector(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
+def norms(tensors: list[Tensor]) -> Tensor:
+    """Returns the norm of each tensor, float64. Elements that are not finite count as 0."""
+    finite = [each.float().nan_to_num(0, 0, 0) for each in tensors]
+    return torch.stack([torch.linalg.vector_norm(each) for each in finite]).double()
+
+
 def distances(some: list[Tensor], others: list[Tensor]) -> Tensor:
-    """Returns the norm of the difference of each pair of tensors, float64. Equal values that are not finite differ by
-    0, because padding may be NaN."""
-    some, others = ([each.nan_to_num(0, 0, 0) if each.is_floating_point() else each for each in one] for one in (some, others))
-    return torch.stack([each.double() for each in torch._foreach_norm(torch._foreach_sub(some, others))])
+    """Returns the norm of the difference of each pair of tensors, float64. Two elements that are both not finite do not
+    differ; one that is differs by its size."""
+    return norms([a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0) for a, b in zip(some, others, strict=True)])

@@ -86,7 +86,7 @@ class Verdict:
             yield f"note: {what}: {why}"
         if self.training_seconds:
             cost = 100 * self.seconds / self.training_seconds
-            yield f"the audit took {cost:.1f} % of the time and {self.bytes / 1e6:.1f} MB"
+            yield f"the audit took {cost:.1f} % of the time and {self.bytes / 1e3:,.0f} kB"
 
 
 class StepCheckError(RuntimeError):

@@ -148,14 +148,19 @@ class DeepSpeedView(View):
         stepped, moved = self.engine.global_steps > steps, self._schedule_position() - position
         if moved not in ((0, 1) if stepped else (0,)):
             where = "of a step" if stepped else "without a step"
-            audit.add("options", 2.0, f"the engine moves the learning-rate schedule by {moved} at a micro-batch {where}")
+            audit.add(
+                "options", 2.0, f"the engine moves the learning-rate schedule by {moved} at a micro-batch {where}"
+            )
         if stepped:
             audit.end_step(skipped=self.engine.skipped_steps > skipped)
         return result
 
     def _schedule_position(self) -> int:
-        return int(getattr(self.engine.lr_scheduler, "last_epoch", None) or getattr(
-            self.engine.lr_scheduler, "last_batch_iteration", 0) or 0)
+        return int(
+            getattr(self.engine.lr_scheduler, "last_epoch", None)
+            or getattr(self.engine.lr_scheduler, "last_batch_iteration", 0)
+            or 0
+        )
 
     def _load(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
         audit.forget()
@@ -201,7 +206,9 @@ class LossScales:
                 tensor.register_hook(lambda gradient, seen=seen: seen.append(_norm(gradient)))
                 self.outputs.append(tensor)
 
-    def backward(self, real: Any, loss: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[Tensor, Tensor, float]]]:
+    def backward(
+        self, real: Any, loss: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, list[tuple[Tensor, Tensor, float]]]:
         """Calls the engine's backward. Returns its result and, for each path of the loss, the share of the tolerance
         that the error of its scale uses, the scale, and the expected scale."""
         is_output = any(loss is each for each in self.outputs)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -22,8 +23,9 @@ class FSDP2View(PlainView):
         super().__init__(module, optimizer)
         self.groups: dict[int, Any] = {}  # FSDPParam by id of the sharded parameter
         self.divide_factors = set()
+        self.fresh: set[int] = set()  # parameters whose next gradient is the first one of a step
         for part in module.modules():
-            state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+            state = part._get_fsdp_state() if isinstance(part, FSDPModule) else None
             for group in _groups_of(state):
                 self.divide_factors.add(group.gradient_divide_factor)
                 self.groups |= {id(each.sharded_param): each for each in group.fsdp_params}
@@ -73,11 +75,17 @@ class FSDP2View(PlainView):
                 number = number * mesh.size(dim) + mesh.get_local_rank(dim)
         return number
 
+    def begin_micro_batch(self) -> None:
+        """Looks once for gradients of earlier micro-batches. A rank whose shard is empty never has one, so single
+        parameters do not tell."""
+        kept = any(self.parameters[index].grad is not None for index in self.trained)
+        kept = kept or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
+        self.fresh = set() if kept else {*self.trained}
+
     def starts_anew(self, index: int) -> bool:
-        parameter = self.parameters[index]
-        own = self.groups.get(id(parameter))
-        unsharded = own and (own.unsharded_accumulated_grad is not None or own.unsharded_param.grad is not None)
-        return parameter.grad is None and not unsharded
+        fresh = index in self.fresh
+        self.fresh.discard(index)
+        return fresh
 
     def accumulated(self, index: int) -> Tensor | None:
         return None if id(self.parameters[index]) in self.groups else super().accumulated(index)
@@ -100,9 +108,7 @@ class FSDP2View(PlainView):
     def _start(self, parameter: Any) -> int:
         if not isinstance(parameter, DTensor):
             return 0
-        _, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         return offset[0] * math.prod(parameter.shape[1:]) if offset else 0
 
 

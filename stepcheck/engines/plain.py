@@ -31,7 +31,10 @@ class PlainView(View):
         handles = super().attach(audit)
         ends = self.optimizer.register_step_post_hook(lambda *_: audit.end_step())
         WATCHED[id(self.optimizer)] = self
-        return [*handles, ends.remove, lambda: WATCHED.pop(id(self.optimizer), None)]
+        return [*handles, ends.remove, self._forget]
+
+    def _forget(self) -> None:
+        WATCHED.pop(id(self.optimizer), None)
 
     scaled_by: float | None = None
     """The factor of a GradScaler that has divided the gradients by it."""

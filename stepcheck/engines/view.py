@@ -89,6 +89,9 @@ class View:
         """Returns the gradient to which autograd will add, or None if the audit adds the gradients itself."""
         return None
 
+    def begin_micro_batch(self) -> None:
+        """Is called before each forward pass of the module."""
+
     def begin_step(self) -> None:
         """Forgets what happened to the gradients of the last step."""
 

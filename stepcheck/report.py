@@ -1,0 +1,30 @@
+"""Writes verdicts to files."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+
+def write_json(file: Path, result: dict[str, Any]) -> None:
+    """Writes a result, and makes the file's folder if needed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def write_junit(file: Path, result: dict[str, Any]) -> None:
+    """Writes a test case for each audited engine."""
+    engines = result["engines"] or [{"engine": "no engine", "steps": 0, "findings": [], "summary": "", "passed": False}]
+    failed = [each for each in engines if not each["passed"]]
+    suite = ElementTree.Element("testsuite", name="stepcheck", tests=str(len(engines)), failures=str(len(failed)))
+    for each in engines:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="stepcheck", name=each["engine"], time=f"{each.get('training_seconds', 0):.3f}"
+        )
+        if not each["passed"]:
+            message = each["findings"][0]["text"] if each["findings"] else "no step was audited"
+            failure = ElementTree.SubElement(case, "failure", message=message)
+            failure.text = f"{each['summary']}\n{shlex.join(result['command'])}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)

@@ -1,0 +1,128 @@
+"""`stepcheck run`: audits a script as it is, and every process that it starts."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stepcheck.report import write_json, write_junit
+
+SITE = """\
+import importlib.machinery, importlib.util, sys
+sys.path.append({package!r})
+from stepcheck.attach import install
+install(**{settings!r})
+# Python imports only one sitecustomize: here is the one that this file hides.
+others = [path for path in sys.path if path != {folder!r}]
+spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+if spec:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+"""The module that each Python process imports at its start (Python's documentation of `site`)."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of `stepcheck run`."""
+    parser = commands.add_parser(
+        "run",
+        help="audit each step of a script",
+        description="Audits each optimizer step of an unmodified script that trains with DeepSpeed, DistributedData"
+        "Parallel, FSDP2 or plain PyTorch, directly or through Lightning, Accelerate or transformers. The first fault "
+        "ends the run with exit code 1. Without a fault, the exit code is the script's.",
+        epilog="examples: stepcheck run train.py --lr 0.1; stepcheck run torchrun --nproc_per_node 2 train.py; "
+        "stepcheck run deepspeed train.py; stepcheck run accelerate launch train.py",
+    )
+    parser.add_argument("--every", type=_positive, default=1, metavar="N", help="audit each N-th step (default: 1)")
+    parser.add_argument(
+        "--weights_every",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="compare each weight in each N-th step (default: 8)",
+    )
+    parser.add_argument("--keep_going", action="store_true", help="report all faults at the end, instead of the first")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdict for a CI system")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="a .py file, or a launcher")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the script under the audit. Returns the exit code."""
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    program = command[0] if command else ""
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            return _refuse(f"SCRIPT: {program} is not a file")
+        command = [sys.executable, *command]
+    else:  # a launcher: next to this Python, or on PATH
+        search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        found = shutil.which(program, path=search) if program else None
+        if found is None:
+            return _refuse(f"SCRIPT: {program or 'it'} is missing; give a .py file, or a launcher such as torchrun")
+        command = [found, *command[1:]]
+    for file in (options.json, options.junit):
+        if file is not None and file.is_dir():
+            return _refuse(f"{file} is a folder; give a file")
+    with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
+        settings = {
+            "reports": folder,
+            "every": options.every,
+            "weights_every": options.weights_every,
+            "keep_going": options.keep_going,
+        }
+        package = str(Path(__file__).resolve().parents[1])
+        site = SITE.format(package=package, settings=settings, folder=folder)
+        Path(folder, "sitecustomize.py").write_text(site)
+        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        code = _wait(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}))
+        verdicts = [each for file in sorted(Path(folder).glob("*.json")) for each in json.loads(file.read_text())]
+    return _conclude(verdicts, code, options)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Waits for the script, which gets the terminal's Ctrl-C itself. Passes SIGTERM on. Returns the exit code."""
+    handlers = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.terminate()),
+    }
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Namespace) -> int:
+    """Prints and writes the verdicts. Returns the exit code."""
+    audited = [each for each in verdicts if each["steps"]]
+    passed = bool(audited) and all(each["passed"] for each in audited)
+    for each in verdicts:
+        print(f"stepcheck: {each['engine']}: {each['summary']}", flush=True)
+    if not audited:
+        print("stepcheck: no step was audited, so this run proves nothing", file=sys.stderr, flush=True)
+    result = {"passed": passed, "exit_code": code, "command": options.command, "engines": verdicts}
+    if options.json:
+        write_json(options.json, result)
+    if options.junit:
+        write_junit(options.junit, result)
+    return code if passed else code or 1
+
+
+def _refuse(message: str) -> int:
+    print(f"stepcheck run: {message}", file=sys.stderr)
+    return 2
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
