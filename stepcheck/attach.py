@@ -5,6 +5,7 @@
 
 import atexit
 import gc
+import importlib
 import importlib.abc
 import importlib.util
 import json
@@ -63,6 +64,8 @@ class Attached:
 
     def patch_torch(self, torch: Any) -> None:
         """Notes each optimizer that is built, and watches clipping and loss scaling."""
+        importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
+        importlib.import_module("stepcheck.engines.plain").watch()
         initialize, attached = torch.optim.Optimizer.__init__, self
 
         @wraps(initialize)
@@ -98,9 +101,7 @@ class Attached:
         """Starts an audit, unless its engine cannot be audited."""
         from stepcheck.audit import audit
         from stepcheck.engines import NotAuditable
-        from stepcheck.engines.plain import watch
 
-        watch()
         try:
             started = audit(*args, **self.options, on_fault=self.on_fault, **kwargs)
         except NotAuditable as error:

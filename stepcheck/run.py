@@ -67,9 +67,10 @@ def run(options: argparse.Namespace) -> int:
         if found is None:
             return _refuse(f"SCRIPT: {program or 'it'} is missing; give a .py file, or a launcher such as torchrun")
         command = [found, *command[1:]]
-    for file in (options.json, options.junit):
+    for flag in ("json", "junit"):
+        file = getattr(options, flag)
         if file is not None and file.is_dir():
-            return _refuse(f"{file} is a folder; give a file")
+            return _refuse(f"--{flag}: {file} is a folder; give a file")
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         settings = {
             "reports": folder,

@@ -18,6 +18,15 @@ they cover every element in time."""
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adamax", "Adadelta", "Rprop", "ASGD")
 """Classes of torch.optim whose update of an element depends on no other element."""
 
+
+def _own_step(kind: Any) -> Callable[[Any], Any]:
+    """Returns the step of a class of torch.optim without the hooks that torch adds when an optimizer is built."""
+    return kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
+
+
+STEPS = {name: _own_step(getattr(torch.optim, name)) for name in ELEMENTWISE}
+"""The steps of torch's classes as they are when this module is imported, before a script or an engine replaces them."""
+
 Report = Callable[[Kind, Tensor, Callable[[], str]], None]
 """Takes the kind of some values, the shares of their tolerances that errors use, and what words them."""
 
@@ -96,8 +105,7 @@ class UpdateCheck:
             if state:
                 optimizer.state[each.copy] = state
         with torch.no_grad():
-            # The unwrapped step calls no hooks, neither of the class nor of an audit.
-            getattr(self.kind.step, "__wrapped__", self.kind.step)(optimizer)
+            STEPS[self.kind.__name__](optimizer)
         self.expected_state = optimizer.state
 
     def end(self, optimizer: Any, report: Report) -> None:

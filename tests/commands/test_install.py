@@ -53,7 +53,7 @@ def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Pat
     assert_ok(subprocess.run(command, capture_output=True, text=True))
     (packages,) = tmp_path.glob("lib/python*/site-packages")
     (names,) = packages.glob("*.dist-info/top_level.txt")
-    assert names.read_text().split() == ["cifar_module", "cifar_zero", "datamodule"]
+    assert names.read_text().split() == ["cifar_module", "cifar_zero", "datamodule", "stepcheck"]
     command = [sys.executable, "-c", IMPORTS, str(packages)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert_ok(done)

@@ -1,0 +1,281 @@
+"""Faults to plant into an engine, a script or torch. Each takes a MonkeyPatch, which takes the fault out again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Patch = pytest.MonkeyPatch
+
+
+def wrap(patch: Patch, owner: Any, name: str, broken: Callable[..., Any]) -> None:
+    """Replaces a method by a function whose first argument is the original method."""
+    method = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **options: broken(method, *args, **options))
+
+
+def once_in(step: int) -> Callable[[], bool]:
+    """Returns a function that is true at its call number `step`."""
+    calls = itertools.count(1)
+    return lambda: next(calls) == step
+
+
+def engine_class() -> Any:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return DeepSpeedEngine
+
+
+def zero_2_class() -> Any:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    return DeepSpeedZeroOptimizer
+
+
+def loss_halved(patch: Patch) -> None:
+    wrap(patch, engine_class(), "backward", lambda real, self, loss, **more: real(self, 0.5 * loss, **more))
+
+
+def loss_slightly_off(patch: Patch) -> None:
+    wrap(patch, engine_class(), "backward", lambda real, self, loss, **more: real(self, 1.0001 * loss, **more))
+
+
+def second_micro_batch_lost(patch: Patch) -> None:
+    def backward(real: Any, self: Any, loss: Any, **more: Any) -> Any:
+        return real(self, loss * (self.micro_steps % 2 != 1), **more)
+
+    wrap(patch, engine_class(), "backward", backward)
+
+
+def one_bucket_not_reduced(patch: Patch) -> None:
+    first = once_in(1)
+    wrap(patch, zero_2_class(), "average_tensor", lambda real, *args, **more: None if first() else real(*args, **more))
+
+
+def gradients_of_one_rank_doubled(patch: Patch) -> None:
+    def average(real: Any, self: Any, tensor: Any, *args: Any, **more: Any) -> Any:
+        if dist.get_rank() == 1:
+            tensor.mul_(2)
+        return real(self, tensor, *args, **more)
+
+    wrap(patch, zero_2_class(), "average_tensor", average)
+
+
+def not_clipped(patch: Patch) -> None:
+    def unscale(real: Any, self: Any, groups: Any, norm: Any, *args: Any) -> Any:
+        return real(self, groups, torch.zeros(()), *args)
+
+    wrap(patch, zero_2_class(), "unscale_and_clip_grads", unscale)
+
+
+def clipped_by_local_norm(patch: Patch) -> None:
+    def norm(real: Any, self: Any, gradients: Any, *args: Any, **more: Any) -> Any:
+        return torch.stack([gradient.float().norm() for gradient in gradients]).norm()
+
+    wrap(patch, zero_2_class(), "get_grad_norm_direct", norm)
+
+
+def decay_lost(patch: Patch) -> None:
+    def step(real: Any, self: Any, group: int) -> None:
+        for each in self.optimizer.param_groups:
+            each["weight_decay"] = 0.0
+        real(self, group)
+
+    wrap(patch, zero_2_class(), "_optimizer_step", step)
+
+
+def decay_on_all_from_the_start(patch: Patch) -> None:
+    def start(real: Any, self: Any, args: Any, model: Any, optimizer: Any = None, *others: Any, **more: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.1
+        real(self, args, model, optimizer, *others, **more)
+
+    wrap(patch, engine_class(), "__init__", start)
+
+
+def rate_changed_in_the_step(patch: Patch) -> None:
+    def step(real: Any, self: Any, group: int) -> None:
+        for each in self.optimizer.param_groups:
+            each["lr"] *= 1.01
+        real(self, group)
+
+    wrap(patch, zero_2_class(), "_optimizer_step", step)
+
+
+def schedule_steps_per_micro_batch(patch: Patch) -> None:
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        if not self.is_gradient_accumulation_boundary():
+            self.lr_scheduler.step()
+        return real(self, *args, **more)
+
+    wrap(patch, engine_class(), "step", step)
+
+
+def one_partition_not_updated(patch: Patch) -> None:
+    def step(real: Any, self: Any, group: int) -> None:
+        before = [target.detach().clone() for target in self.single_partition_of_fp32_groups]
+        real(self, group)
+        if dist.get_rank() == 1:
+            for target, old in zip(self.single_partition_of_fp32_groups, before, strict=True):
+                target.data.copy_(old)
+
+    wrap(patch, zero_2_class(), "_optimizer_step", step)
+
+
+def update_without_bias_correction(patch: Patch) -> None:
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        for state in self.state.values():
+            if "step" in state:
+                state["step"] = torch.tensor(1e9)
+        return real(self, *args, **more)
+
+    wrap(patch, torch.optim.AdamW, "step", step)
+
+
+def state_lost_between_steps(patch: Patch) -> None:
+    third = once_in(3)
+
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        result = real(self, *args, **more)
+        if third():
+            for state in self.optimizer.state.values():
+                state["exp_avg"].zero_()
+        return result
+
+    wrap(patch, zero_2_class(), "step", step)
+
+
+def master_weights_rewritten(patch: Patch) -> None:
+    second = once_in(2)
+
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        result = real(self, *args, **more)
+        if second():
+            for target in self.single_partition_of_fp32_groups:
+                target.data.mul_(1.001)
+        return result
+
+    wrap(patch, zero_2_class(), "step", step)
+
+
+def weights_stale_on_one_rank(patch: Patch) -> None:
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        before = [flat.clone() for flat in self.bit16_groups_flat]
+        result = real(self, *args, **more)
+        if dist.get_rank() == 1:
+            for flat, old in zip(self.bit16_groups_flat, before, strict=True):
+                flat.copy_(old)
+        return result
+
+    wrap(patch, zero_2_class(), "step", step)
+
+
+def module_changed_by_the_engine(patch: Patch) -> None:
+    def start(real: Any, self: Any, args: Any, model: Any, *others: Any, **more: Any) -> None:
+        head = model.bias
+        head.forward = lambda inputs: 1.01 * type(head).forward(head, inputs)
+        real(self, args, model, *others, **more)
+
+    wrap(patch, engine_class(), "__init__", start)
+
+
+def untied_by_the_engine(patch: Patch) -> None:
+    def start(real: Any, self: Any, args: Any, model: Any, *others: Any, **more: Any) -> None:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
+        real(self, args, model, *others, **more)
+
+    wrap(patch, engine_class(), "__init__", start)
+
+
+def batch_norm_frozen(patch: Patch) -> None:
+    def forward(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        result = real(self, *args, **more)
+        for buffer, old in kept:
+            buffer.data.copy_(old)
+        return result
+
+    wrap(patch, engine_class(), "forward", forward)
+
+
+def shard_changed_by_zero_3(patch: Patch) -> None:
+    """ZeRO 3 changes a shard when it frees the whole parameter."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    def release(real: Any, self: Any, param: Any, *args: Any, **more: Any) -> None:
+        real(self, param, *args, **more)
+        if param.dim() > 1:
+            param.ds_tensor.mul_(1.0001)
+
+    wrap(patch, PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__release_param", release)
+
+
+def gradients_scaled_in_zero_3(patch: Patch) -> None:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    def unscale(real: Any, self: Any, group: int, norm: Any, *args: Any) -> None:
+        real(self, group, norm, *args)
+        self.fp32_partitioned_groups_flat[group].grad.mul_(1.00001)
+
+    wrap(patch, DeepSpeedZeroOptimizer_Stage3, "unscale_and_clip_grads", unscale)
+
+
+def all_reduce_of_ddp_left_out(patch: Patch) -> None:
+    """DDP does not reduce the gradients of a backward pass, as if it ran under `no_sync`."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    def forward(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        with self.no_sync():
+            return real(self, *args, **more)
+
+    wrap(patch, DistributedDataParallel, "forward", forward)
+
+
+def ddp_weights_drift(patch: Patch) -> None:
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        result = real(self, *args, **more)
+        if dist.get_rank() == 1:
+            for group in self.param_groups:
+                for each in group["params"]:
+                    each.data.mul_(1 + 1e-6)
+        return result
+
+    wrap(patch, torch.optim.AdamW, "step", step)
+
+
+def gradient_zeroed_before_the_step(patch: Patch) -> None:
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        self.param_groups[0]["params"][1].grad.zero_()
+        return real(self, *args, **more)
+
+    wrap(patch, torch.optim.AdamW, "step", step)
+
+
+def gradients_multiplied(patch: Patch) -> None:
+    """The script multiplies all gradients by more than 1, which no clipping does."""
+
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.mul_(2.0)
+        return real(self, *args, **more)
+
+    wrap(patch, torch.optim.AdamW, "step", step)
+
+
+def rate_restarts(patch: Patch) -> None:
+    """A schedule goes on, and the engine updates with the first rate."""
+
+    def step(real: Any, self: Any, group: int) -> None:
+        for each in self.optimizer.param_groups:
+            each["lr"] = each["initial_lr"]
+        real(self, group)
+
+    wrap(patch, zero_2_class(), "_optimizer_step", step)

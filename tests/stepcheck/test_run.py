@@ -1,0 +1,113 @@
+"""`stepcheck run` as a user runs it: on a script that knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "tests/stepcheck/loop.py"
+
+PLANT = """
+import torch
+step = torch.optim.AdamW.step
+def broken(self, *args, **more):
+    self.param_groups[0]["params"][1].grad.mul_(3)
+    return step(self, *args, **more)
+torch.optim.AdamW.step = broken
+"""
+
+
+def stepcheck(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    command = [sys.executable, "-m", "stepcheck", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_a_healthy_script_keeps_its_exit_code_and_output(tmp_path: Path) -> None:
+    report, junit = tmp_path / "new" / "verdict.json", tmp_path / "junit.xml"
+    done = stepcheck("run", "--json", str(report), "--junit", str(junit), SCRIPT, "--accumulate", "2", "--clip", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("loss ")
+    (engine,) = json.loads(report.read_text())["engines"]
+    assert engine["steps"] == 3
+    assert engine["coverage"] == 1
+    assert engine["findings"] == []
+    assert f"stepcheck: plain PyTorch: {engine['summary']}" in done.stdout
+    assert ElementTree.parse(junit).getroot().attrib["failures"] == "0"
+
+
+@pytest.mark.distributed
+def test_the_first_fault_ends_all_ranks(tmp_path: Path) -> None:
+    """A sitecustomize.py of the user's runs too: here it plants the fault."""
+    (tmp_path / "sitecustomize.py").write_text(PLANT)
+    report, junit = tmp_path / "verdict.json", tmp_path / "junit.xml"
+    launcher = ["torchrun", "--nproc_per_node", "2", "--master_port", "0"]
+    options = ["--json", str(report), "--junit", str(junit)]
+    done = stepcheck("run", *options, *launcher, SCRIPT, "--engine", "ddp", "--steps", "50", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "stepcheck: step 1: the gradient of conv.weight is 3 times what autograd computed" in done.stdout
+    (engine,) = json.loads(report.read_text())["engines"]
+    assert engine["findings"][0]["step"] == 1
+    (failure,) = ElementTree.parse(junit).getroot().iter("failure")
+    assert "conv.weight" in failure.attrib["message"]
+    assert "torchrun" in str(failure.text)
+
+
+def test_keep_going_lets_the_script_end(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PLANT)
+    done = stepcheck("run", "--keep_going", SCRIPT, path=tmp_path)
+    assert done.returncode == 1
+    assert "loss " in done.stdout
+    assert "3 steps audited" in done.stdout
+
+
+def test_a_script_without_an_audited_step_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("import torch\nprint(torch.ones(1))\n")
+    done = stepcheck("run", str(tmp_path / "nothing.py"))
+    assert done.returncode == 1
+    assert "no step was audited" in done.stderr
+
+
+def test_the_scripts_own_failure_is_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit(7)\n")
+    assert stepcheck("run", str(tmp_path / "fails.py")).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "SCRIPT"),
+        (["nowhere.py"], "nowhere.py is not a file"),
+        (["nolauncher", "train.py"], "nolauncher"),
+        (["--every", "0", SCRIPT], "--every"),
+        (["--json", ".", SCRIPT], "--json"),
+        (["--unknown", SCRIPT], "--unknown"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], says: str) -> None:
+    done = stepcheck("run", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 4  # argparse prints the usage above
+
+
+def test_the_library_knows_nothing_of_the_other_package_and_starts_without_torch() -> None:
+    """No module of stepcheck imports what only the other package needs, and the command parses without torch."""
+    unwanted = ("cifar_zero", "cifar_module", "datamodule", "lightning", "torchvision", "jsonargparse", "rich")
+    for path in (ROOT / "stepcheck").rglob("*.py"):
+        words = [
+            line.split() for line in path.read_text().splitlines() if line.lstrip().startswith(("import ", "from "))
+        ]
+        assert not [word[1] for word in words if word[1].split(".")[0] in unwanted], path
+    code = "import sys, stepcheck.__main__, stepcheck.attach; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,64 @@
+"""Sketches are linear, and their rounding is what the tolerances assume."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from stepcheck.bounds import SKETCH_EPS
+from stepcheck.sketch import PERIOD, WIDTH, K, project
+
+
+def normal(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("size", [1, 5, WIDTH - 1, WIDTH, 3 * WIDTH + 7, 300 * WIDTH + 11])
+def test_sketches_of_the_parts_add_up(size: int, exact: bool) -> None:
+    values = normal(size)
+    cuts = sorted({0, size // 3, size // 2, size - 1, size})
+    parts = sum(
+        (project(values[a:b], a, exact) for a, b in itertools.pairwise(cuts)),
+        torch.zeros(K + 1, dtype=torch.float64),
+    )
+    tolerance = 1e-12 if exact else 6 * SKETCH_EPS
+    assert (parts - project(values, exact=True))[:K].abs().max() <= tolerance * values.norm()
+
+
+def test_signs_go_on_where_the_period_of_the_rows_ends() -> None:
+    values, start = normal(4 * WIDTH), (PERIOD - 2) * WIDTH
+    parts = project(values[: 2 * WIDTH], start, True) + project(values[2 * WIDTH :], start + 2 * WIDTH, True)
+    assert torch.allclose(parts[:K], project(values, start, True)[:K], rtol=1e-12, atol=0)
+    assert torch.equal(project(values[2 * WIDTH :], start + 2 * WIDTH, True), project(values[2 * WIDTH :], 0, True))
+
+
+def test_rounding_of_a_sketch_is_as_assumed() -> None:
+    errors = []
+    for seed in range(20):
+        values = normal(40 * WIDTH, seed)
+        errors.append((project(values) - project(values[1:], 1) - project(values[:1]))[:K] / values.norm())
+    deviation = float(torch.stack(errors).square().mean().sqrt())
+    assert SKETCH_EPS / 20 < deviation < SKETCH_EPS
+
+
+def test_a_changed_element_changes_the_sketch() -> None:
+    values = normal(9 * WIDTH)
+    changed = values.clone()
+    changed[5 * WIDTH + 3] *= 1 + 1e-6
+    assert (project(changed, exact=True) - project(values, exact=True))[:K].abs().min() > 1e-12 * values.norm()
+
+
+def test_the_norm_is_estimated_from_the_rows() -> None:
+    values = normal(300 * WIDTH)
+    assert float(project(values)[K].sqrt()) == pytest.approx(float(values.norm()), rel=0.02)
+    assert float(project(values[:100])[K].sqrt()) == pytest.approx(float(values[:100].norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_are_sketched_without_further_rounding(dtype: torch.dtype) -> None:
+    values = normal(20 * WIDTH).to(dtype)
+    error = (project(values) - project(values.double(), exact=True))[:K].abs().max()
+    assert error <= 6 * SKETCH_EPS * values.double().norm()
