@@ -5,7 +5,7 @@ that the `class_path` of any mapping names.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -102,14 +102,25 @@ def check(tree: Any, what: str) -> None:
             if not isinstance(value, (list, dict)):
                 continue
         if isinstance(value, dict):
-            for key in NAMES_CODE:
-                if key in value:
-                    raise UsageError(f"{what}: {name} has {key}, which names code: give it on the command line")
+            for key in value:
+                for word in str(key).split("."):  # jsonargparse divides dotted keys
+                    if word in NAMES_CODE:
+                        where = name or key
+                        raise UsageError(f"{what}: {where} has {word}, which names code: give it on the command line")
             left += [(f"{name}.{key}".lstrip("."), inner, level + 1) for key, inner in value.items()]
         elif isinstance(value, (list, tuple)):
             left += [(name, inner, level + 1) for inner in value]
         elif value is not None and not isinstance(value, (bool, int, float)):
             raise UsageError(f"{what}: {name} is a {type(value).__name__}: write a number, a text, a list or a mapping")
+
+
+def texts(tree: Any) -> Iterator[str]:
+    """Yields all texts in plain data, except keys."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, (list, dict)):
+        for inner in tree.values() if isinstance(tree, dict) else tree:
+            yield from texts(inner)
 
 
 def is_plain(kind: Any) -> bool:
