@@ -71,10 +71,12 @@ def refuse_files(given: Mapping[str, str], leaves: Leaves) -> None:
     for option, value in given.items():
         if option in leaves and is_plain(leaves[option]._typehint):
             continue
+        tree: Any = value
         with suppress(YAMLError):
-            for text in (value, *plain_data.texts(load_yaml(value))):
-                if _is_file(text):
-                    raise UsageError(f"--{option}: the file {text} could name code: give the values that it contains")
+            tree = load_yaml(value)
+        for text in (value, *plain_data.texts(tree)):
+            if _is_file(text):
+                raise UsageError(f"--{option}: the file {text} could name code: give the values that it contains")
 
 
 def _imports_nothing(value: Any, kind: Any) -> bool:
