@@ -5,6 +5,7 @@ that the `class_path` of any mapping names.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,6 +19,7 @@ Plain = bool | int | float | str | list | dict | None
 """The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports the class or
 function that the value of an Any option names."""
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters but tab and newline
 NAMES_CODE = ("class_path", "init_args")  # keys that mark a class and its arguments for jsonargparse
 MOST_VALUES, MOST_LEVELS = 100_000, 20
 """The largest allowed number of values in a file, and of levels of nested lists or mappings. A recipe has far fewer of
@@ -83,16 +85,18 @@ def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> 
 
 
 def check(tree: Any, what: str) -> None:
-    """Raises UsageError unless `tree`, the content of a file, is plain data without the keys `class_path` and
-    `init_args`, by which jsonargparse would import code. Also raises UsageError if the tree is too large or nested too
-    deeply. The error message begins with `what`, which describes the file. A string is checked as a YAML value, because
-    jsonargparse parses strings as YAML."""
+    """Raises UsageError unless `tree`, the content of a file, is plain data without control characters, and without the
+    keys `class_path` and `init_args`, by which jsonargparse would import code. Also raises UsageError if the tree is
+    too large or nested too deeply. The error message begins with `what`, which describes the file. A string is checked
+    as a YAML value, because jsonargparse parses strings as YAML."""
     left, seen = [("", tree, 0)], 0
     while left:
         name, value, level = left.pop()
         seen += 1
         if seen > MOST_VALUES or level > MOST_LEVELS:
             raise UsageError(f"{what} has more than {MOST_VALUES:,} values, or more than {MOST_LEVELS} nested levels")
+        if CONTROL.search(f"{name} {value}" if isinstance(value, str) else name):
+            raise UsageError(f"{what}: {name} has control characters, which could change a terminal: remove them")
         if isinstance(value, str):
             try:
                 value = load_yaml(value)
