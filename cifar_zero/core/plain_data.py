@@ -96,7 +96,9 @@ def check(tree: Any, what: str) -> None:
         if seen > MOST_VALUES or level > MOST_LEVELS:
             raise UsageError(f"{what} has more than {MOST_VALUES:,} values, or more than {MOST_LEVELS} nested levels")
         if CONTROL.search(f"{name} {value}" if isinstance(value, str) else name):
-            raise UsageError(f"{what}: {name} has control characters, which could change a terminal: remove them")
+            raise UsageError(
+                f"{what}: {name or 'it'} has control characters, which could change a terminal: remove them"
+            )
         if isinstance(value, str):
             try:
                 value = load_yaml(value)
