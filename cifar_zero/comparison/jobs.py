@@ -132,7 +132,7 @@ def train_jobs(jobs: Mapping[Path, Variant], train: Train, folder: Path, sketche
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     environment, rank = dict(os.environ), rank_environment.global_rank()
-    if rank_environment.is_rank():
+    if rank_environment.by_local_launcher():
         collectives.connect(on_cpu=gpu_count() == 0)
 
     def train_and_check(flags: list[str], check: StepCheck) -> Verdict:
