@@ -27,8 +27,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
         def write() -> None:
             final.parent.mkdir(parents=True, exist_ok=True)
-            save(checkpoint, atomic.staged(final))
-            atomic.put_in_place(final)
+            with atomic.replacing(final) as new:
+                save(checkpoint, new)
 
         self.conclude(final, failure_of(write))
 

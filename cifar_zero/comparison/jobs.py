@@ -25,7 +25,7 @@ from cifar_zero.core import atomic
 from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import RunError
 from cifar_zero.core.hardware import gpu_count
-from cifar_zero.launch import rank_environment
+from cifar_zero.launch import collectives, rank_environment
 from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.outputs import OutputCheck
 from cifar_zero.step_check.recorded import Recorded
@@ -132,6 +132,8 @@ def train_jobs(jobs: Mapping[Path, Variant], train: Train, folder: Path, sketche
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
     environment, rank = dict(os.environ), rank_environment.global_rank()
+    if rank_environment.by_local_launcher():
+        collectives.connect(on_cpu=gpu_count() == 0)
 
     def train_and_check(flags: list[str], check: StepCheck) -> Verdict:
         os.environ.update(environment)  # Lightning removes WORLD_SIZE at the end of a run

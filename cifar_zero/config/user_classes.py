@@ -2,7 +2,7 @@
 FILE.py:NAME, their arguments, and a configuration of LightningCLI (--config)."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 from yaml import YAMLError
 
+from cifar_zero.config import file_arguments
 from cifar_zero.config.arguments import Arguments, read_arguments
+from cifar_zero.config.file_arguments import Leaves, Tree
 from cifar_zero.config.mistakes import refuse_mistyped
 from cifar_zero.config.placement import DeviceOptions, StrategyOptions
-from cifar_zero.config.settings import flat
 from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError, short
-from cifar_zero.core.plain_data import check, is_plain, load_yaml
+from cifar_zero.core.plain_data import load_yaml
 from cifar_zero.core.usage import nearest
 
 PARTS = ("module", "datamodule")
@@ -47,30 +48,30 @@ ONE_OPTIMIZER = (
 class Given:
     """The options of a command line, divided into options of the user's classes and options of train."""
 
-    theirs: dict[str, Any]  # options of the user's classes: module, module.lr, datamodule, ...
+    theirs: dict[str, str]  # options of the user's classes on the command line: module, module.lr, datamodule, ...
     ours: Arguments  # options of train
-    in_files: set[str]  # options of the user's classes that --config sets
+    files: dict[str, dict[str, Tree]]  # arguments in each file of --config, by file and by `module` or `datamodule`
 
 
 def read_given(flags: Sequence[str]) -> Given:
     """Returns the options of a command line that names a user's classes. Flags override the options of --config."""
     ours = read_arguments(flags)
-    options: dict[str, Any] = {}
+    theirs = {option: value for option, value in ours.options.items() if option.split(".")[0] in PARTS}
+    maths: dict[str, str] = {}
+    files = {}
     for file in ours.recipes:
-        options |= options_of_cli(file)
-    in_files = options.keys() - ours.options
-    options |= ours.options
-    theirs = {option: value for option, value in options.items() if option.split(".")[0] in PARTS}
-    ours.options = {option: value for option, value in options.items() if option not in theirs}
+        of_file, files[file] = options_of_cli(file)
+        maths |= of_file
+    ours.options = maths | {option: value for option, value in ours.options.items() if option not in theirs}
     ours.recipes = []
-    return Given(theirs, ours, in_files & theirs.keys())
+    return Given(theirs, ours, files)
 
 
-def options_of_cli(file: str) -> dict[str, Any]:
-    """Returns the options in a LightningCLI configuration: the arguments of the module and of the data module, and the
-    Trainer options in FROM_TRAINER. Class names in the file are not read, because a file may not load code. --module
-    and --datamodule name the classes. Raises UsageError if the file cannot be read, or if it configures the optimizer
-    or its scheduler."""
+def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
+    """Returns the content of a LightningCLI configuration: the Trainer options in FROM_TRAINER, and the arguments of
+    the module and of the data module as plain data, which are not checked yet. The names of these classes are not read,
+    because a file may not load code. --module and --datamodule name the classes. Raises UsageError if the file cannot
+    be read, or if it configures the optimizer or its scheduler."""
     what = f"--config {file}"
     try:
         config = load_yaml(Path(file).read_text())
@@ -78,22 +79,23 @@ def options_of_cli(file: str) -> dict[str, Any]:
         raise UsageError(f"{what} cannot be read: {short(error)}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{what} is not a configuration of LightningCLI: it has no sections")
-    options = {}
+    options: dict[str, str] = {}
+    arguments: dict[str, Tree] = {}
     for section, value in config.items():
         value = value or {}
-        if section in (*SECTIONS, "trainer") and not isinstance(value, dict):
+        name, dot, _ = str(section).partition(".")
+        if name in (*SECTIONS, "trainer") and (dot or not isinstance(value, dict)):
             raise UsageError(f"{what}: {section} is not a section with options")
         if section in ("optimizer", "lr_scheduler") and value:
             raise UsageError(f"{what}: {section} would replace configure_optimizers: move it into your module")
         if section in SECTIONS:
-            arguments = value.get("init_args") or {} if "class_path" in value else value
-            check(arguments, what)
-            for name, argument in flat(arguments).items():
-                text = argument if isinstance(argument, str) else json.dumps(argument)
-                options[f"{SECTIONS[section]}.{name}"] = text
+            given = value.get("init_args") or {} if "class_path" in value else value
+            if not isinstance(given, dict):
+                raise UsageError(f"{what}: {section}.init_args is not a section with options")
+            arguments[SECTIONS[section]] = given
         if section == "trainer":
             options |= {ours: str(value[name]) for name, ours in FROM_TRAINER.items() if value.get(name) is not None}
-    return options
+    return options, arguments
 
 
 def check_given(given: Given, needs_data: bool = True) -> None:
@@ -141,29 +143,34 @@ def instance(part: str, arguments: Given, build: bool = True) -> Any:
     given = {option: value for option, value in arguments.theirs.items() if option.startswith(f"{part}.")}
     user_class = user_code.load(name, f"--{part}")
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    known = [key.removeprefix(f"{part}.") for key in parser.add_class_arguments(user_class, part, fail_untyped=False)]
-    _refuse_code(parser, arguments)
+    parser.add_class_arguments(user_class, part, fail_untyped=False)
+    leaves = file_arguments.leaves_of(parser)
+    options: dict[str, str] = {}
+    for file, of_parts in arguments.files.items():
+        in_file = file_arguments.options_in(of_parts.get(part, {}), part, leaves)
+        left = {option: value for option, value in in_file.items() if option not in given}
+        _refuse_unknown(left, leaves, name)
+        file_arguments.check(left, leaves, f"--config {file}")
+        options |= {option: value if isinstance(value, str) else json.dumps(value) for option, value in left.items()}
+    file_arguments.refuse_files(given, leaves)
+    options |= given
     try:
-        parsed = parser.parse_args([f"--{option}={value}" for option, value in given.items()])
+        parsed = parser.parse_args([f"--{option}={value}" for option, value in options.items()])
     except (ArgumentError, TypeError, ValueError) as error:
-        for unknown in (option.removeprefix(f"{part}.") for option in given):
-            if unknown not in known:
-                meant = nearest(unknown, known, otherwise="" if known else "the class takes no arguments")
-                raise UsageError(f"--{part}.{unknown} is not an argument of {name}: {meant}") from error
-        refuse_mistyped(parser, given)
+        _refuse_unknown(options, leaves, name)
+        refuse_mistyped(parser, options)
         raise UsageError(short(error, 300)) from error
     return parser.instantiate_classes(parsed)[part] if build else user_class
 
 
-def _refuse_code(parser: ArgumentParser, arguments: Given) -> None:
-    """Raises UsageError if a file gives a string to an argument whose type is not plain data, because jsonargparse
-    (4.53) would import what the string names."""
-    for action in parser._actions:
-        value = arguments.theirs.get(action.dest)
-        kind = getattr(action, "_typehint", action.type)
-        is_text = isinstance(value, str) and isinstance(load_yaml(value), (str, list, dict))
-        if action.dest in arguments.in_files and is_text and not is_plain(kind):
-            raise UsageError(f"--{action.dest} in a file may not name code: give it on the command line")
+def _refuse_unknown(options: Mapping[str, Any], leaves: Leaves, user_class: str) -> None:
+    """Raises UsageError for the first option that sets no argument of the class, wholly or in part."""
+    for option in options:
+        if not any(f"{option}.".startswith(f"{leaf}.") or leaf.startswith(f"{option}.") for leaf in leaves):
+            argument = option.partition(".")[2]
+            known = [leaf.partition(".")[2] for leaf in leaves]
+            meant = nearest(argument, known, otherwise="" if known else "the class takes no arguments")
+            raise UsageError(f"--{option} is not an argument of {user_class}: {meant}")
 
 
 def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:

@@ -4,8 +4,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,20 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """Yields the path of a new, empty file, which replaces `final` at the end of the block. After an error the file is
+    removed. What has the path before is removed too. A link that another user has placed there is not followed."""
+    new = staged(final)
+    new.unlink(missing_ok=True)
+    os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # with O_EXCL, a link is an error
+    try:
+        yield new
+        put_in_place(final)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def put_in_place(final: Path) -> None:
@@ -77,11 +91,8 @@ def flush_to_disk(path: Path) -> None:
 
 def write(file: Path, content: bytes) -> None:
     """Writes a file completely or not at all. Raises OSError if it cannot be written."""
-    try:
-        staged(file).write_bytes(content)
-        put_in_place(file)
-    finally:
-        discard(staged(file))
+    with replacing(file) as new:
+        new.write_bytes(content)
 
 
 def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:

@@ -61,13 +61,15 @@ LOGGERS = (
 
 def say(message: str, *details: str) -> None:
     """Prints a line on standard error, followed by the details, each on an indented line."""
-    print(message, *details, sep="\n  ", file=sys.stderr, flush=True)
+    print(printable("\n  ".join((message, *details)), keep="\n\t"), file=sys.stderr, flush=True)
 
 
-def printable(text: str) -> str:
-    """Returns a text with its control characters escaped. Names that come from files could otherwise forge lines or
-    colour them."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+def printable(text: str, keep: str = "") -> str:
+    """Returns a text with its control characters escaped, except those in `keep`. Names that come from files could
+    otherwise forge lines or colour them."""
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def quieten() -> None:

@@ -3,6 +3,7 @@ printed only with --debug."""
 
 import argparse
 import atexit
+import io
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from cifar_zero.core import user_code
+from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped, UsageError, explain, short
 
 EXTRAS = ("optuna", "onnx", "onnxruntime", "onnxscript")  # packages that only the commands sweep and export need
@@ -37,6 +39,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with the message of argparse."""
         raise UsageError(f"{message} (--help lists all options)")
+
+
+class Unfailing(io.FileIO):
+    """A file that drops what it cannot write, for example a log on a full disk. A message that is lost must not end a
+    training."""
+
+    def write(self, content: Any) -> int | None:
+        try:
+            return super().write(content)
+        except OSError:
+            return len(content)
 
 
 def install() -> None:
@@ -74,13 +87,26 @@ def interrupt(number: int, frame: object) -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs a program's `main` and ends the process with the exit code of `guarded`.
+    """Runs a program's `main` and ends the process with the exit code of `guarded`, or with 1 if standard output could
+    not be written. Messages on standard error that cannot be written are dropped.
 
     If an error has left a process group of torch open, the process ends without the destructors of its libraries. With
     gloo, the destructors of torch 2.15 abort about one such process in ten, which then has the exit code 134.
     Destroying the group instead could hang, because other ranks may wait in a collective.
     """
+    if sys.stderr is sys.__stderr__:  # otherwise it is no file, as in a notebook
+        raw = Unfailing(sys.stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(raw), sys.stderr.encoding, "backslashreplace", line_buffering=True
+        )
     code = guarded(main)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more, and ends with 120
+        if not isinstance(error, BrokenPipeError):  # as after `| head`
+            say(f"error: standard output could not be written: {error.strerror}")
+        code = code or RunError.exit_code
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         atexit._run_exitfuncs()
@@ -100,15 +126,15 @@ def guarded(main: Callable[[], int]) -> int:
         return main()
     except Stopped as stop:
         ignore()  # the libraries take a moment to shut down
-        print(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}", file=sys.stderr)
+        say(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}")
         return stop.exit_code
     except Exception as error:
         if wants_traceback():
             traceback.print_exc()
         elif isinstance(error, (UsageError, RunError)):
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
         else:
-            print(f"error: {explain(error) or _unexplained(error)}", file=sys.stderr)
+            say(f"error: {explain(error) or _unexplained(error)}")
         return UsageError.exit_code if isinstance(error, UsageError) else RunError.exit_code
     finally:
         _guarded = False

@@ -5,7 +5,8 @@ that the `class_path` of any mapping names.
 """
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -18,6 +19,7 @@ Plain = bool | int | float | str | list | dict | None
 """The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports the class or
 function that the value of an Any option names."""
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters but tab and newline
 NAMES_CODE = ("class_path", "init_args")  # keys that mark a class and its arguments for jsonargparse
 MOST_VALUES, MOST_LEVELS = 100_000, 20
 """The largest allowed number of values in a file, and of levels of nested lists or mappings. A recipe has far fewer of
@@ -83,16 +85,20 @@ def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> 
 
 
 def check(tree: Any, what: str) -> None:
-    """Raises UsageError unless `tree`, the content of a file, is plain data without the keys `class_path` and
-    `init_args`, by which jsonargparse would import code. Also raises UsageError if the tree is too large or nested too
-    deeply. The error message begins with `what`, which describes the file. A string is checked as a YAML value, because
-    jsonargparse parses strings as YAML."""
+    """Raises UsageError unless `tree`, the content of a file, is plain data without control characters, and without the
+    keys `class_path` and `init_args`, by which jsonargparse would import code. Also raises UsageError if the tree is
+    too large or nested too deeply. The error message begins with `what`, which describes the file. A string is checked
+    as a YAML value, because jsonargparse parses strings as YAML."""
     left, seen = [("", tree, 0)], 0
     while left:
         name, value, level = left.pop()
         seen += 1
         if seen > MOST_VALUES or level > MOST_LEVELS:
             raise UsageError(f"{what} has more than {MOST_VALUES:,} values, or more than {MOST_LEVELS} nested levels")
+        if CONTROL.search(f"{name} {value}" if isinstance(value, str) else name):
+            raise UsageError(
+                f"{what}: {name or 'it'} has control characters, which could change a terminal: remove them"
+            )
         if isinstance(value, str):
             try:
                 value = load_yaml(value)
@@ -102,14 +108,25 @@ def check(tree: Any, what: str) -> None:
             if not isinstance(value, (list, dict)):
                 continue
         if isinstance(value, dict):
-            for key in NAMES_CODE:
-                if key in value:
-                    raise UsageError(f"{what}: {name} has {key}, which names code: give it on the command line")
+            for key in value:
+                for word in str(key).split("."):  # jsonargparse divides dotted keys
+                    if word in NAMES_CODE:
+                        where = name or key
+                        raise UsageError(f"{what}: {where} has {word}, which names code: give it on the command line")
             left += [(f"{name}.{key}".lstrip("."), inner, level + 1) for key, inner in value.items()]
         elif isinstance(value, (list, tuple)):
             left += [(name, inner, level + 1) for inner in value]
         elif value is not None and not isinstance(value, (bool, int, float)):
             raise UsageError(f"{what}: {name} is a {type(value).__name__}: write a number, a text, a list or a mapping")
+
+
+def texts(tree: Any) -> Iterator[str]:
+    """Yields all texts in plain data, except keys."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, (list, dict)):
+        for inner in tree.values() if isinstance(tree, dict) else tree:
+            yield from texts(inner)
 
 
 def is_plain(kind: Any) -> bool:

@@ -1,22 +1,31 @@
 """Reads the `cifar10` and `cifar100` sources, Krizhevsky's archives of 50,000 + 10,000 labelled images of 32 x 32
 pixels.
 
-torchvision checks and decodes the archives. It unpickles a file only if its MD5 is the published one, so no archive can
-run code.
+The files of an archive are pickled. A file is unpickled from memory, and only if the MD5 of these bytes is the
+published one, so no archive can run code. torchvision's classes have the published sums. They are not used to read the
+files, because torchvision (0.29) reads each file a second time after it has checked it.
 """
 
+import hashlib
+import pickle
 import socket
+import tarfile
+import zlib
+from collections.abc import Mapping
 from http.client import HTTPException
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 from urllib.error import URLError
 
+import numpy as np
 from torchvision.datasets import CIFAR10, CIFAR100
-from torchvision.datasets.utils import check_integrity, download_url, extract_archive
+from torchvision.datasets.utils import check_integrity, download_url
 
 from cifar_zero.config.settings import DataConfig
+from cifar_zero.core import atomic
 from cifar_zero.core.errors import RunError, short
 from cifar_zero.data import cache
+from cifar_zero.models import IMAGE_SHAPE
 
 TIMEOUT_S = 10.0  # time limit of connecting, and of each read
 
@@ -33,26 +42,52 @@ def build(config: DataConfig, directory: Path) -> None:
     """Finds or downloads the archive and decodes it. Raises DownloadError if the archive cannot be downloaded, and
     RunError if it does not contain the published files."""
     published = {"cifar10": CIFAR10, "cifar100": CIFAR100}[config.source]
-    splits = _read(published, config.root)
+    splits = _decoded(published, _extracted(published, Path(config.root)))
     if splits is None:
         archive = _obtain(config, published)
-        with TemporaryDirectory(dir=directory) as extracted:  # the root may be read-only
-            extract_archive(str(archive), extracted)
-            splits = _read(published, extracted)
+        splits = _decoded(published, _packed(published, archive))
         if splits is None:
             raise RunError(f"{archive} does not contain the published files of {published.__name__}: remove it")
-    for name, split in zip(("train", "test"), splits, strict=True):
-        images, labels = cache.allocate(directory, name, len(split))
-        images[:] = split.data.transpose(0, 3, 1, 2)  # from (N, 32, 32, 3)
-        labels[:] = split.targets
+    for name, batches in zip(("train", "test"), splits, strict=True):
+        images, labels = cache.allocate(directory, name, sum(len(batch["data"]) for batch in batches))
+        np.concatenate([batch["data"].reshape(-1, *IMAGE_SHAPE) for batch in batches], out=images)
+        labels[:] = [label for batch in batches for label in batch.get("labels") or batch["fine_labels"]]
 
 
-def _read(published: type[CIFAR10], root: str) -> list[CIFAR10] | None:
-    """Returns the training and test images of an extracted archive, or None if a file is missing or has a wrong MD5."""
+def _sums(published: type[CIFAR10]) -> list[dict[str, str]]:
+    """Returns the MD5 of each training file and of each test file, by their paths in the archive."""
+    lists = published.train_list, published.test_list
+    return [{f"{published.base_folder}/{name}": md5 for name, md5 in files} for files in lists]
+
+
+def _extracted(published: type[CIFAR10], root: Path) -> dict[str, bytes]:
+    """Returns the content of the files in an extracted archive, by their paths. Missing files are left out."""
+    paths = [path for sums in _sums(published) for path in sums if (root / path).is_file()]
+    return {path: (root / path).read_bytes() for path in paths}
+
+
+def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
+    """Returns the content of the files in an archive, by their paths. Files that cannot be read are left out."""
+    wanted, found = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
     try:
-        return [published(root, train=train) for train in (True, False)]
-    except RuntimeError:
-        return None
+        with tarfile.open(archive) as members:
+            for member in members:
+                if member.name in wanted and member.isreg():
+                    content = members.extractfile(member)
+                    assert content is not None  # a regular file
+                    found[member.name] = content.read()
+    except (tarfile.TarError, EOFError, zlib.error):
+        pass
+    return found
+
+
+def _decoded(published: type[CIFAR10], files: Mapping[str, bytes]) -> list[list[dict[str, Any]]] | None:
+    """Returns the training batches and the test batches, or None if a file is missing or has a wrong MD5."""
+    for sums in _sums(published):
+        for path, md5 in sums.items():
+            if hashlib.md5(files.get(path, b""), usedforsecurity=False).hexdigest() != md5:
+                return None
+    return [[pickle.loads(files[path], encoding="latin1") for path in sums] for sums in _sums(published)]
 
 
 def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
@@ -74,7 +109,7 @@ class DownloadError(RunError):
 
 
 def download(url: str, target: Path, md5: str, fix: str) -> None:
-    """Downloads `url` to `<target>.part` and renames it to `target` if its MD5 is right.
+    """Downloads `url` to `target` completely, if its MD5 is right, or not at all.
 
     Args:
         fix: end of the error message, which says what the user can do.
@@ -83,14 +118,12 @@ def download(url: str, target: Path, md5: str, fix: str) -> None:
         DownloadError: if the download fails.
         OSError: if the disk fails.
     """
-    part = target.with_name(f"{target.name}.part")
     default_timeout_s = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT_S)  # torchvision sets none, and a server that does not answer would block the run
     try:
-        download_url(url, str(part.parent), part.name, md5)
-        part.replace(target)
+        with atomic.replacing(target) as new:
+            download_url(url, str(new.parent), new.name, md5)
     except (URLError, HTTPException, ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
         raise DownloadError(f"cannot download {url}: {short(error)}; {fix}") from error
     finally:
         socket.setdefaulttimeout(default_timeout_s)
-        part.unlink(missing_ok=True)

@@ -48,13 +48,9 @@ def export(folder: Path, output: Path, trust: bool = False) -> None:
         tensors, missing = _read(folder, trust)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{folder} is not a complete DeepSpeed checkpoint: {type(error).__name__}: {error}") from error
-    staged = atomic.staged(output)
-    try:
-        safetensors.torch.save_file(tensors, staged, {"format": "pt"})
-        staged.chmod(folder.stat().st_mode & 0o666)  # safetensors (0.8.0) makes a file that only its owner can read
-        atomic.put_in_place(output)
-    finally:
-        atomic.discard(staged)
+    with atomic.replacing(output) as new:
+        safetensors.torch.save_file(tensors, new, {"format": "pt"})
+        new.chmod(folder.stat().st_mode & 0o666)  # safetensors (0.8.0) makes a file that only its owner can read
     print(f"{output}: {len(tensors)} tensors, {output.stat().st_size / 1e6:,.2f} MB")
     if missing:
         print(f"left out, because DeepSpeed stored no values for them: {', '.join(missing)}")

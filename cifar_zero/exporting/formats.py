@@ -162,14 +162,14 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
     content = read_with_delta(checkpoint, delta, trust)
     metadata = metadata_of(content, checkpoint.name)
     net, original = build(merged_weights(content), metadata, checkpoint)
-    side, tolerance, staged = original.inputs.side, 0.0, atomic.staged(output)
-    try:
+    side, tolerance = original.inputs.side, 0.0
+    with atomic.replacing(output) as new:
         if to == "onnx":
-            staged.write_bytes(_encode_onnx(net, metadata))
+            new.write_bytes(_encode_onnx(net, metadata))
             tolerance = ONNX_TOLERANCE
         else:
-            staged.write_bytes(encode(net.state_dict(), metadata))
-        written = load_export(staged, output.suffix)
+            new.write_bytes(encode(net.state_dict(), metadata))
+        written = load_export(new, output.suffix)
         generator = torch.Generator().manual_seed(0)
         for count in (1, 5):
             images = torch.rand(count, IMAGE_SHAPE[0], side, side, generator=generator) * 2 - 1
@@ -177,9 +177,6 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
             if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
                 most = (found - expected).abs().max().item()
                 raise RunError(f"the export does not reproduce the checkpoint: scores differ by up to {most:.2g}")
-        atomic.put_in_place(output)
-    finally:
-        atomic.discard(staged)
     parameters = sum(parameter.numel() for parameter in net.parameters())
     print(f"{output}: {metadata['model']}, {parameters:,} parameters, {output.stat().st_size / 1e6:,.2f} MB")
 

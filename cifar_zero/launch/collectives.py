@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero.config.run import Run
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import rank_environment
+from cifar_zero.launch.rank_environment import ADDRESS
 
 T = TypeVar("T")
 
@@ -64,15 +65,30 @@ def init_process_group(run: Run) -> list[Place]:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         say(f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1")
-    gpu = None if run.on_cpu else torch.device(device)
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-    patience = AFTER_AGENTS if rank_environment.by_torchrun() else START
-    # Without device_id torch (2.15) guesses the GPU of a barrier from the rank, and warns.
-    dist.init_process_group("gloo" if run.on_cpu else "nccl", timeout=patience, device_id=gpu)
+    connect(run.on_cpu)
     places = gather(place)
     _set_timeout(max(timedelta(seconds=run.placement.timeout), START))
     return places
+
+
+def connect(on_cpu: bool) -> None:
+    """Forms the default process group of all ranks.
+
+    On one computer, rank 0 listens on a local address only. By default, torch (2.15) listens on all addresses, where
+    other computers can change what the ranks exchange.
+    """
+    gpu = None if on_cpu else torch.device(f"cuda:{rank_environment.local_rank()}")
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    patience = AFTER_AGENTS if rank_environment.by_torchrun() else START
+    place: dict[str, Any] = {}
+    if rank_environment.by_local_launcher():
+        rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        listener = socket.create_server((ADDRESS, port), backlog=ranks).detach() if rank == 0 else None
+        store = TCPStore(ADDRESS, port, ranks, rank == 0, patience, master_listen_fd=listener)
+        place = {"store": store, "rank": rank, "world_size": ranks}
+    # Without device_id torch (2.15) guesses the GPU of a barrier from the rank, and warns.
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=patience, device_id=gpu, **place)
 
 
 def await_training(run: Run) -> None:

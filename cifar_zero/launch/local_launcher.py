@@ -24,12 +24,15 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import share_of_cores
 from cifar_zero.launch import rank_environment
+from cifar_zero.launch.rank_environment import ADDRESS
 
 _LIBC = ctypes.CDLL(None)  # loaded here, because it is too late after a fork
 
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl that kills a process with its parent (linux/prctl.h)
 
-ADDRESS = "127.0.0.1"
+LOOPBACK = "GLOO_SOCKET_IFNAME"
+"""Environment variable that names the network interface of gloo. By default, gloo listens on the address that this
+computer's name has, which other computers may reach."""
 
 POLL_SECONDS = 0.05  # time between two checks for ended ranks
 GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
@@ -97,7 +100,7 @@ def run_ranks(
 
 
 def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Path, flags: Sequence[str]) -> Rank:
-    environment = {**os.environ, **environment}
+    environment = {LOOPBACK: "lo", **os.environ, **environment}
     if cores:
         # Two ranks that each use all cores were measured 5 times slower than two ranks with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))

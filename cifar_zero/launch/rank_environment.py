@@ -24,6 +24,9 @@ RUN_FILE = "CIFAR_ZERO_RUN_FILE"
 """Environment variable that `local_launcher` sets for its ranks. It names the file into which rank 0 writes the path of
 the run folder for the launcher."""
 
+ADDRESS = "127.0.0.1"
+"""Address of the ranks that `local_launcher` starts, which other computers cannot reach."""
+
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the environment variables of this rank under torchrun's names, or no variables if no launcher started
@@ -76,6 +79,11 @@ def adopt() -> None:
     """Sets the environment variables of this rank under torchrun's names, if another launcher started this rank. torch,
     Lightning and DeepSpeed read them."""
     os.environ.update(variables())
+
+
+def by_local_launcher() -> bool:
+    """Returns whether `local_launcher` started this rank."""
+    return RUN_FILE in os.environ and is_rank()
 
 
 def by_torchrun() -> bool:

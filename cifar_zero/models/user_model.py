@@ -65,7 +65,7 @@ def register_user_model(name: str) -> None:
             continue
         default: Any = field(default_factory=partial(deepcopy, argument.default))
         # Other types, such as Callable, are not kept, because jsonargparse would import the object that a recipe names.
-        kind = argument.annotation if is_plain(argument.annotation) else type(argument.default)
+        kind = next(filter(is_plain, (argument.annotation, type(argument.default))), Plain)
         options.append((argument.name, Plain if kind is type(None) else kind, default))
     summary = (make.__doc__ or f"the model {name}").strip()
     space = {"__doc__": summary, "make": staticmethod(make), "takes_classes": takes_classes}

@@ -1,7 +1,9 @@
 """Tests a checkpoint of any strategy on one device, with the metrics that its run computes at the end; see --help."""
 
 import argparse
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -13,10 +15,13 @@ from cifar_zero.config.arguments import Arguments, read_arguments
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import owner_of
-from cifar_zero.core.console import command, quieten
+from cifar_zero.core.console import command, quieten, say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training import DATAMODULE, MODULE
 from cifar_zero.training.resolve import make_run, resolve_devices
+
+PLACES = ("data.root", "data.url", "data.cache")
+"""Options that are not taken from a checkpoint, because its author could name any server and any folder."""
 
 
 def main() -> int:
@@ -25,8 +30,8 @@ def main() -> int:
         prog=command("evaluate"),
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train> VALUE ...]",
         description="Tests a checkpoint of any strategy on one device.",
-        epilog="Uses the data and the model of the run, in float32; options of train override them, "
-        "for example --data.root DIR or --accelerator cpu. If the run averaged its weights, the averages are tested; "
+        epilog="Uses the data and the model of the run, in float32, but not its --data.root, --data.url and "
+        "--data.cache; options of train override them. If the run averaged its weights, the averages are tested; "
         "--ema 0 --swa_from 0 tests the newest weights.",
         allow_abbrev=False,
     )
@@ -50,9 +55,10 @@ def main() -> int:
     return 0
 
 
-def _run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None) -> Run:
-    """Returns the run that tests a checkpoint: with the data options and the recipe of the checkpoint, on one device,
-    and with the default placement. Raises UsageError if the checkpoint has no recipe.
+def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
+    """Returns the run that tests a checkpoint: with the data options (except PLACES) and the recipe of the checkpoint,
+    on one device, and with the default placement. Raises UsageError if the checkpoint has no recipe, or if the user
+    must name the folder of the images.
 
     Args:
         checkpoint: The checkpoint. Its recipe is read from its run folder, or from the checkpoint itself.
@@ -64,11 +70,20 @@ def _run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None) 
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
     kept = {flag: value for flag, value in options.items() if flag.startswith("data.") or owner_of(flag) == "recipe"}
+    root, *_ = (kept.pop(flag, "") for flag in PLACES)
     settings = command_line.settings_of_arguments(given, lambda _: kept)
+    data = settings.data
+    if data.source == "auto":  # which would test a model of CIFAR-10 on digits where CIFAR-10 is not available
+        data = replace(data, source="cifar10")
+    if "data.root" not in settings.named and os.path.abspath(root) != os.path.abspath(data.root):
+        if data.source == "folder":
+            raise UsageError(f"--data.root DIR is missing: the run's images were in {root}")
+        if data.source in ("cifar10", "cifar100"):
+            say(f"The images are read from {data.root}, not from the run's {root}: --data.root names another folder.")
     model = settings.recipe.model
     if "ep_size" in model.options:  # number of ranks over which the experts were distributed
         model = Choice(model.name, {**model.options, "ep_size": 1})
-    return make_run(resolve_devices(settings.changed(model=model, trainer={}, devices=1)))
+    return make_run(resolve_devices(settings.changed(data=data, model=model, trainer={}, devices=1)))
 
 
 def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -86,7 +101,7 @@ def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None 
     from cifar_zero.training.results import print_test_table, test_metrics
 
     quieten()
-    run = _run_of(checkpoint, given, content)
+    run = run_of(checkpoint, given, content)
     content = content or read(checkpoint, given.consent.trust)
     if RECORD in content:
         check_classes(run.data, content[RECORD], checkpoint)

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.core import atomic
+from cifar_zero.exporting import formats
+from tests.exporting.made_up import write_checkpoint
 from tests.support.helpers import ROOT, WHOLE
 
 WRITER = """
@@ -70,3 +74,29 @@ def test_json_is_written_whole_and_without_nan(tmp_path: Path):
     assert json.loads(file.read_text())["loss"] is None  # the old file is still there
     atomic.write_json(file, {"loss": 1})
     assert list(tmp_path.iterdir()) == [file]
+
+
+def a_checkpoint(file: Path) -> Path:
+    write_checkpoint(file)
+    return file
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "a file": lambda file: atomic.write(file, b"new"),
+    "JSON": lambda file: atomic.write_json(file, {"a": 1}),
+    "a checkpoint": lambda file: AtomicCheckpointIO().save_checkpoint({"a": 1}, file),
+    "an export": lambda file: formats.export(a_checkpoint(file.with_name("from.ckpt")), file, "safetensors"),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_planted_link_is_not_followed(write: Callable[[Path], object], tmp_path: Path):
+    """Another user has placed it where the file is written before it is renamed."""
+    final, target = tmp_path / "new.safetensors", tmp_path / "target"
+    target.write_text("mine")
+    for planted in (atomic.staged(final), final):
+        planted.symlink_to(target)
+    write(final)
+    assert final.is_file()
+    assert not final.is_symlink()
+    assert target.read_text() == "mine"

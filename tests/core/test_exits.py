@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cifar_zero.core import exits
-from tests.support.helpers import run_program
+from tests.support.helpers import ROOT, run_program
 
 DURING_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
 
@@ -25,3 +29,40 @@ def test_a_background_job_of_a_script_still_ignores_ctrl_c(signal_handlers: None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exits.install()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+PROGRAM = """
+import logging, sys
+from cifar_zero.core import console, exits
+from cifar_zero.core.errors import RunError
+
+def main():
+    for _ in range(3):
+        console.say("a message")
+    print("another message" * 10_000, file=sys.stderr)
+    logging.warning("a warning")
+    {last}
+    return 0
+
+exits.install()
+exits.run(main)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize(
+    ("full", "last", "code", "printed"),
+    [
+        ("stderr", "print('result')", 0, "result\n"),
+        ("stderr", "raise RunError('x')", 1, ""),
+        ("stdout", "print('result')", 1, "error: standard output could not be written: No space left on device\n"),
+    ],
+)
+def test_a_full_disk_under_a_log_does_not_end_a_program(full: str, last: str, code: int, printed: str):
+    """The result of a program is not lost in silence."""
+    with open("/dev/full", "w") as disk:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: disk}
+        program = [sys.executable, "-c", PROGRAM.format(last=last)]
+        environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+        done = subprocess.run(program, cwd=ROOT, env=environment, text=True, **streams)
+    assert (done.returncode, (done.stdout or done.stderr or "")[-len(printed) or None :]) == (code, printed)

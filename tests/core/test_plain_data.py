@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.core import plain_data
+from cifar_zero.core import exits, plain_data
 from cifar_zero.core.errors import UsageError
 
 
@@ -30,3 +30,11 @@ def test_json_that_names_code_is_refused(tmp_path: Path):
     (tmp_path / "file.json").write_text('{"optimizer": {"init_args": 1}}')
     with pytest.raises(UsageError, match="optimizer has init_args, which names code"):
         plain_data.read_json(tmp_path / "file.json", "--ds_config")
+
+
+@pytest.mark.parametrize("tree", [{"name": "\x1b[2Ja"}, {"a": [{"b\r": 1}]}, ["\x9b31m"], {"a": '{b: "\\e[1m"}'}])
+def test_escape_sequences_of_a_file_do_not_reach_the_terminal(tree: Any, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(UsageError, match="control characters") as raised:
+        plain_data.check(tree, "metrics.json")
+    exits.guarded(lambda: plain_data.check(tree, "metrics.json") or 0)
+    assert capsys.readouterr().err.strip().isprintable(), raised.value

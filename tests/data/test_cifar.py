@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,21 +65,65 @@ def test_the_extracted_folder_is_used_where_its_sums_are_right(tmp_path: Path, m
     assert data.prepare(config) == "cifar10"
 
 
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
 def test_files_that_are_not_the_published_ones_are_refused_whatever_the_sum_of_their_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    class Hostile:
-        def __reduce__(self) -> tuple[object, ...]:
-            return os.mkdir, (str(tmp_path / "evil"),)
-
     files = cifar_files(10)
     publish(files, CIFAR10, monkeypatch)
-    hostile = pickle.dumps({"data": Hostile()})
+    hostile = pickle.dumps({"data": Hostile(tmp_path / "evil")})
     without_one = {name: content for name, content in files.items() if not name.endswith("data_batch_5")}
-    for wrong in (files | {f"{FOLDER}/test_batch": hostile}, files | {f"{FOLDER}/batches.meta": hostile}, without_one):
-        archive = tar_gz(wrong)
-        (tmp_path / ARCHIVE).write_bytes(archive)
-        monkeypatch.setattr(CIFAR10, "tgz_md5", md5(archive))
+    for wrong in (tar_gz(files | {f"{FOLDER}/test_batch": hostile}), tar_gz(without_one), tar_gz(files)[:-2000], b"no"):
+        (tmp_path / ARCHIVE).write_bytes(wrong)
+        monkeypatch.setattr(CIFAR10, "tgz_md5", md5(wrong))
         with pytest.raises(RunError, match="does not contain the published files of CIFAR10"):
             data.prepare(DataConfig("cifar10", root=str(tmp_path)))
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_files_that_change_after_their_check_are_not_unpickled(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another process replaces the files as soon as a number of checksums has been computed."""
+    files = cifar_files(10)
+    publish(files, CIFAR10, monkeypatch)
+    hostile = dict.fromkeys(files, pickle.dumps({"data": Hostile(tmp_path / "evil"), "labels": []}))
+    left = 0
+
+    def place(content: dict[str, bytes], root: Path) -> None:
+        if packed:
+            (root / ARCHIVE).write_bytes(tar_gz(content))
+        else:
+            write(content, root)
+
+    class Sum:
+        def __init__(self, content: bytes = b"", **options: Any) -> None:
+            self.sum = hashlib_md5(content, **options)
+            self.update = self.sum.update
+
+        def hexdigest(self) -> str:
+            nonlocal left
+            left -= 1
+            if not left:
+                place(hostile, root)
+            return self.sum.hexdigest()
+
+    hashlib_md5 = hashlib.md5
+    monkeypatch.setattr(hashlib, "md5", Sum)
+    for count in range(1, 9):
+        root, left = tmp_path / str(count), count
+        root.mkdir()
+        place(files, root)
+        with suppress(RunError):
+            data.prepare(DataConfig("cifar10", root=str(root), url="http://127.0.0.1:9/archive"))
     assert not (tmp_path / "evil").exists()

@@ -13,6 +13,7 @@ from torchvision.datasets import CIFAR10
 
 from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
+from cifar_zero.core import atomic
 from cifar_zero.data.cifar import DownloadError, download
 from tests.data.archives import ArchiveServer, cifar_files, md5, publish, tar_gz
 
@@ -51,9 +52,17 @@ def test_four_runs_with_two_caches_download_once(tmp_path: Path, serve: Serve, m
     assert server.tries == 1
 
 
-def test_a_wrong_file_is_refused_and_leaves_nothing(tmp_path: Path, serve: Serve):
-    """This also holds if a killed run has left a part of a file."""
-    (tmp_path / "archive.part").write_bytes(b"x")
+@pytest.mark.parametrize("link", [False, True])
+def test_a_wrong_file_is_refused_and_leaves_nothing(link: bool, tmp_path: Path, serve: Serve):
+    """This also holds if a killed run has left a part of a file, or if another user has placed a link there."""
+    target, archive = tmp_path / "target", tmp_path / "folder" / "archive"
+    target.write_text("mine")
+    archive.parent.mkdir()
+    if link:
+        atomic.staged(archive).symlink_to(target)
+    else:
+        atomic.staged(archive).write_bytes(b"x")
     with pytest.raises(DownloadError, match=r"File not found or corrupted\.; fix$"):
-        download(serve(b"wrong").url, tmp_path / "archive", md5(b"right"), "fix")
-    assert not list(tmp_path.iterdir())
+        download(serve(b"wrong").url, archive, md5(b"right"), "fix")
+    assert target.read_text() == "mine"
+    assert not list(archive.parent.iterdir())

@@ -44,7 +44,7 @@ def test_every_command_sees_the_images_that_were_trained_on(tmp_path: Path):
         expected = net(seen).softmax(1)
     accuracy = (expected.argmax(1) == torch.tensor([0] * 5 + [1] * 5)).double().mean().item()
     assert metrics_of(folder)["test/acc"] == pytest.approx(accuracy)
-    done = run_program("evaluate", str(folder))
+    done = run_program("evaluate", str(folder), "--data.root", str(root))
     assert_ok(done)
     assert f" all   │ {100 * accuracy:>16.2f}% " in done.stdout
     formats.export(checkpoint, export, "safetensors")

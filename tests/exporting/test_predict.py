@@ -55,11 +55,11 @@ def test_names_forge_no_line(tmp_path: Path):
     image, broken, network = (tmp_path / name for name in ("a\nb.png", "c\x1b[2K.png", "net.safetensors"))
     Image.new("RGB", (32, 32)).save(image)
     broken.write_text("")
-    about = {**IMAGES, "model": "net", "options": "{}", "classes": json.dumps(["x\r\x1b[31m\nsafe.png: é"] * 10)}
+    about = {**IMAGES, "model": "net", "options": "{}", "classes": json.dumps(["x\n\u202esafe.png: é"] * 10)}
     network.write_bytes(encode(write_checkpoint(tmp_path / "net.ckpt").state_dict(), about))
     done = run_program("predict", str(network), str(broken), str(image))  # what can be read is classified
     assert done.returncode == 2
-    assert re.fullmatch(r".*a\\nb\.png: x\\r\\x1b\[31m\\nsafe\.png: é \d+\.\d %\n", done.stdout)
+    assert re.fullmatch(r".*a\\nb\.png: x\\n\\u202esafe\.png: é \d+\.\d %\n", done.stdout)
     assert re.fullmatch(r"error: cannot read the image .*c\\x1b\[2K\.png: it is not a PNG.*\n", done.stderr)
 
 

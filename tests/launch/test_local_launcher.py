@@ -156,3 +156,17 @@ def test_a_rank_that_does_not_end_on_request_is_killed(tmp_path: Path):
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
     done = launched(tmp_path, "os.kill(os.getppid(), 1) if rank == 0 else None; time.sleep(0.2)", "nohup")
     assert done.returncode == 0, done.stderr
+
+
+def test_other_computers_reach_no_port_of_a_local_run(tmp_path: Path):
+    body = """
+    import psutil
+    from cifar_zero.launch import collectives
+    collectives.connect(on_cpu=True)
+    open_to = {socket.laddr.ip for socket in psutil.Process().net_connections("inet") if socket.status == "LISTEN"}
+    hosts = collectives.gather((sorted(open_to), os.environ["GLOO_SOCKET_IFNAME"]))
+    if rank == 0:
+        print(hosts)
+    """
+    done = launched(tmp_path, body)
+    assert done.stdout == f"{[(['127.0.0.1'], 'lo')] * 3}\n", done.stderr
