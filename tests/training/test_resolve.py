@@ -87,6 +87,7 @@ def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys
         (0, "--strategy deepspeed_stage_0", ""),
         (1, "--strategy deepspeed_stage_3", ""),
         (0, "--strategy deepspeed_stage_3 --devices 2", "note: with 2 images per micro-batch, ranks mostly exchange"),
+        (0, "--strategy deepspeed_stage_3 --devices 2 --batch_size 10", ""),
     ],
 )
 def test_what_is_said_of_a_strategy_that_has_little_to_shard(
