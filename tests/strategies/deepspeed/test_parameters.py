@@ -3,8 +3,10 @@ line."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -56,6 +58,17 @@ class TiedByMemory(Own):
 def fit(module: Own, strategy: ZeROStrategy | str) -> None:
     options: Any = {"logger": False, "enable_checkpointing": False, "use_distributed_sampler": False}
     Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=3, **options).fit(module)
+
+
+def test_a_start_calls_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """DeepSpeed would try which of its operators could be compiled."""
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\ntouch $0-was-called\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    fit(Transposed(), ZeROStrategy(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["cc"]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
