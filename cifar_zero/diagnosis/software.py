@@ -74,7 +74,9 @@ def package(name: str, options: Options) -> Finding:
     faults = [(strategy, what) for of, in_, strategy, what in FAULTS if of == name and version in SpecifierSet(in_)]
     if version in wanted and not faults:
         return ok(str(version))
-    found, status = f"{version}, but {wanted} is the tested range", warning
+    found, status = str(version), warning
+    if version not in wanted:
+        found += f", but {wanted} is the tested range"
     if faults:
         found += f"; known bugs: {len(faults)}"
     if any(strategy in ("", ALL_STAGES, *STRATEGIES) for strategy, _ in faults):
