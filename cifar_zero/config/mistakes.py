@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -10,6 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import REGISTRIES
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import is_plain
 from cifar_zero.core.usage import nearest, nearest_flag
 
 BASE_60 = re.compile(r"\d:[0-5]?\d")  # part of a number in base 60, such as 1:30
@@ -110,15 +111,29 @@ def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
     option only in the text of its error, so each value is parsed alone."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
-        if hint is None or action.dest not in options:
-            continue
-        value = options[action.dest]
-        alone = ArgumentParser(exit_on_error=False)
-        alone.add_argument("--value", type=hint)
-        try:
-            alone.parse_object({"value": value})
-        except (ArgumentError, TypeError, ValueError) as error:
-            raise UsageError(f"--{action.dest}: expected {_described(hint)}, not {value}") from error
+        if hint is not None and action.dest in options:
+            _check_type(f"--{action.dest}", options[action.dest], hint)
+
+
+def check_plain_type(flag: str, value: Any, hint: Any) -> None:
+    """Raises UsageError unless `value` has the type `hint`. If `hint` is a union, only its plain types count, so that
+    no value names a class."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    plain = [kind for kind in kinds if is_plain(kind) and kind is not NoneType]
+    if value is None and NoneType in kinds:
+        return
+    if isinstance(value, bool) and bool not in plain:  # jsonargparse (4.53) takes it for a number
+        raise UsageError(f"{flag}: expected {_described(Union[*plain])}, not {value}")
+    _check_type(flag, value, Union[*plain])
+
+
+def _check_type(flag: str, value: Any, hint: Any) -> None:
+    alone = ArgumentParser(exit_on_error=False)
+    alone.add_argument("--value", type=hint)
+    try:
+        alone.parse_object({"value": value})
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UsageError(f"{flag}: expected {_described(hint)}, not {value}") from error
 
 
 def _described(hint: Any) -> str:

@@ -4,8 +4,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,24 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def write(file: Path, content: bytes) -> None:
-    """Writes a file completely or not at all. Raises OSError if it cannot be written."""
+@contextmanager
+def named(file: Path) -> Iterator[None]:
+    """Context manager that adds the name of a file to an OSError without one, as Python raises it if a file becomes too
+    large or the disk is full."""
     try:
-        staged(file).write_bytes(content)
-        put_in_place(file)
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+def write(file: Path, content: bytes) -> None:
+    """Writes a file completely or not at all. Raises OSError, with the name of the file, if it cannot be written."""
+    try:
+        with named(file):
+            staged(file).write_bytes(content)
+            put_in_place(file)
     finally:
         discard(staged(file))
 

@@ -48,6 +48,16 @@ def free_memory_bytes() -> int:
     return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
 
 
+def total_memory_bytes() -> int:
+    """Returns the bytes of memory of this computer and of its GPUs, used or not."""
+    found = psutil.virtual_memory().total
+    for number in range(gpu_count()):
+        import torch
+
+        found += torch.cuda.get_device_properties(number).total_memory
+    return found
+
+
 def _left_in_groups() -> list[int]:
     """Returns the unused bytes of each control group that limits this process, for example the group of a container.
     Cached files do not count as used, because the kernel frees them first (kernel.org, admin-guide/cgroup-v2)."""

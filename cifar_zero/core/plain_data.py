@@ -93,13 +93,13 @@ def load_yaml(text: str) -> Any:
 def read_yaml(file: Path, what: str) -> Any:
     """Returns the content of a YAML file as plain data. Raises UsageError if the file cannot be read or is not YAML, or
     if `check` refuses its content. The error message begins with `what`, which describes the file."""
-    return _parsed(_text(file, what), what, load_yaml, "YAML")
+    return _parsed(read_text(file, what), what, load_yaml, "YAML")
 
 
 def read_json(file: Path, what: str) -> Any:
     """Returns the content of a JSON file as plain data. Raises UsageError if the file cannot be read or is not JSON, or
     if `check` refuses its content. The error message begins with `what`, which describes the file."""
-    return parse_json(_text(file, what), what)
+    return parse_json(read_text(file, what), what)
 
 
 def parse_json(text: str, what: str) -> Any:
@@ -117,7 +117,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _text(file: Path, what: str) -> str:
+def read_text(file: Path, what: str) -> str:
+    """Returns the content of a text file. Raises UsageError, which begins with `what`, if the file cannot be read or is
+    not a text."""
     try:
         return file.read_text()
     except OSError as error:

@@ -152,7 +152,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         # Turned off, because only DeepSpeed's inference uses this collective, which would be compiled at the first
         # start. The table is not read before, because then DeepSpeed (0.19.8, ops/__init__.py) tries to compile and
         # link a program for each operator, and in a notebook the errors of the linker appear.
-        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+        operators: Any = vars(deepspeed.ops)
+        operators.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
