@@ -117,6 +117,8 @@ def guarded(main: Callable[[], int]) -> int:
             print(f"error: {error}", file=sys.stderr)
         else:
             print(f"error: {explain(error) or _unexplained(error)}", file=sys.stderr)
+        for note in getattr(error, "__notes__", []) if not wants_traceback() else []:
+            print(note, file=sys.stderr)
         return UsageError.exit_code if isinstance(error, UsageError) else RunError.exit_code
     finally:
         _guarded = False

@@ -156,3 +156,11 @@ def test_a_rank_that_does_not_end_on_request_is_killed(tmp_path: Path):
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
     done = launched(tmp_path, "os.kill(os.getppid(), 1) if rank == 0 else None; time.sleep(0.2)", "nohup")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_killed_launcher_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert launched(tmp_path, "os.kill(os.getppid(), 9) if rank == 0 else do_not_end()").returncode == -9
+    assert [*temporary.iterdir()] == []
