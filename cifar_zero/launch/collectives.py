@@ -19,6 +19,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import rank_environment
+from cifar_zero.launch.arrivals import await_ranks, open_store
 
 T = TypeVar("T")
 
@@ -29,10 +30,10 @@ START = timedelta(minutes=30)
 """Time limit for the ranks to form the process group, and after that for the collectives during data preparation. Nodes
 start minutes apart, and rank 0 downloads and decodes the images while the other ranks wait."""
 
-AFTER_AGENTS = timedelta(minutes=5)
-"""Time limit for torchrun's ranks to form the process group. It is shorter than START, because torchrun's agents have
-already connected to each other. If a rank fails before the rendezvous (no GPU, for example), torchrun ends the other
-ranks of that node, and this limit ends the ranks of the other nodes."""
+START_TOGETHER = timedelta(minutes=5)
+"""Time limit for the ranks of one node, and for torchrun's ranks, to form the process group. It is shorter than START,
+because these ranks start together. If one of torchrun's ranks fails before the rendezvous (no GPU, for example),
+torchrun ends the other ranks of that node, and this limit ends the ranks of the other nodes."""
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable that makes torchrun create a new store for restarted ranks if it is 1. By default (torch 2.15,
@@ -67,9 +68,13 @@ def init_process_group(run: Run) -> list[Place]:
     gpu = None if run.on_cpu else torch.device(device)
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    patience = AFTER_AGENTS if rank_environment.by_torchrun() else START
+    start_together = rank_environment.by_torchrun() or run.placement.num_nodes == 1
+    patience = START_TOGETHER if start_together else START
+    ranks, store = run.placement.world_size, open_store(patience)
+    await_ranks(store, rank, ranks, patience)
+    backend = "gloo" if run.on_cpu else "nccl"
     # Without device_id torch (2.15) guesses the GPU of a barrier from the rank, and warns.
-    dist.init_process_group("gloo" if run.on_cpu else "nccl", timeout=patience, device_id=gpu)
+    dist.init_process_group(backend, timeout=patience, store=store, rank=rank, world_size=ranks, device_id=gpu)
     places = gather(place)
     _set_timeout(max(timedelta(seconds=run.placement.timeout), START))
     return places

@@ -95,7 +95,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     try:
         made = Trainer(**{**options, **run.recipe.trainer})
     except Exception as error:  # Lightning raises several types, such as MisconfigurationException
-        raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
+        raise _refused(run, error) from error
     keep_handlers(made)
     fast_loop.install(made, run.placement.fast_loop)
     return made
@@ -206,5 +206,9 @@ def refusals(settings: Settings) -> Iterator[None]:
         by_lightning = LIGHTNING in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents
         if not by_lightning or not settings.recipe.trainer:
             raise
-        given = ", ".join(f"--trainer.{name}" for name in settings.recipe.trainer)
-        raise UsageError(f"Lightning's Trainer refuses {given}: {short(error, 300)}") from error
+        raise _refused(settings, error) from error
+
+
+def _refused(settings: Settings, error: Exception) -> UsageError:
+    given = ", ".join(f"--trainer.{name}" for name in settings.recipe.trainer)
+    return UsageError(f"Lightning's Trainer refuses {given or 'an option'}: {short(error, 300)}")

@@ -37,8 +37,8 @@ def resolved(small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
     said: list[str] = []
     for value in VALUES:
-        run = resolved(f"--trainer.{option}", value)
         try:
+            run = resolved(f"--trainer.{option}", value)
             build.check_trainer_options(run)
             build.trainer(run, None, callbacks=[])
         except UsageError as error:
