@@ -43,11 +43,8 @@ from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines,
 
 LIGHTNING = Path(lightning.__file__).parent
 
-LEAST = {"num_sanity_val_steps": -1, "check_val_every_n_epoch": 1, "val_check_interval": 1e-9}
-"""The least value of each option of Lightning's Trainer whose least value is not 0."""
-
-TRAINS = ("limit_train_batches",)
-"""Options of Lightning's Trainer for which 0 means that nothing is trained."""
+NOT_ZERO = ("check_val_every_n_epoch", "limit_train_batches", "val_check_interval")
+"""Options of Lightning's Trainer whose numbers must be above 0."""
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
@@ -189,11 +186,11 @@ def check_trainer_options(settings: Settings) -> None:
         if name not in known:
             raise UsageError(f"--trainer.{name} is not an option of Lightning's Trainer: {nearest(name, known)}")
         check_plain_type(f"--trainer.{name}", value, options[name].annotation)
-        least = LEAST.get(name, 0)
+        least = -1 if name == "num_sanity_val_steps" else 0  # -1 stands for all batches
         if isinstance(value, (int, float)) and not least <= value < math.inf:
             raise UsageError(f"--trainer.{name} must be at least {least} and finite, not {value}")
-        if name in TRAINS and value is not None and not value:
-            raise UsageError(f"--trainer.{name} {value} trains nothing: use at least one batch")
+        if name in NOT_ZERO and value == 0:
+            raise UsageError(f"--trainer.{name} must be above 0, not {value}")
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
     [
         ("--trainer.profiler 5", "--trainer.profiler: expected str, not 5"),
         ("--trainer.max_time 5", "--trainer.max_time: expected str or dict, not 5"),
-        ("--trainer.limit_train_batches 0", "--trainer.limit_train_batches 0 trains nothing"),
+        ("--trainer.limit_train_batches 0", "--trainer.limit_train_batches must be above 0, not 0"),
         ("--trainer.limit_train_batches 0.0001", "refuses --trainer.limit_train_batches: "),
         ("--trainer.val_check_interval 1000", "refuses --trainer.val_check_interval: "),
         ("--trainer.max_time 00:00:00:00", "no step was trained"),
