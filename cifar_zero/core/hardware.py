@@ -48,9 +48,14 @@ def free_memory_bytes() -> int:
     return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
 
 
-def total_memory_bytes() -> int:
-    """Returns the bytes of memory of this computer and of its GPUs, used or not."""
-    found = psutil.virtual_memory().total
+def memory_bytes() -> int:
+    """Returns the bytes of CPU memory of this computer, used or not."""
+    return psutil.virtual_memory().total
+
+
+def gpu_memory_bytes() -> int:
+    """Returns the bytes of memory of all GPUs of this computer, used or not."""
+    found = 0
     for number in range(gpu_count()):
         import torch
 

@@ -28,7 +28,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.core.atomic import write, write_json
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import total_memory_bytes
+from cifar_zero.core.hardware import gpu_memory_bytes, memory_bytes
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import Place, by_rank_0, ranks_on_another_disk
 from cifar_zero.models import MODELS, External
@@ -119,12 +119,15 @@ def pretrained_weights(run: Run) -> Match | None:
 def _check_size(model: nn.Module, run: Run) -> None:
     """Raises UsageError if the weights of a model are larger than the memory of the nodes, so that no strategy can
     train it. The weights count in 16 bits, although most runs need more. They may be larger with NVMe offload."""
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    weights, memory = 2 * elements / 1e9, run.placement.num_nodes * total_memory_bytes() / 1e9
-    if weights > memory and run.spec.offload_parameters != "nvme":
+    elements, nodes = sum(parameter.numel() for parameter in model.parameters()), run.placement.num_nodes
+    weights_bytes = 2 * elements
+    if weights_bytes <= nodes * memory_bytes() or run.spec.offload_parameters == "nvme":
+        return  # the GPUs are not asked, because that starts CUDA in this process
+    both_bytes = nodes * (memory_bytes() + gpu_memory_bytes())
+    if weights_bytes > both_bytes:
         raise UsageError(
-            f"--model {run.recipe.model.name} has {elements:,} parameters, and they take {weights:,.0f} GB of "
-            f"{memory:,.0f} GB of memory even in 16 bits: make the model smaller"
+            f"--model {run.recipe.model.name} has {elements:,} parameters, and they take {weights_bytes / 1e9:,.0f} GB "
+            f"of {both_bytes / 1e9:,.0f} GB of memory even in 16 bits: make the model smaller"
         )
 
 
