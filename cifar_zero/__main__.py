@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from cifar_zero.core import exits
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.usage import nearest
 
 COMMANDS = {
     "train": "cifar_zero.train",
@@ -35,6 +37,10 @@ def main() -> NoReturn:
         sys.argv.append(sys.argv.pop(1))
     parser = argparse.ArgumentParser("cifar-zero", usage="%(prog)s COMMAND ... (COMMAND --help lists its options)")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=", ".join(COMMANDS))
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name and name not in COMMANDS and not name.startswith("-"):
+        print(f"error: unknown command {name}: {nearest(name, COMMANDS)}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
     name = parser.parse_args(sys.argv[1:2]).command
     sys.argv[:2] = [name]
     sys.path.insert(0, str(Path(__file__).parents[1]))  # finds cifar_module.py and datamodule.py in any directory

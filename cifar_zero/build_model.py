@@ -39,9 +39,15 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
 
 
 def on_meta(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model that `build` returns, but on the meta device, where parameters have shapes but no values."""
-    with torch.device("meta"):
-        return build(replace(recipe, init="default"), num_classes)
+    """Returns the model that `build` returns, but on the meta device, where parameters have shapes but no values.
+    Raises UsageError if an option makes a tensor that is larger than torch can describe."""
+    try:
+        with torch.device("meta"):
+            return build(replace(recipe, init="default"), num_classes)
+    except (RuntimeError, TypeError) as error:
+        if "overflow" not in str(error).lower():
+            raise
+        raise UsageError(f"--model {recipe.model.name}: its options make a tensor that is too large") from error
 
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:

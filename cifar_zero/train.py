@@ -78,11 +78,15 @@ def train(run: Run) -> dict[str, Any]:
         module = resolve_name(MODULE)(run, run.num_classes, weights and weights.loaded)
         trainer = build.trainer(run, run_dir)
 
-    with stop.reported(trainer, run, run_dir):
-        trainer.fit(module, datamodule=datamodule, ckpt_path=run.output.resume or None)
+    with run_folder.removed_on_failure(run_dir, UsageError), stop.reported(trainer, run, run_dir):
+        with build.refusals(run):
+            trainer.fit(module, datamodule=datamodule, ckpt_path=run.output.resume or None)
         stop.check_stopped(trainer, run, run_dir)
+        if not trainer.global_step:
+            raise UsageError("no step was trained: check the options of --trainer and the number of training images")
         if not run.recipe.only_measures:
-            trainer.test(module, datamodule=datamodule, verbose=False)
+            with build.refusals(run):
+                trainer.test(module, datamodule=datamodule, verbose=False)
 
         metrics = results.collect(trainer, module, datamodule, run)
         unwritten = ""

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cifar_zero.config.settings import FALLBACK_SUFFIX
+from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
@@ -24,11 +25,12 @@ def claim(out: str, name: str) -> Path:
     of this name. Raises UsageError if the folder cannot be made."""
     parent = Path(out) / name
     try:
-        parent.mkdir(parents=True, exist_ok=True)
         while True:
+            parent.mkdir(parents=True, exist_ok=True)
             version = max(map(_version, parent.glob("version_*")), default=-1) + 1
-            with suppress(FileExistsError):  # another run has just made the same folder
-                folder = parent / f"version_{version}"
+            folder = parent / f"version_{version}"
+            # Another run has just made the same folder, or has removed the empty parent.
+            with suppress(FileExistsError, FileNotFoundError):
                 folder.mkdir()
                 return folder
     except OSError as error:
@@ -36,13 +38,16 @@ def claim(out: str, name: str) -> Path:
 
 
 @contextmanager
-def removed_on_failure(folder: Path | None) -> Iterator[None]:
-    """Removes the folder of a run that fails within the context."""
+def removed_on_failure(folder: Path | None, kind: type[BaseException] = BaseException) -> Iterator[None]:
+    """Removes the folder of a run that fails within the context with an exception of this kind, unless it has a
+    checkpoint. The folder <out>/<name> is removed too if it is empty then."""
     try:
         yield
-    except BaseException:
-        if folder is not None:
+    except kind:
+        if folder is not None and not checkpoints(folder):
             shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # it has other versions
+                folder.parent.rmdir()
         raise
 
 
@@ -133,7 +138,7 @@ def deepspeed_files(path: str) -> Path | None:
     folder, pattern = Path(path).resolve(), "*_states.pt"
     latest = folder / "latest"
     if latest.is_file():
-        folder /= latest.read_text().strip()
+        folder /= plain_data.read_text(latest, str(latest)).strip()
     if any(folder.glob(pattern)):
         return folder
     for file in folder.glob(f"*/{pattern}"):

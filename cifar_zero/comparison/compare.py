@@ -2,7 +2,6 @@
 whether they agree. See --help."""
 
 import os
-import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import product
@@ -23,6 +22,7 @@ from cifar_zero.config.user_classes import PARTS
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import gpu_count, this_computer
+from cifar_zero.core.usage import words_of
 from cifar_zero.launch import rank_environment
 
 TRAIN = "cifar_zero.comparison.jobs:train_recipe"
@@ -116,7 +116,7 @@ def _baselines(arguments: Namespace) -> dict[str, Any]:
 def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Records the first steps of a training script, and trains a module on these steps. `rest` has options of train and
     arguments of the user's classes. Returns the folder of the report, and the comparison."""
-    name = Path(shlex.split(arguments.script)[0]).name
+    name = Path(words_of("--script", arguments.script)[0]).name
     folder = run_folder.claim(arguments.out, arguments.name or Path(name).stem)
     recording = script.record(arguments.script, arguments.steps, folder)
     recording.renames, recording.own_data = dict(arguments.rename), arguments.own_data
@@ -178,7 +178,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     axes = (arguments.strategies or [], arguments.devices or [], arguments.accumulate or [])
     if arguments.trust:
         rest = [*rest, "--trust"]
-    planned = plan(*axes, arguments.seeds or 1, rest, shlex.split(arguments.launcher))
+    launcher = words_of("--launcher", arguments.launcher) if arguments.launcher else ()
+    planned = plan(*axes, arguments.seeds or 1, rest, launcher)
     prepare(planned)
     from cifar_zero.comparison.finished_runs import summarize
 

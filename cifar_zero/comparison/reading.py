@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison.result import Curve, FinishedRun, Variant
+from cifar_zero.comparison.result import SIGNS, Curve, FinishedRun, Variant
 from cifar_zero.config.settings import flat, owner_of
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
@@ -39,10 +39,15 @@ def load(folder: Path) -> FinishedRun:
         for key in settings:
             owner_of(key)  # raises KeyError for an option of another version of the program
         metrics = read_json(results, str(results))
+        for key in ("seed", *PLACEMENT):
+            if not isinstance(metrics[key], str if key == "strategy" else int):
+                raise ValueError(f"{results.name} has {key} {json.dumps(metrics[key])}")
         seed, losses = metrics["seed"], read_losses(per_step)
         run = FinishedRun(str(folder), seed, metrics, settings, losses, read_curves(folder))
         check = folder / run_folder.STEP_CHECK
         run.check = read_json(check, str(check)) if check.is_file() else None
+        if run.check and run.check["outcome"] not in SIGNS:
+            raise ValueError(f"{check.name} has the unknown outcome {json.dumps(run.check['outcome'])}")
         checkpoint = last_checkpoint(run)
         files = [checkpoint, *checkpoint.rglob("*")]
         metrics["checkpoint_bytes"] = sum(file.stat().st_size for file in files if file.is_file()) or None

@@ -6,7 +6,6 @@ module must compute the same values as the script, and the strategy must compute
 """
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from cifar_zero.comparison.recording import RECORDING, Recording
 from cifar_zero.comparison.result import Variant
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.usage import words_of
 from cifar_zero.training import run_process
 
 
@@ -31,7 +31,7 @@ def record(script: str, steps: int, folder: Path) -> Recording:
         UsageError: If the script cannot be recorded.
         RunError: If the script fails.
     """
-    file, *arguments = shlex.split(script)
+    file, *arguments = words_of("--script", script)
     if not Path(file).is_file():
         raise UsageError(f"--script {file} does not exist")
     recording, log = folder / RECORDING, folder / "script.log"

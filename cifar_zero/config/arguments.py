@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cifar_zero.config.settings import OWNERS, Consent, Settings, flat
+from cifar_zero.config.settings import OWNERS, Consent, Settings, canonical, flat
 from cifar_zero.core.errors import UsageError
 
 NEED_NO_VALUE = {"help", "trust", "debug", "print_config", "plot_schedule"}
@@ -42,8 +42,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         is_option = re.match(r"--?[A-Za-z]", word) is not None
         if is_option:
             name, equals, value = word.lstrip("-").partition("=")
-            if name == "h":
-                name = "help"
+            name = "help" if name == "h" else canonical(name)
         if name.startswith(CALLBACKS):
             found.callbacks.append(word)
         elif is_option:

@@ -19,7 +19,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from cifar_zero.config import ds_config, help
 from cifar_zero.config.arguments import Arguments, read_arguments
-from cifar_zero.config.mistakes import choices, chosen, refuse_mistyped, refuse_unknown
+from cifar_zero.config.mistakes import choices, chosen, refuse_base_60, refuse_mistyped, refuse_unknown
 from cifar_zero.config.output import Output
 from cifar_zero.config.placement import ComputeOptions, DeviceOptions, Placement, StrategyOptions
 from cifar_zero.config.recipe import Choice, DataRecipe, FineTuning, Regularization, Training
@@ -30,6 +30,7 @@ from cifar_zero.config.settings import (
     Consent,
     DataConfig,
     Settings,
+    canonical,
     check_no_consent,
     flat,
     make_settings,
@@ -89,15 +90,21 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
         print(text, end="")
         raise SystemExit(0)
     refuse_unknown(parser, options)
+    if options.get("plot_schedule") and not given.get("plot_schedule"):
+        raise UsageError("plot_schedule overwrites a file, so it works only on the command line: remove it elsewhere")
     if options.get("plot_schedule") is True:
         options["plot_schedule"] = str(Path(str(options.get("out", Output.out)), "schedule.png"))
+    refuse_base_60(parser, options)
+    nested = _nested(options)
+    of_trainer = _of_trainer(nested.pop("trainer", {}))
     try:
-        tree = parser.parse_object(_nested(options)).as_dict()
+        tree = parser.parse_object(nested).as_dict()
     except (ArgumentError, TypeError, ValueError) as error:
         refuse_mistyped(parser, options)
         raise UsageError(short(error, 300)) from error
     for key in REGISTRIES:
         tree[key] = {"name": tree[key].pop("name"), "options": tree[key]}
+    tree["trainer"] = of_trainer
     for option in (*ONLY_FLAGS, "trust"):
         tree.pop(option, None)
     settings = replace(settings_of(tree), consent=arguments.consent, named=frozenset(options))
@@ -129,7 +136,17 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
     check_no_consent(tree, f"--config {file}")
-    options = flat(tree)
+    options: dict[str, Any] = {}
+    for key, value in tree.items():
+        for option, setting in flat({key: value}).items():
+            option = canonical(option)
+            if option in options:
+                raise UsageError(f"--config {file} sets {option} twice: remove one of the two")
+            options[option] = setting
+    for option in options:
+        for section in (option[:dot] for dot, letter in enumerate(option) if letter == "."):
+            if section in options and section not in REGISTRIES:
+                raise UsageError(f"--config {file} sets {section} and {option}: write {option} into {section}")
     own_model = ":" in str(options.get("model"))  # an argument of the user's model may have the default None
     for option, value in options.items():
         if option in ONLY_FLAGS:
@@ -209,6 +226,15 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
                 raise UsageError(f"--{section} and --{option} cannot be combined: leave one of them out")
         inner[last] = value
     return tree
+
+
+def _of_trainer(given: Any) -> dict[str, Any]:
+    """Returns the options of the section `trainer`. Texts become values, as in YAML. jsonargparse does not parse them,
+    because it would read a time such as 10:30:00 as a number."""
+    options = plain_data.load_value(given) if isinstance(given, str) else given
+    if not isinstance(options, dict):
+        raise UsageError(f"--trainer: expected a mapping such as {{benchmark: true}}, not {given}")
+    return {name: plain_data.load_value(each) if isinstance(each, str) else each for name, each in options.items()}
 
 
 @cache  # one compare --acceptance parses a hundred command lines

@@ -217,4 +217,7 @@ def _ours(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     kind = str(section.get("type", ""))
     if kind.lower() not in OURS:
         raise UsageError(f"--ds_config: {key} {kind} is not supported: choose from {', '.join(OURS)}")
-    return _without_auto({**OURS[kind.lower()], **_section(section, "params")})
+    params = _section(section, "params")
+    if "name" in params:  # this project's name for the optimizer or scheduler is under this key
+        raise UsageError(f"--ds_config: {key} {kind} has no parameter `name`: remove it from params")
+    return _without_auto({**OURS[kind.lower()], **params})

@@ -1,7 +1,8 @@
 """Refuses unknown options, unknown names and values of the wrong type, and suggests what was probably meant."""
 
+import re
 from collections.abc import Mapping
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -9,7 +10,27 @@ from jsonargparse import ArgumentError, ArgumentParser
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import REGISTRIES
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import is_plain
 from cifar_zero.core.usage import nearest, nearest_flag
+
+BASE_60 = re.compile(r"\d:[0-5]?\d")  # part of a number in base 60, such as 1:30
+
+
+ELSEWHERE = {
+    "gpus": "devices",
+    "num_gpus": "devices",
+    "nproc_per_node": "devices",
+    "nnodes": "num_nodes",
+    "learning_rate": "optimizer.lr",
+    "gradient_clipping": "gradient_clip_val",
+    "fp16": "precision",
+    "bf16": "precision",
+    "deepspeed": "strategy",
+    "deepspeed_config": "ds_config",
+    "accumulate_grad_batches": "accumulate",
+    "gradient_accumulation_steps": "accumulate",
+}
+"""Options of other programs, and the option of train that does the same."""
 
 OWNED = {
     "accelerator": "--accelerator",
@@ -59,6 +80,7 @@ def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
     """Raises UsageError for the first option that `parser` does not know, and for an option of Lightning's Trainer in
     OWNED."""
     known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
+    known -= {f"{key}.name" for key in REGISTRIES}
     for option in options:
         section, _, name = option.partition(".")
         if section == "trainer" and name in OWNED:
@@ -66,7 +88,22 @@ def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
         is_free = section == "trainer" or (option.startswith("model.kwargs.") and "model.kwargs" in known)
         if option not in known and not is_free:
             meant = nearest_flag(option, known)
+            if (same := ELSEWHERE.get(option.rpartition(".")[2])) in known:
+                meant = f"did you mean --{same}?"
             raise UsageError(f"unknown option --{option}: {meant}")
+
+
+def refuse_base_60(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for a text such as 1:30 where a number is expected. jsonargparse (4.53) would read it as 90, in
+    base 60, as YAML 1.1 does."""
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", str)
+        if BASE_60.search(str(options.get(action.dest, ""))) and not _takes_text(hint):
+            raise UsageError(f"--{action.dest}: expected {_described(hint)}, not {options[action.dest]}")
+
+
+def _takes_text(hint: Any) -> bool:
+    return hint is str or any(map(_takes_text, get_args(hint)))
 
 
 def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
@@ -74,15 +111,29 @@ def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
     option only in the text of its error, so each value is parsed alone."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
-        if hint is None or action.dest not in options:
-            continue
-        value = options[action.dest]
-        alone = ArgumentParser(exit_on_error=False)
-        alone.add_argument("--value", type=hint)
-        try:
-            alone.parse_object({"value": value})
-        except (ArgumentError, TypeError, ValueError) as error:
-            raise UsageError(f"--{action.dest}: expected {_described(hint)}, not {value}") from error
+        if hint is not None and action.dest in options:
+            _check_type(f"--{action.dest}", options[action.dest], hint)
+
+
+def check_plain_type(flag: str, value: Any, hint: Any) -> None:
+    """Raises UsageError unless `value` has the type `hint`. If `hint` is a union, only its plain types count, so that
+    no value names a class."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    plain = [kind for kind in kinds if is_plain(kind) and kind is not NoneType]
+    if value is None and NoneType in kinds:
+        return
+    if isinstance(value, bool) and bool not in plain:  # jsonargparse (4.53) takes it for a number
+        raise UsageError(f"{flag}: expected {_described(Union[*plain])}, not {value}")
+    _check_type(flag, value, Union[*plain])
+
+
+def _check_type(flag: str, value: Any, hint: Any) -> None:
+    alone = ArgumentParser(exit_on_error=False)
+    alone.add_argument("--value", type=hint)
+    try:
+        alone.parse_object({"value": value})
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UsageError(f"{flag}: expected {_described(hint)}, not {value}") from error
 
 
 def _described(hint: Any) -> str:

@@ -89,7 +89,7 @@ class DataRecipe:
     synthetic_size: int = limited(50_000, at_least=10, may_change_on_resume=True)
     """Number of training images of the synthetic source."""
 
-    image_size: int = limited(32, at_least=32)
+    image_size: int = limited(32, at_least=32, at_most=8192)  # as `data.folder.MAX_PIXELS`
     """Side in pixels to which the images of a folder source are scaled; images of all other sources have 32 x 32
     pixels."""
 

@@ -135,10 +135,18 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
         options = {**value}
         if key in REGISTRIES and "name" in options:
             found[key] = options.pop("name")
-            options = options.pop("options", options)  # nested in a record, next to the name in config.yaml
+            if [*options] == ["options"]:  # in a record; in config.yaml the options are next to the name
+                options = options["options"]
         for option, setting in options.items():
             found[f"{key}.{option}"] = list(setting) if isinstance(setting, tuple) else setting
     return found
+
+
+def canonical(option: str) -> str:
+    """Returns the option that chooses a model, optimizer or schedule as model, optimizer or schedule, instead of
+    model.name and so on. Returns all other options unchanged."""
+    chooser = option.removesuffix(".name")
+    return chooser if chooser in REGISTRIES else option
 
 
 def owner_of(flag: str) -> Owner:

@@ -36,13 +36,14 @@ def replacing(final: Path) -> Iterator[Path]:
     """Yields the path of a new, empty file, which replaces `final` at the end of the block. After an error the file is
     removed. What has the path before is removed too. A link that another user has placed there is not followed."""
     new = staged(final)
-    new.unlink(missing_ok=True)
-    os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # with O_EXCL, a link is an error
-    try:
-        yield new
-        put_in_place(final)
-    finally:
+    with named(final):
         new.unlink(missing_ok=True)
+        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # with O_EXCL, a link is an error
+        try:
+            yield new
+            put_in_place(final)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def put_in_place(final: Path) -> None:
@@ -89,8 +90,20 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def named(file: Path) -> Iterator[None]:
+    """Context manager that adds the name of a file to an OSError without one, as Python raises it if a file becomes too
+    large or the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
+
+
 def write(file: Path, content: bytes) -> None:
-    """Writes a file completely or not at all. Raises OSError if it cannot be written."""
+    """Writes a file completely or not at all. Raises OSError, with the name of the file, if it cannot be written."""
     with replacing(file) as new:
         new.write_bytes(content)
 

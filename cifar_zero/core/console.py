@@ -59,6 +59,9 @@ LOGGERS = (
 )
 
 
+RESUME_WITH = "resume with:"  # before the command that continues a run
+
+
 def say(message: str, *details: str) -> None:
     """Prints a line on standard error, followed by the details, each on an indented line."""
     print(printable("\n  ".join((message, *details)), keep="\n\t"), file=sys.stderr, flush=True)

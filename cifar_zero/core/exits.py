@@ -3,6 +3,7 @@ printed only with --debug."""
 
 import argparse
 import atexit
+import errno
 import io
 import os
 import signal
@@ -10,6 +11,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 from cifar_zero.core import user_code
@@ -20,6 +23,10 @@ EXTRAS = ("optuna", "onnx", "onnxruntime", "onnxscript")  # packages that only t
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a program: SIGINT (Ctrl-C), SIGTERM (from a cluster or container) and SIGHUP (a closed terminal)."""
+
+PATH_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EROFS, errno.ELOOP)
+PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTEMPTY)
+"""Codes of errors that a wrong path causes."""
 
 STARTED = "CIFAR_ZERO_STARTED"
 """Environment variable that holds the time when the command was given, in seconds since 1970. Ranks inherit it from
@@ -129,15 +136,36 @@ def guarded(main: Callable[[], int]) -> int:
         say(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}")
         return stop.exit_code
     except Exception as error:
+        error = _mistake(error) or error
         if wants_traceback():
             traceback.print_exc()
         elif isinstance(error, (UsageError, RunError)):
             say(f"error: {error}")
         else:
             say(f"error: {explain(error) or _unexplained(error)}")
+        for note in getattr(error, "__notes__", []) if not wants_traceback() else []:
+            say(note)
         return UsageError.exit_code if isinstance(error, UsageError) else RunError.exit_code
     finally:
         _guarded = False
+
+
+def _mistake(error: Exception) -> UsageError | None:
+    """Returns the mistake of the user that caused an error, or None. A mistake is a package that the command needs and
+    that is not installed, or a path of the command line that the system refuses, also in part."""
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        return UsageError(f"this command needs a package: pip install {error.name}")
+    if not isinstance(error, OSError) or error.errno not in PATH_ERRORS or not isinstance(error.filename, str):
+        return None
+    refused = Path(error.filename).absolute()
+    for before, word in pairwise(["", *sys.argv[1:]]):
+        flag, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        named = Path(value).absolute()
+        is_inside = named in refused.parents or (os.sep in value and refused in named.parents)
+        if value and (named == refused or is_inside):
+            of = f"{flag} {value}" if flag.startswith("--") else value
+            return UsageError(f"{of}: {error.strerror} ({error.filename})")
+    return None
 
 
 def wants_traceback() -> bool:
@@ -151,12 +179,9 @@ def wants_traceback() -> bool:
 
 def _unexplained(error: Exception) -> str:
     """Returns the line to print for an error that `explain` does not recognise. For an OSError, it is the system's
-    message. For a missing optional package, it has the command that installs the package. For other errors, it is the
-    library's message, shortened."""
+    message. For other errors, it is the library's message, shortened."""
     if isinstance(error, OSError):
         if error.filename:
             return f"{error.strerror or error} ({error.filename})"
         return error.strerror or str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        return f"the package {error.name} is not installed: pip install {error.name}"
     return f"{user_code.where(error)}{type(error).__name__}: {short(error, 300)} (--debug shows where)"

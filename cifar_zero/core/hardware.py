@@ -48,6 +48,21 @@ def free_memory_bytes() -> int:
     return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
 
 
+def memory_bytes() -> int:
+    """Returns the bytes of CPU memory of this computer, used or not."""
+    return psutil.virtual_memory().total
+
+
+def gpu_memory_bytes() -> int:
+    """Returns the bytes of memory of all GPUs of this computer, used or not."""
+    found = 0
+    for number in range(gpu_count()):
+        import torch
+
+        found += torch.cuda.get_device_properties(number).total_memory
+    return found
+
+
 def _left_in_groups() -> list[int]:
     """Returns the unused bytes of each control group that limits this process, for example the group of a container.
     Cached files do not count as used, because the kernel frees them first (kernel.org, admin-guide/cgroup-v2)."""

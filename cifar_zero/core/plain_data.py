@@ -7,6 +7,7 @@ that the `class_path` of any mapping names.
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from cifar_zero.core.errors import UsageError, short
+from cifar_zero.core.usage import nearest
 
 Plain = bool | int | float | str | list | dict | None
 """The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports the class or
@@ -26,9 +28,33 @@ MOST_VALUES, MOST_LEVELS = 100_000, 20
 both."""
 
 
+NUMBERS = {
+    "int": r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$",
+    "float": r"[-+]?(([0-9][0-9_]*)?\.[0-9_]+|[0-9][0-9_]*\.)(e[-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$",
+}
+"""The forms of numbers, in any case. Unlike in YAML 1.1, 1:30 is a text and not 90, and 010 is not 8."""
+
+
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses aliases. A few lines with aliases can stand for more values than memory holds, or for
-    values that contain themselves."""
+    """A SafeLoader that reads numbers as NUMBERS describes them. It refuses repeated keys, of which only the last value
+    would count. It refuses aliases, because a few lines with aliases can stand for more values than memory holds, or
+    for values that contain themselves."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.YAMLError(
+                        f"line {key.start_mark.line + 1} sets {key.value} again: remove one of the two"
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -37,9 +63,26 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+for _kind, _form in NUMBERS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_form, re.IGNORECASE), [*"-+.0123456789"])
+
+
+def load_value(text: str) -> Any:
+    """Returns the value that a text on the command line stands for, such as a number, a list or the text itself."""
+    try:
+        value = load_yaml(text)
+    except yaml.YAMLError:
+        return text
+    if value is None or isinstance(value, (bool, int, float, list, dict)):
+        return value
+    if re.fullmatch(r"[-+]?\d+e[-+]?\d+", text, re.IGNORECASE):  # a text in YAML 1.1
+        return float(text)
+    return text
+
+
 def load_yaml(text: str) -> Any:
-    """Returns the content of a YAML text. Raises yaml.YAMLError if the text is not YAML, has an alias, or is nested too
-    deeply."""
+    """Returns the content of a YAML text. Raises yaml.YAMLError if the text is not YAML, has an alias or a repeated
+    key, or is nested too deeply."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
@@ -51,26 +94,39 @@ def load_yaml(text: str) -> Any:
 def read_yaml(file: Path, what: str) -> Any:
     """Returns the content of a YAML file as plain data. Raises UsageError if the file cannot be read or is not YAML, or
     if `check` refuses its content. The error message begins with `what`, which describes the file."""
-    return _parsed(_text(file, what), what, load_yaml, "YAML")
+    return _parsed(read_text(file, what), what, load_yaml, "YAML")
 
 
 def read_json(file: Path, what: str) -> Any:
     """Returns the content of a JSON file as plain data. Raises UsageError if the file cannot be read or is not JSON, or
     if `check` refuses its content. The error message begins with `what`, which describes the file."""
-    return parse_json(_text(file, what), what)
+    return parse_json(read_text(file, what), what)
 
 
 def parse_json(text: str, what: str) -> Any:
     """Returns the content of a JSON text, which was read from a file, as plain data. Raises UsageError if the text is
     not JSON, or if `check` refuses its content. The error message begins with `what`, which describes the file."""
-    return _parsed(text, what, json.loads, "JSON")
+    return _parsed(text, what, partial(json.loads, object_pairs_hook=_without_repeats), "JSON")
 
 
-def _text(file: Path, what: str) -> str:
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"it sets {key} twice: remove one of the two")
+        found[key] = value
+    return found
+
+
+def read_text(file: Path, what: str) -> str:
+    """Returns the content of a text file. Raises UsageError, which begins with `what`, if the file cannot be read or is
+    not a text."""
     try:
         return file.read_text()
     except OSError as error:
-        raise UsageError(f"{what} cannot be read: {error.strerror}") from error
+        similar = nearest(str(file), map(str, file.parent.glob(f"*{file.suffix}")), cutoff=0.8, otherwise="no")
+        meant = f"; {similar}" if isinstance(error, FileNotFoundError) and similar != "no" else ""
+        raise UsageError(f"{what} cannot be read: {error.strerror}{meant}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{what} is not a text file") from error
 

@@ -3,6 +3,7 @@ package."""
 
 import difflib
 import math
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
@@ -35,6 +36,18 @@ def refuse(rules: Rules) -> None:
     for message, broken in rules.items():
         if broken:
             raise UsageError(message)
+
+
+def words_of(flag: str, text: str) -> list[str]:
+    """Returns the words of a command line that the value of a flag holds. Raises UsageError if its quotes do not
+    match, or if it is empty."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{flag} {text}: {str(error).lower()}") from error
+    if not words:
+        raise UsageError(f"{flag} is empty: give a command")
+    return words
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:

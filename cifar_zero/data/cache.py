@@ -107,7 +107,9 @@ def allocate(
     directory: Path, split: str, count: int, side: int = IMAGE_SHAPE[1]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, side, side) and labels
-    (count,)."""
+    (count,). A source calls it when it has the images, so that the message comes after a download."""
+    if split == "train":
+        say(f"Preparing the images in {directory.parent} (only once).")
     images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
     labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
     return images.transpose(0, 3, 1, 2), labels
@@ -152,8 +154,8 @@ def _write(
     for folder in (directory, temporary):
         _check_ours(folder)
     atomic.discard(temporary)  # left by a killed writer, because only the holder of the lock writes
-    why = "the decoded images there are out of date or damaged" if directory.exists() else "only once"
-    say(f"Preparing the images of {source} in {directory} ({why}).")
+    if directory.exists():
+        say(f"The decoded images of {source} in {directory} are out of date or damaged.")
     temporary.mkdir()
     try:
         build(temporary)

@@ -2,7 +2,7 @@
 cluster."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ class Options(Namespace):
 
     checks: list[str]  # names of the checks to run; all if empty
     nodes: bool  # whether to compare the nodes of a run instead
+    strict: bool  # whether a warning makes the exit code 1
     json: bool  # whether to print one JSON object
     ranks: int  # processes of a run on this machine
     out: str  # directory for run folders
@@ -33,6 +34,7 @@ class Finding:
     status: Literal["ok", "warning", "failed"]
     found: str  # half a sentence
     fix: str = ""  # what to do, as a command if there is one; empty if nothing is wrong
+    bugs: Sequence[str] = ()  # known bugs of a package's release, each in one line
 
 
 ok = partial(Finding, "ok")

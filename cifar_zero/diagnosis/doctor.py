@@ -38,7 +38,8 @@ CHECKS: dict[str, Callable[[Options], Finding]] = {
 SCHEMA = 1  # version of the output of `--json`, raised when a key changes its name or meaning
 
 EPILOG = """\
-exit code: 0 if no check failed (a warning names what some runs cannot do), 1 if one failed, 2 for wrong usage
+exit code: 0 if no check failed (a warning names what some runs cannot do), 1 if one failed, or with --strict warned,
+2 for wrong usage
 
 examples:
   %(prog)s                          all checks, in about ten seconds
@@ -67,22 +68,23 @@ def main() -> int:
     else:
         findings = {name: answer(CHECKS[name], options) for name in options.checks or CHECKS}
     statuses = [finding.status for finding in findings.values()]
-    failures = statuses.count("failed")
+    failures, warnings = statuses.count("failed"), statuses.count("warning")
+    code = int(failures > 0 or (options.strict and warnings > 0))
     if options.json:
         checks = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
         print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
-        return int(failures > 0)
+        return code
     for name, finding in findings.items():
         line = f"{finding.status:<7}  {name:<12}  {finding.found}"
         if finding.fix:
             line += f": {finding.fix}"
-        print(line)
+        print(line, *finding.bugs, sep="\n         - ")
     result = "Nothing failed"
     if failures:
         unfit = "These nodes are not ready to train together" if options.nodes else "This machine is not ready to train"
         result = f"{unfit}: {'1 check' if failures == 1 else f'{failures} checks'} failed"
-    print(f"{result}; warnings: {statuses.count('warning')}.{closing}")
-    return int(failures > 0)
+    print(f"{result}; warnings: {warnings}.{closing}")
+    return code
 
 
 def _parse() -> Options:
@@ -101,6 +103,7 @@ def _parse() -> Options:
     timeout = "how long a rank may wait for the others in each step (default: %(default)g)"
     add("--timeout", metavar="SECONDS", type=float, default=20.0, help=timeout)
     add("--nodes", action="store_true", help="compare the nodes of a run instead; start it with torchrun or srun")
+    add("--strict", action="store_true", help="let a warning make the exit code 1 too")
     add("--local_rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     add("--json", action="store_true", help="print one JSON object, for programs")
     options = parser.parse_intermixed_args(namespace=Options())

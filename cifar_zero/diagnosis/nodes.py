@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero.core import hardware
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, short
 from cifar_zero.diagnosis import Finding, Options, existing, failed, ok
 from cifar_zero.launch import rank_environment
+from cifar_zero.launch.arrivals import open_store
 from cifar_zero.launch.collectives import gather, ranks_on_another_disk
 
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
@@ -33,12 +33,7 @@ def examine(options: Options) -> dict[str, Finding]:
     """Connects to the other ranks, compares the nodes and returns the findings, keyed by the name of the check. Every
     rank must call this function. If a rank does not connect in time, raises RunError, which names this rank."""
     rank, ranks, limit = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"]), timedelta(0, options.timeout)
-    # Uses the store of torchrun's agents, or one that rank 0 opens. torch's "env://" is not used, because rank 0 would
-    # wait in it for all ranks, and could not name the missing ones.
-    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    tcp = TCPStore(address, port, is_master=opens, timeout=limit, wait_for_workers=False)
-    store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    store = open_store(limit)
     store.set(f"arrival/{rank}", json.dumps([socket.gethostname(), _no_gpu(), versions()]))
     arrivals: list[tuple[str, str, dict[str, str]]] = []
     for other in range(ranks):

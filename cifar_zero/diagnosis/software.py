@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.diagnosis import INSTALL, Finding, Options, failed, ok, warning
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -22,12 +23,14 @@ an editable installation."""
 
 DEEPSPEED, LIGHTNING = "https://github.com/deepspeedai/DeepSpeed", "https://github.com/Lightning-AI/pytorch-lightning"
 
+ALL_STAGES = "deepspeed_*"  # stands for all strategies of DeepSpeed in FAULTS
+
 FAULTS = (
     ("lightning", ">=2.6.2,<2.6.4", "", f"steals credentials: {LIGHTNING}/security/advisories/GHSA-w37p-236h-pfx3"),
     ("lightning", "<2.6.6", "", "runs code that a checkpoint's hyperparameters name: CVE-2026-58659"),
     ("deepspeed", ">=0.17.6,<0.18.3", "deepspeed_stage_2", f"loses micro-batches: {DEEPSPEED}/issues/7718"),
     ("deepspeed", ">=0.17.6,<0.18.6", "deepspeed_stage_0", f"is wrong in bfloat16: {DEEPSPEED}/issues/7837"),
-    ("deepspeed", "==0.18.3", "deepspeed_*", f"divides gradients by --accumulate twice: {DEEPSPEED}/pull/7724"),
+    ("deepspeed", "==0.18.3", ALL_STAGES, f"divides gradients by --accumulate twice: {DEEPSPEED}/pull/7724"),
     ("deepspeed", ">=0.15.2,<0.19", "deepspeed_stage_2_offload", f"loses micro-batches: {DEEPSPEED}/pull/7967"),
     ("deepspeed", ">=0.18.3,<0.19", "deepspeed_stage_1_fp32_gradients", f"loses an all-reduce: {DEEPSPEED}/pull/7985"),
     ("deepspeed", "<0.19.4", "deepspeed_stage_3_all_reduce", f"mixes padding into weights: {DEEPSPEED}/pull/8158"),
@@ -41,7 +44,6 @@ releases (PEP 440), the strategy or option with which the fault appears, and the
 strategy of `compare --acceptance`, or an option, optimizer or schedule of DeepSpeed for which there is no acceptance
 case. If it is empty, the fault affects the whole package."""
 
-NEEDED_BY = "the *_offload strategies need it to compile an operator"
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
@@ -62,19 +64,25 @@ def torchvision_import(options: Options) -> Finding:
 
 
 def package(name: str, options: Options) -> Finding:
-    """Checks whether a package is installed in a tested version."""
+    """Checks whether a package is installed in a tested version. A version with a known bug fails if the bug affects
+    the whole package or a strategy with its default options."""
     wanted = tested(name)
     try:
         version = Version(metadata.version(name))
     except metadata.PackageNotFoundError:
         return failed("not installed", INSTALL)
+    faults = [(strategy, what) for of, in_, strategy, what in FAULTS if of == name and version in SpecifierSet(in_)]
+    if version in wanted and not faults:
+        return ok(str(version))
+    found, status = str(version), warning
     if version not in wanted:
-        found = f"{version}, but {wanted} is the tested range"
-        for of, releases, strategy, what in FAULTS:
-            if of == name and version in SpecifierSet(releases):
-                found += f"; {strategy or 'it'} {what}"
-        return warning(found, f"pip install '{name}{wanted}'")
-    return ok(str(version))
+        found += f", but {wanted} is the tested range"
+    if faults:
+        found += f"; known bugs: {len(faults)}"
+    if any(strategy in ("", ALL_STAGES, *STRATEGIES) for strategy, _ in faults):
+        status = failed
+    bugs = tuple(f"{strategy or 'it'} {what}" for strategy, what in faults)
+    return status(found, f"pip install '{name}{wanted}'", bugs)
 
 
 def tested(name: str) -> SpecifierSet:
@@ -90,7 +98,8 @@ def tested(name: str) -> SpecifierSet:
 
 def compiler(options: Options) -> Finding:
     """Checks whether all that torch needs to compile DeepSpeed's operators is installed: the compiler that torch calls
-    ($CXX or c++), Python's header files, ninja on PATH, and libaio (DeepSpeed issues 6972 and 7346)."""
+    ($CXX or c++), Python's header files, and ninja on PATH. NVMe offload also needs libaio (DeepSpeed issues 6972 and
+    7346)."""
     program = shlex.split(os.environ.get("CXX", "c++"))[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
     folder = Path(sys.executable).parent
@@ -99,10 +108,15 @@ def compiler(options: Options) -> Finding:
         (shutil.which(program), f"{program} on PATH", "apt-get install g++"),
         (header.exists(), str(header), "apt-get install python3-dev"),
         (shutil.which("ninja"), "ninja on PATH", on_path),
-        (LIBAIO_HEADER.exists(), str(LIBAIO_HEADER), "apt-get install libaio-dev"),
     )
-    missing = [(name, fix) for found, name, fix in parts if not found]
-    if missing:
-        names, fixes = zip(*missing, strict=True)
-        return warning(f"no {', no '.join(names)}; {NEEDED_BY}", "; ".join(fixes))
+    names = [name for found, name, _ in parts if not found]
+    fixes = [fix for found, _, fix in parts if not found]
+    said = []
+    if names:
+        said.append(f"no {', no '.join(names)}; the *_offload strategies need it to compile an operator")
+    if not LIBAIO_HEADER.exists():
+        said.append(f"no {LIBAIO_HEADER}; only deepspeed_stage_3_offload_nvme needs it")
+        fixes.append("apt-get install libaio-dev")
+    if said:
+        return warning("; ".join(said), "; ".join(fixes))
     return ok(f"{shutil.which(program)}, ninja and libaio")

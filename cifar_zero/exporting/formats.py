@@ -20,11 +20,13 @@ from cifar_zero.checkpoints.weights import (
     read_with_delta,
     write_delta,
 )
-from cifar_zero.config.recipe import Inputs, inputs
+from cifar_zero.config.recipe import DataRecipe, Inputs
 from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import RunError, UsageError, short
+from cifar_zero.core.usage import check_numbers
 from cifar_zero.data.augment import memory_format
 from cifar_zero.models import IMAGE_SHAPE
+from cifar_zero.models.external import check
 
 INPUT, OUTPUT = "images", "scores"
 """Names of the input and the output in an ONNX file. The input is float32 (N, 3, H, W), normalised, and the output is
@@ -84,13 +86,19 @@ def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
         raise UsageError(f"{file} does not name its model: give a checkpoint of cifar-zero train, or an export of it")
     try:
         classes, options = (plain_data.parse_json(metadata[key], f"{file}: {key}") for key in ("classes", "options"))
-        net = models.build(metadata["model"], len(classes), **options).eval()
-        seen = _inputs_of(metadata)
+        seen = _inputs_of(metadata, file)
+        entry = models.MODELS[metadata["model"]](**options)
+        net = entry.build(len(classes)).eval()
     except (KeyError, TypeError, ValueError) as error:
         name = metadata["model"]
         hint = f"add --model {name}, if you trust its author" if ".py:" in name else error
         raise UsageError(f"{file} contains the unknown model {name} ({hint})") from error
     load_weights(net, weights, str(file))
+    if seen.side != IMAGE_SHAPE[1]:
+        try:
+            check(entry, len(classes), (1, IMAGE_SHAPE[0], seen.side, seen.side))
+        except ValueError as error:
+            raise UsageError(f"{file}: its model does not fit its image_size {seen.side}: {short(error)}") from error
 
     def scores(images: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -99,8 +107,13 @@ def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
     return net, Classifier(scores, tuple(classes), seen)
 
 
-def _inputs_of(metadata: Mapping[str, str]) -> Inputs:
-    return inputs(int(metadata["image_size"]), f"{metadata['mean']},{metadata['std']}")
+def _inputs_of(metadata: Mapping[str, str], file: Path) -> Inputs:
+    try:
+        recipe = DataRecipe(image_size=int(metadata["image_size"]), normalize=f"{metadata['mean']},{metadata['std']}")
+        check_numbers(recipe)
+        return recipe.inputs
+    except (UsageError, ValueError) as error:
+        raise UsageError(f"{file} describes its images wrongly: {short(error)}") from error
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:
@@ -130,7 +143,9 @@ def _load_onnx(file: Path) -> Classifier:
     try:
         session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
         about = session.get_modelmeta().custom_metadata_map
-        classes, seen = tuple(plain_data.parse_json(about["classes"], "classes")), _inputs_of(about)
+        classes, seen = tuple(plain_data.parse_json(about["classes"], "classes")), _inputs_of(about, file)
+    except UsageError:
+        raise
     except KeyError as error:
         raise UsageError(f"{file} was not written by cifar-zero export: it does not name its classes") from error
     except Exception as error:  # onnxruntime's errors have no common base class

@@ -68,10 +68,12 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
 def find_images(paths: Sequence[str]) -> list[Path]:
     """Returns the given files and all images in the given folders. The images of a folder are sorted. Raises UsageError
-    if a folder has no images."""
+    if a folder has no images, or for a pipe or a device, whose reading may never end."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():
+            if path.exists() and not path.is_file():
+                raise UsageError(f"{path} is neither a file nor a folder: name images or folders of images")
             found.append(path)
             continue
         inside = [file for file in sorted(path.rglob("[!.]*")) if file.suffix.lower() in SUFFIXES and file.is_file()]

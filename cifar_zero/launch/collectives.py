@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero.config.run import Run
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import rank_environment
-from cifar_zero.launch.rank_environment import ADDRESS
+from cifar_zero.launch.arrivals import await_ranks, open_store
 
 T = TypeVar("T")
 
@@ -30,10 +30,10 @@ START = timedelta(minutes=30)
 """Time limit for the ranks to form the process group, and after that for the collectives during data preparation. Nodes
 start minutes apart, and rank 0 downloads and decodes the images while the other ranks wait."""
 
-AFTER_AGENTS = timedelta(minutes=5)
-"""Time limit for torchrun's ranks to form the process group. It is shorter than START, because torchrun's agents have
-already connected to each other. If a rank fails before the rendezvous (no GPU, for example), torchrun ends the other
-ranks of that node, and this limit ends the ranks of the other nodes."""
+START_TOGETHER = timedelta(minutes=5)
+"""Time limit for the ranks of one node, and for torchrun's ranks, to form the process group. It is shorter than START,
+because these ranks start together. If one of torchrun's ranks fails before the rendezvous (no GPU, for example),
+torchrun ends the other ranks of that node, and this limit ends the ranks of the other nodes."""
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable that makes torchrun create a new store for restarted ranks if it is 1. By default (torch 2.15,
@@ -65,30 +65,24 @@ def init_process_group(run: Run) -> list[Place]:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         say(f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1")
-    connect(run.on_cpu)
+    connect(run.on_cpu, run.placement.num_nodes)
     places = gather(place)
     _set_timeout(max(timedelta(seconds=run.placement.timeout), START))
     return places
 
 
-def connect(on_cpu: bool) -> None:
-    """Forms the default process group of all ranks.
-
-    On one computer, rank 0 listens on a local address only. By default, torch (2.15) listens on all addresses, where
-    other computers can change what the ranks exchange.
-    """
+def connect(on_cpu: bool, nodes: int = 1) -> None:
+    """Forms the default process group of all ranks, on `nodes` nodes. Names the ranks that do not come."""
     gpu = None if on_cpu else torch.device(f"cuda:{rank_environment.local_rank()}")
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    patience = AFTER_AGENTS if rank_environment.by_torchrun() else START
-    place: dict[str, Any] = {}
-    if rank_environment.by_local_launcher():
-        rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        listener = socket.create_server((ADDRESS, port), backlog=ranks).detach() if rank == 0 else None
-        store = TCPStore(ADDRESS, port, ranks, rank == 0, patience, master_listen_fd=listener)
-        place = {"store": store, "rank": rank, "world_size": ranks}
+    patience = START_TOGETHER if rank_environment.by_torchrun() or nodes == 1 else START
+    rank, ranks = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"])
+    store = open_store(patience)
+    await_ranks(store, rank, ranks, patience)
+    backend = "gloo" if on_cpu else "nccl"
     # Without device_id torch (2.15) guesses the GPU of a barrier from the rank, and warns.
-    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=patience, device_id=gpu, **place)
+    dist.init_process_group(backend, timeout=patience, store=store, rank=rank, world_size=ranks, device_id=gpu)
 
 
 def await_training(run: Run) -> None:

@@ -15,12 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from cifar_zero.core import exits
-from cifar_zero.core.console import say
+from cifar_zero.core.console import RESUME_WITH, say
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import share_of_cores
 from cifar_zero.launch import rank_environment
@@ -53,7 +55,7 @@ class Rank:
 
     number: int
     process: subprocess.Popen[bytes]
-    log: Path
+    log: IO[bytes]
 
 
 def run_ranks(
@@ -68,7 +70,7 @@ def run_ranks(
         on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores.
         flags: Flags to add to the command line.
         how_to_resume: Returns the command that resumes a run from its folder, or an empty string if there is no
-            checkpoint. The command is printed if the run failed and a rank was killed.
+            checkpoint. The command is printed if rank 0 was killed. Otherwise rank 0 prints it itself.
 
     Raises:
         Stopped: If one of the signals in REQUESTS comes while ranks are being started, or if Ctrl-C comes twice and
@@ -78,13 +80,13 @@ def run_ranks(
     received = _pass_requests_on(started)
     divides_cores = on_cpu and "OMP_NUM_THREADS" not in os.environ  # otherwise the user has divided them
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="cifar-zero-run-") as folder:
-        run_file = Path(folder, "run-folder")
+    with ExitStack() as stack:
+        # Files without a name, which a killed launcher does not leave behind.
+        run_file, *logs = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(ranks + 1))
         try:
-            for number in range(ranks):
+            for number, log in enumerate(logs):
                 cores = share_of_cores(number, ranks) if divides_cores else set()
-                environment = variables(number, ranks, port) | {rank_environment.RUN_FILE: str(run_file)}
-                started.append(_start(number, environment, cores, Path(folder, f"rank-{number}.log"), flags))
+                started.append(_start(number, variables(number, ranks, port), cores, log, run_file, flags))
                 if received:  # the handler did not pass it on to the rank that was being started
                     raise Stopped(received[0])
             code = _supervise(started, received)
@@ -92,27 +94,41 @@ def run_ranks(
             for rank in started:
                 rank.process.kill()  # no effect on an ended process
                 rank.process.wait()
-        was_killed = any(rank.process.returncode < 0 for rank in started)  # from outside, or because it hung
-        lost = code == RunError.exit_code and was_killed and run_file.exists()
-        if lost and (command := how_to_resume(Path(run_file.read_text()))):
-            say(f"resume with: {command}")
+        run_folder = _content(run_file)
+        was_killed = started[0].process.returncode < 0  # from outside, or because it hung
+        if was_killed and code == RunError.exit_code and run_folder and (command := how_to_resume(Path(run_folder))):
+            say(f"{RESUME_WITH} {command}")
         return code
 
 
-def _start(number: int, environment: Mapping[str, str], cores: set[int], log: Path, flags: Sequence[str]) -> Rank:
-    environment = {LOOPBACK: "lo", **os.environ, **environment}
+def _content(file: IO[bytes]) -> str:
+    """Returns the text in a file of which processes share the position, without moving it."""
+    descriptor = file.fileno()
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+
+def _start(
+    number: int,
+    environment: Mapping[str, str],
+    cores: set[int],
+    log: IO[bytes],
+    run_file: IO[bytes],
+    flags: Sequence[str],
+) -> Rank:
+    run = {rank_environment.RUN_FILE: f"/dev/fd/{run_file.fileno()}"}
+    environment = {LOOPBACK: "lo", **os.environ, **environment, **run}
     if cores:
         # Two ranks that each use all cores were measured 5 times slower than two ranks with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))
-    with log.open("wb") as file:
-        output = file if number else None  # only rank 0 prints
-        process = subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:], *flags],
-            env=environment,
-            stdout=output,
-            stderr=output,
-            preexec_fn=partial(prepare, cores, held=True),
-        )
+    output = log if number else None  # only rank 0 prints
+    process = subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:], *flags],
+        env=environment,
+        stdout=output,
+        stderr=output,
+        preexec_fn=partial(prepare, cores, held=True),
+        pass_fds=(run_file.fileno(),),
+    )
     return Rank(number, process, log)
 
 
@@ -236,7 +252,7 @@ def _report(rank: Rank) -> None:
     code = rank.process.returncode
     if rank.number == 0 and code > 0:
         return
-    lines = [line.rstrip() for line in rank.log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.rstrip() for line in _content(rank.log).splitlines() if line.strip()]
     if not exits.wants_traceback():
         lines = lines[-TAIL_LINES:]
     what = f"error: rank {rank.number} ended with {how_ended(code)}"

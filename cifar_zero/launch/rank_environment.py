@@ -20,6 +20,8 @@ SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_
 """Variables that srun sets for each task (slurm.schedmd.com/srun.html). The shell of a batch script lacks the variables
 of a step."""
 
+MOST_PORT = 65_535  # the largest port of TCP
+
 RUN_FILE = "CIFAR_ZERO_RUN_FILE"
 """Environment variable that `local_launcher` sets for its ranks. It names the file into which rank 0 writes the path of
 the run folder for the launcher."""
@@ -47,15 +49,18 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
             f"the environment variable RANK is {rank}, and WORLD_SIZE {ranks}: ranks count from 0; start them with "
             "torchrun, or unset both"
         )
+    if port := environment.get("MASTER_PORT"):
+        whole_number("MASTER_PORT", port, most=MOST_PORT)
     # Without NODE_RANK or torchrun's GROUP_RANK, Lightning treats every node as the first one.
     return found | {"NODE_RANK": str(rank // ranks_here)}
 
 
-def whole_number(name: str, value: str, least: int = 0) -> int:
+def whole_number(name: str, value: str, least: int = 0, most: int | None = None) -> int:
     """Returns the value of the environment variable `name` as a number. Raises UsageError if the value is not a whole
-    number or is less than `least`."""
-    if not value.isdecimal() or int(value) < least:
-        fix = f"set it to a number of at least {least}, or unset it"
+    number, is less than `least`, or is more than `most`."""
+    if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
+        limits = f"at least {least}" if most is None else f"at least {least} and at most {most}"
+        fix = f"set it to a number of {limits}, or unset it"
         raise UsageError(f"the environment variable {name} is {value!r}: {fix}")
     return int(value)
 

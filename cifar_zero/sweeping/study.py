@@ -38,6 +38,8 @@ NUMBER = r"([-+]?[\d.]+(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"{NUMBER}\.\.{NUMBER}(?::(\S+))?")  # LOW..HIGH, LOW..HIGH:log or LOW..HIGH:STEP
 TRIALS = 20  # number of settings that Optuna chooses without --trials
 
+SET_BY_SWEEP = ("name", "out")  # options of train that a sweep sets itself
+
 Space = dict[str, BaseDistribution]  # possible values of each option; listed values stay text, as on the command line
 
 
@@ -85,6 +87,8 @@ def parse(definitions: list[str]) -> tuple[Space, list[dict[str, Any]]]:
     space: Space = {}
     for definition in definitions:
         name, _, text = definition.partition("=")
+        if name in SET_BY_SWEEP:
+            raise UsageError(f"--search {definition}: the sweep sets --{name} of each run: leave it out")
         try:
             space[name] = _distribution(text)
         except ValueError as error:

@@ -1,13 +1,18 @@
 """Builds Lightning's Trainer for a resolved run, with its callbacks and loggers."""
 
 import inspect
+import math
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
@@ -16,11 +21,11 @@ from cifar_zero import models, strategies
 from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
-from cifar_zero.config.mistakes import OWNED
+from cifar_zero.config.mistakes import OWNED, check_plain_type
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
@@ -35,6 +40,11 @@ from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
 from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, training_flops
+
+LIGHTNING = Path(lightning.__file__).parent
+
+NOT_ZERO = ("check_val_every_n_epoch", "limit_train_batches", "val_check_interval")
+"""Options of Lightning's Trainer whose numbers must be above 0."""
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
@@ -82,7 +92,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     try:
         made = Trainer(**{**options, **run.recipe.trainer})
     except Exception as error:  # Lightning raises several types, such as MisconfigurationException
-        raise UsageError(f"Lightning's Trainer refuses an option of --trainer: {error}") from error
+        raise _refused(run, error) from error
     keep_handlers(made)
     fast_loop.install(made, run.placement.fast_loop)
     return made
@@ -168,9 +178,34 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
 
 
 def check_trainer_options(settings: Settings) -> None:
-    """Raises UsageError if --trainer has an option that Lightning's Trainer does not have, or that this project sets
-    itself. The message suggests the option with the nearest name."""
-    known = sorted(set(inspect.signature(Trainer.__init__).parameters) - {"self", *OWNED})
-    for name in settings.recipe.trainer:
+    """Raises UsageError if --trainer has an option that Lightning's Trainer does not have, that this project sets
+    itself, or whose value has the wrong type or cannot make sense."""
+    options = inspect.signature(Trainer.__init__).parameters
+    known = sorted(options.keys() - {"self", *OWNED})
+    for name, value in settings.recipe.trainer.items():
         if name not in known:
             raise UsageError(f"--trainer.{name} is not an option of Lightning's Trainer: {nearest(name, known)}")
+        check_plain_type(f"--trainer.{name}", value, options[name].annotation)
+        least = -1 if name == "num_sanity_val_steps" else 0  # -1 stands for all batches
+        if isinstance(value, (int, float)) and not least <= value < math.inf:
+            raise UsageError(f"--trainer.{name} must be at least {least} and finite, not {value}")
+        if name in NOT_ZERO and value == 0:
+            raise UsageError(f"--trainer.{name} must be above 0, not {value}")
+
+
+@contextmanager
+def refusals(settings: Settings) -> Iterator[None]:
+    """Context manager that raises UsageError if Lightning refuses an option of --trainer within it. Some options cannot
+    be checked before Lightning knows the number of batches."""
+    try:
+        yield
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        by_lightning = LIGHTNING in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parents
+        if not by_lightning or not settings.recipe.trainer:
+            raise
+        raise _refused(settings, error) from error
+
+
+def _refused(settings: Settings, error: Exception) -> UsageError:
+    given = ", ".join(f"--trainer.{name}" for name in settings.recipe.trainer)
+    return UsageError(f"Lightning's Trainer refuses {given or 'an option'}: {short(error, 300)}")

@@ -43,8 +43,13 @@ def main() -> int:
         "--delta", metavar="FILE", help="delta (cifar-zero export --to delta) of a run started from RUN_OR_CHECKPOINT"
     )
     arguments, overrides = parser.parse_known_args()
-    checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     given = read_arguments(overrides)
+    if (devices := given.options.get("devices", "1")) not in ("1", "auto"):
+        raise UsageError(f"--devices {devices}: evaluate computes on one device: leave it out")
+    for option in given.options:
+        if option.startswith("trainer"):
+            raise UsageError(f"--{option} has no effect on evaluate: leave it out")
+    checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     content: dict[str, Any] | None = None
     if arguments.delta:
         from cifar_zero.checkpoints.weights import apply_delta

@@ -54,14 +54,18 @@ def resolve(settings: Settings) -> Run:
 
 
 def announce(run: Run) -> None:
-    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks. Recommends a larger batch if
-    the strategy is ZeRO and a micro-batch has at most TINY_MICRO_BATCH images."""
+    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks. Says that one CPU rank
+    shards nothing. Recommends a larger batch if several ranks use ZeRO and a micro-batch has at most TINY_MICRO_BATCH
+    images."""
     ranks, placement = run.placement.world_size, run.placement
     what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
     say(f"starting: {what}, batch size {run.recipe.batch_size}, ranks {ranks} ({placement.accelerator})")
     if run.on_cpu:
         warn_of_few_cores(ranks // placement.num_nodes)
-    if run.spec.stage and run.micro_batch <= TINY_MICRO_BATCH and not run.recipe.only_measures:
+    if run.spec.shards_tensors and ranks == 1 and run.on_cpu:
+        what = "ZeRO" if run.spec.stage else placement.strategy_name
+        say(f"1 rank: {what} shards nothing; --devices 2 shards over two CPU ranks")
+    elif run.spec.stage and ranks > 1 and run.micro_batch <= TINY_MICRO_BATCH and not run.recipe.only_measures:
         say(
             f"note: with {run.micro_batch} images per micro-batch, ranks mostly exchange messages; ZeRO pays off "
             "with larger batches, such as --batch_size 256"

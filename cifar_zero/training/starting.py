@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from torch import nn
+
 from cifar_zero import data
 from cifar_zero.build_model import check_patterns, on_meta
 from cifar_zero.checkpoints import run_folder
@@ -23,9 +25,10 @@ from cifar_zero.checkpoints.weights import (
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.recipe import LoRAConfig
 from cifar_zero.config.run import Run
-from cifar_zero.core.atomic import write_json
+from cifar_zero.core.atomic import write, write_json
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import gpu_memory_bytes, memory_bytes
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import Place, by_rank_0, ranks_on_another_disk
 from cifar_zero.models import MODELS, External
@@ -96,6 +99,7 @@ def pretrained_weights(run: Run) -> Match | None:
     if the weights are damaged or belong to another model. Also raises UsageError if a pattern of --trainable or
     --lora.target matches nothing in the model."""
     model = on_meta(run.recipe, run.num_classes)
+    _check_size(model, run)
     check_patterns(model, run.recipe.trainable, run.recipe.model.options.get("ep_size", 1))
     if run.output.resume:
         return None
@@ -112,6 +116,21 @@ def pretrained_weights(run: Run) -> Match | None:
     return match(on_meta(replace(run.recipe, lora=LoRAConfig()), run.num_classes), weights, source)
 
 
+def _check_size(model: nn.Module, run: Run) -> None:
+    """Raises UsageError if the weights of a model are larger than the memory of the nodes, so that no strategy can
+    train it. The weights count in 16 bits, although most runs need more. They may be larger with NVMe offload."""
+    elements, nodes = sum(parameter.numel() for parameter in model.parameters()), run.placement.num_nodes
+    weights_bytes = 2 * elements
+    if weights_bytes <= nodes * memory_bytes() or run.spec.offload_parameters == "nvme":
+        return  # the GPUs are not asked, because that starts CUDA in this process
+    both_bytes = nodes * (memory_bytes() + gpu_memory_bytes())
+    if weights_bytes > both_bytes:
+        raise UsageError(
+            f"--model {run.recipe.model.name} has {elements:,} parameters, and they take {weights_bytes / 1e9:,.0f} GB "
+            f"of {both_bytes / 1e9:,.0f} GB of memory even in 16 bits: make the model smaller"
+        )
+
+
 def open_run(run: Run, weights: Match | None) -> Path:
     """Creates the run folder and returns its path. Prints messages about the start of the run, such as how many of the
     pretrained weights fit. Only rank 0 calls it. The folder contains a recipe file that repeats the run. Raises
@@ -123,7 +142,9 @@ def open_run(run: Run, weights: Match | None) -> Path:
     cache = run.data.cache and os.path.abspath(run.data.cache)
     images = replace(run.data, root=os.path.abspath(run.data.root), cache=cache)
     raw = run.placement.ds_config and os.path.abspath(run.placement.ds_config)
-    (folder / run_folder.CONFIG).write_text(command_line.dump(run.changed(data=images, ds_config=raw)))
+    with run_folder.removed_on_failure(folder):
+        recipe = command_line.dump(run.changed(data=images, ds_config=raw))
+        write(folder / run_folder.CONFIG, recipe.encode())
     if raw:
         flags = ds_config.flags_of(ds_config.options_of(raw))
         say(f"{run.placement.ds_config} corresponds to {command('train', *flags)}; its other options go to DeepSpeed")

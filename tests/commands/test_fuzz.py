@@ -3,11 +3,15 @@ files."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
+import resource
+import shlex
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,16 @@ import pytest
 import torch
 
 from cifar_zero import data, models
+from cifar_zero.__main__ import COMMANDS
+from cifar_zero.checkpoints.weights import encode
 from cifar_zero.config import command_line
 from cifar_zero.config.settings import DataConfig
+from cifar_zero.core import atomic, exits
 from cifar_zero.core.errors import RunError, UsageError
-from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, train_all
+from cifar_zero.exporting import formats
+from tests.comparison.made_up import METRICS, SETTINGS
+from tests.exporting.made_up import CLASSES, write_checkpoint
+from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, run_program, train_all
 from tests.users_code.evil import Evil
 
 MUTATIONS = 200 if WHOLE else 15
@@ -126,3 +136,110 @@ def test_recipes(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(command_line.dump(command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])))
     fuzz(recipe, tmp_path, lambda path: command_line.parse(["--config", str(path)]), lambda found: True)
+
+
+def test_an_unknown_command_is_named():
+    done = run_program("-m", "cifar_zero", "comapre")
+    assert (done.returncode, done.stderr) == (2, "error: unknown command comapre: did you mean compare?\n")
+
+
+def write_run(folder: Path, step_check: dict[str, Any] | None = None, **metrics: Any) -> None:
+    """Writes a finished run with these differences from a valid one."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps(SETTINGS))
+    (folder / "metrics.json").write_text(json.dumps({**METRICS, **metrics}))
+    (folder / "losses.csv").write_text("step,loss\n1,2.0\n")
+    if step_check:
+        (folder / "step_check.json").write_text(json.dumps(step_check))
+
+
+def write_export(file: Path, side: int) -> None:
+    """Writes an export of Net whose metadata has this image size."""
+    about = {"model": "net", "options": "{}", "classes": json.dumps(CLASSES), "mean": "0.5", "std": "0.5"}
+    file.write_bytes(encode(models.build("net", 10).state_dict(), {**about, "image_size": str(side)}))
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None) -> None:
+    """Makes the files and folders that WRONG names, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("file").touch()
+    os.mkfifo("pipe.png")
+    Path("binary").mkdir()
+    Path("binary", "latest").write_bytes(b"\xff\xfe")
+    write_run(Path("good"))
+    write_run(Path("null"), strategy=None)
+    write_run(Path("unknown"), {"outcome": "fine", "used": 0.0, "text": ""})
+    for side in (-1, 0, 64, 99999999):
+        write_export(Path(f"{side}.safetensors"), side)
+
+
+WRONG = {
+    "train --model mlp --model.hidden [99999999999]": "parameters, and they take 616,600 GB of ",
+    "train --model mlp --model.hidden [99999999999999999999]": "a tensor that is too large",
+    "train --out file": "--out file: file/net-baseline cannot be written (Not a directory)",
+    "train --data.source folder --data.root file": "cannot read file/train: Not a directory",
+    "train --data.cache file/below": "Not a directory: file/below; fix this, or choose another directory with",
+    "evaluate good --devices 2": "--devices 2: evaluate computes on one device: leave it out",
+    "evaluate good --trainer.limit_test_batches 1": "--trainer.limit_test_batches has no effect on evaluate: ",
+    'compare --strategies baseline ddp --launcher "\'"': "--launcher ': no closing quotation",
+    'compare --module a.py:A --script "\'"': "--script ': no closing quotation",
+    "compare --runs good null": "null cannot be read: metrics.json has strategy null",
+    "compare --runs good unknown": 'unknown cannot be read: step_check.json has the unknown outcome "fine"',
+    "export binary --to safetensors": "latest is not a text file",
+    "export good.safetensors --to safetensors": "good.safetensors does not exist",
+    "sweep --search seed=0,1 --out file": "--out file: Not a directory (file/net)",
+    "sweep --search name=a,b": "--search name=a,b: the sweep sets --name of each run: leave it out",
+    "predict 64.safetensors pipe.png": "pipe.png is neither a file nor a folder",
+    "predict 64.safetensors file --delta pipe.png": "pipe.png is not a file",
+    "predict ./-1.safetensors file": "image_size must be at least 32 and at most 8192, not -1",
+    "predict 0.safetensors file": "image_size must be at least 32 and at most 8192, not 0",
+    "predict 64.safetensors file": "its model does not fit its image_size 64",
+    "predict 99999999.safetensors file": "image_size must be at least 32 and at most 8192, not 99999999",
+}
+"""Command lines with a mistake, and what is said about it."""
+
+
+@pytest.mark.usefixtures("inputs")
+@pytest.mark.parametrize("line", WRONG)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    line: str,
+    small_data: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    name, *words = shlex.split(line)
+    if name in ("train", "sweep"):
+        words = [*small_data, "--accelerator", "cpu", *words]
+    monkeypatch.setattr("sys.argv", [name, *words])
+    before = sorted(tmp_path.rglob("*"))
+    code = exits.guarded(import_module(COMMANDS[name]).main)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert code == 2, last
+    assert last.startswith("error: ")
+    assert WRONG[line] in last
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda file: atomic.write(file, bytes(200_000)),
+        lambda file: formats.export(file.parent / "net.ckpt", file, "safetensors"),
+    ],
+)
+def test_a_file_that_becomes_too_large_is_named(
+    write: Callable[[Path], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_checkpoint(tmp_path / "net.ckpt")
+    file, limits = tmp_path / "net.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert exits.guarded(lambda: write(file)) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err == f"error: File too large ({file})\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["net.ckpt"]

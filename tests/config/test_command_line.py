@@ -50,7 +50,8 @@ def test_another_optimizer_drops_the_options_of_the_first():
         ("--seed 1 2", "--seed takes one value, not 2: put '1 2' in quotes"),
         ("--optimizer", "--optimizer has no value"),
         ("--config", "--config has no value: name a YAML recipe"),
-        ("--config nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("--config nowhere.yaml", "nowhere.yaml cannot be read: No such file or directory"),
+        ("--config configs/zero3.yaml", "cannot be read: No such file or directory; did you mean configs/zero_3.yaml?"),
         ("--config README.md", "is not YAML"),
         ("--strategy zero3", "unknown strategy 'zero3': choose from baseline, ddp, deepspeed_stage_0"),
         ("--strategy deepspeed_stage_4", "did you mean deepspeed_stage_3?"),
@@ -58,6 +59,9 @@ def test_another_optimizer_drops_the_options_of_the_first():
         ("--model tests/users_code/own_code.py", "name the class too, --model tests/users_code/own_code.py:NAME"),
         ("--precision fp16", "expected one of ['32-true', 'bf16-mixed', 'bf16-true', '16-mixed', 'auto'], not fp16"),
         ("--epochs 1.5", "--epochs: expected int, not 1.5"),
+        ("--batch_size 1:30", "--batch_size: expected int, not 1:30"),  # 90 in YAML 1.1
+        ("--optimizer.learning_rate 1", "unknown option --optimizer.learning_rate: did you mean --optimizer.lr?"),
+        ("--gpus 2", "unknown option --gpus: did you mean --devices?"),
         ("--batch_size 100000000000000000000000", "--batch_size must be at least 1 and at most 2147483647"),
         ("--devices many", "--devices: expected int or one of ['auto'], not many"),
         ("--max_steps 0", "--max_steps must be at least 1"),
@@ -108,6 +112,14 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
         ("optimizer: {name: sgd, lr: }", "optimizer.lr has no value"),
         ("resume: [last]", "--resume: expected str, not ['last']"),
         ("name: 'two\n\n  lines'", "--name 'two\\nlines' must be one line of at most 200 bytes"),
+        ("batch_size: 1:30", "--batch_size: expected int, not 1:30"),
+        ("seed: 1\nseed: 2", "line 2 sets seed again"),
+        ("optimizer: {lr: 1, lr: 2}", "line 1 sets lr again"),
+        ("optimizer: {lr: 1}\noptimizer.lr: 2", "sets optimizer.lr twice"),
+        ("optimizer: sgd\noptimizer.name: adam", "sets optimizer twice"),
+        ("optimizer: {name: sgd, lr: 1, options: {lr: 2}}", "unknown option --optimizer.options"),
+        ("trainer: {a: {b: 1}}\ntrainer.a.b: 2", "sets trainer.a and trainer.a.b"),
+        ("plot_schedule: photo.png", "plot_schedule overwrites a file, so it works only on the command line"),
         ("config: other.yaml", "config works only on the command line: remove it"),
         ("debug: true", "debug works only on the command line: remove it"),
         (BOMB, "line 2 has the alias *a0: repeat the value"),
@@ -126,6 +138,10 @@ def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Pa
         command_line.parse(["--config", str(recipe)])
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_name_is_also_an_option_of_its_section():
+    assert command_line.parse(["--optimizer.name", "adam"]) == command_line.parse(["--optimizer", "adam"])
 
 
 def test_a_mistake_is_answered_without_torch():

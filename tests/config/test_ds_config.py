@@ -85,6 +85,8 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
         (get_ds_config(1, "fp32"), "--optimizer sgd", "--optimizer sgd is not the file's adamw: leave out the flag"),
         ({"optimizer": {"type": "OneBitAdam"}}, "", "optimizer OneBitAdam is not supported"),
         ({"optimizer": {"type": "Adam", "params": {"max_coeff": 1}}}, "", "unknown option --optimizer.max_coeff"),
+        ({"optimizer": {"type": "Adam", "params": {"name": "muon"}}}, "", "optimizer Adam has no parameter `name`"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1, "options": {}}}}, "", "unknown option --optimizer.options"),
         (
             {"flops_profiler": {"enabled": True, "output_file": "notes.txt"}},
             "",

@@ -6,7 +6,7 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training.resolve import announce, resolve
+from cifar_zero.training.resolve import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -109,13 +109,3 @@ def test_a_run_that_cannot_work_is_refused(gpus: int, flags: str, expected: str,
         resolve(command_line.parse(flags.split()))
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_note_recommends_a_larger_micro_batch_under_zero(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
-    flags = ["--strategy", "deepspeed_stage_3", "--data.source", "digits", "--batch_size"]
-    for batch_size, notes in (("4", 1), ("8", 0)):
-        announce(resolve(command_line.parse([*flags, batch_size])))
-        assert capfd.readouterr().err.count("note: with 4 images per micro-batch") == notes

@@ -1,7 +1,8 @@
-"""Tests Ctrl-C during a program's imports, and signals that are ignored."""
+"""Tests Ctrl-C during a program's imports, signals that are ignored, and the errors that are a user's mistake."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -66,3 +67,36 @@ def test_a_full_disk_under_a_log_does_not_end_a_program(full: str, last: str, co
         environment = {**os.environ, "PYTHONUNBUFFERED": ""}
         done = subprocess.run(program, cwd=ROOT, env=environment, text=True, **streams)
     assert (done.returncode, (done.stdout or done.stderr or "")[-len(printed) or None :]) == (code, printed)
+
+
+def refused(path: str, number: int = errno.ENOTDIR) -> OSError:
+    return OSError(number, "refused", path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "code", "said"),
+    [
+        ("--out file", refused("file/net"), 2, "--out file: refused (file/net)"),
+        ("--out=file", refused("file/net"), 2, "--out file: refused (file/net)"),
+        ("--seed 1 file", refused("file"), 2, "file: refused (file)"),
+        ("--out a/b/c", refused("a/b"), 2, "--out a/b/c: refused (a/b)"),
+        ("--out file", refused("file/net", errno.ENOSPC), 1, "refused (file/net)"),  # the disk is full
+        ("--model net", refused("other"), 1, "refused (other)"),
+        ("--search a=1,2", ModuleNotFoundError(name="optuna"), 2, "this command needs a package: pip install optuna"),
+        ("", ModuleNotFoundError("gone", name="mine"), 1, "ModuleNotFoundError: gone (--debug shows where)"),
+    ],
+)
+def test_a_path_or_package_that_the_user_can_mend_is_a_mistake(
+    arguments: str,
+    error: Exception,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def main() -> int:
+        raise error
+
+    monkeypatch.setattr("sys.argv", ["sweep", *arguments.split()])
+    assert exits.guarded(main) == code
+    assert capsys.readouterr().err == f"error: {said}\n"

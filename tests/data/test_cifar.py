@@ -55,14 +55,18 @@ def test_images_labels_and_names_are_those_of_the_files(
     assert [path.name for path in (tmp_path / "root").iterdir()] == [published.filename]
 
 
-def test_the_extracted_folder_is_used_where_its_sums_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_extracted_folder_is_used_where_its_sums_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     files = cifar_files(10)
     write(files, tmp_path)
     config = DataConfig("cifar10", root=str(tmp_path), url="http://127.0.0.1:9/cifar-10-python.tar.gz")
     with pytest.raises(RunError, match="cannot download"):  # these files are not the published ones
         data.prepare(config)
+    assert "Preparing" not in capsys.readouterr().err
     publish(files, CIFAR10, monkeypatch)
     assert data.prepare(config) == "cifar10"
+    assert capsys.readouterr().err == f"Preparing the images in {tmp_path}/.cifar-zero (only once).\n"
 
 
 class Hostile:

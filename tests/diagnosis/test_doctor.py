@@ -40,7 +40,7 @@ def test_this_machine_is_fit():
     assert answer["schema"] == 1
     assert [check["name"] for check in answer["checks"]] == [*CHECKS]
     for check in answer["checks"]:
-        assert set(check) == {"name", "status", "found", "fix"}
+        assert set(check) == {"name", "status", "found", "fix", "bugs"}
         assert bool(check["fix"]) == (check["status"] == "warning"), check
 
 
@@ -70,19 +70,28 @@ def test_wrong_usage_is_reported_in_one_line(flags: str, said: str):
 
 
 @pytest.mark.parametrize(
-    ("package", "release", "said"),
+    ("package", "release", "status", "count", "said"),
     [
-        ("deepspeed", "0.18.3", "deepspeed_* divides gradients by --accumulate twice: https://"),
-        ("lightning", "2.6.3", "is the tested range; it steals credentials: https://github.com/Lightning-AI/"),
+        ("deepspeed", "0.18.3", "failed", 9, "deepspeed_* divides gradients by --accumulate twice: https://"),
+        ("deepspeed", "0.19.5", "warning", 1, "contiguous_gradients false loses an all-reduce on a CPU: https://"),
+        ("lightning", "2.6.3", "failed", 2, "it steals credentials: https://github.com/Lightning-AI/"),
     ],
 )
-def test_a_faulty_release_is_named(package: str, release: str, said: str, tmp_path: Path):
+def test_each_bug_of_a_release_has_a_line(
+    package: str, release: str, status: str, count: int, said: str, tmp_path: Path
+):
     metadata = tmp_path / f"{package}-{release}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {release}\n")
-    status, text = lines_of(run_program("doctor", package, env={"PYTHONPATH": str(tmp_path)}))[package]
-    assert status == "warning"
-    assert said in text
+    done, strict = (
+        run_program("doctor", package, *more, env={"PYTHONPATH": str(tmp_path)}) for more in ([], ["--strict"])
+    )
+    assert (done.returncode, strict.returncode) == (int(status == "failed"), 1)
+    found, text = lines_of(done)[package]
+    assert (found, len(text) < 150) == (status, True)
+    bugs = re.findall("^ +- (.*)$", done.stdout, re.MULTILINE)
+    assert len(bugs) == count
+    assert any(bug.startswith(said) for bug in bugs)
 
 
 def test_a_missing_compiler_is_reported(tmp_path: Path):
@@ -92,6 +101,7 @@ def test_a_missing_compiler_is_reported(tmp_path: Path):
     assert status == "warning"
     assert "no c++ on PATH, " in text
     assert "no ninja on PATH" in text
+    assert "libaio" not in text.split("; the *_offload strategies need it")[0]
     assert ": apt-get install g++; " in text
 
 

@@ -170,3 +170,11 @@ def test_other_computers_reach_no_port_of_a_local_run(tmp_path: Path):
     """
     done = launched(tmp_path, body)
     assert done.stdout == f"{[(['127.0.0.1'], 'lo')] * 3}\n", done.stderr
+
+
+def test_a_killed_launcher_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert launched(tmp_path, "os.kill(os.getppid(), 9) if rank == 0 else do_not_end()").returncode == -9
+    assert [*temporary.iterdir()] == []

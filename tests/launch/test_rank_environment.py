@@ -66,6 +66,7 @@ def test_slurm_nodes_with_different_numbers_of_tasks_are_refused(more: dict[str,
     [
         ({"RANK": "x"}, "RANK is 'x': set it to a number of at least 0, or unset it"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0': set it to a number of at least 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999': set it to a number of at least 0 and at most 65535"),
         ({"RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: ranks count from 0"),
     ],
 )

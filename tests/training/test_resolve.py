@@ -77,3 +77,26 @@ def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys
     config = resolved()
     assert (config.placement.devices, config.placement.num_nodes) == (2, 2)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "said"),
+    [
+        (0, "--strategy deepspeed_stage_3", "1 rank: ZeRO shards nothing; --devices 2 shards over two CPU ranks"),
+        (0, "--strategy fsdp2", "1 rank: fsdp2 shards nothing; --devices 2 shards over two CPU ranks"),
+        (0, "--strategy deepspeed_stage_0", ""),
+        (1, "--strategy deepspeed_stage_3", ""),
+        (0, "--strategy deepspeed_stage_3 --devices 2", "note: with 2 images per micro-batch, ranks mostly exchange"),
+        (0, "--strategy deepspeed_stage_3 --devices 2 --batch_size 10", ""),
+    ],
+)
+def test_what_is_said_of_a_strategy_that_has_little_to_shard(
+    gpus: int, flags: str, said: str, machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    machine(gpus)
+    monkeypatch.setattr(resolving, "core_count", lambda: 2)
+    resolving.announce(resolved(*flags.split()))
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith("starting: model net, ")
+    assert len(others) == (1 if said else 0)
+    assert all(line.startswith(said) for line in others)

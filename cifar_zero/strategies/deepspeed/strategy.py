@@ -150,8 +150,10 @@ class ZeROStrategy(DeepSpeedStrategy):
             super().setup_distributed()
             return
         # Turned off, because only DeepSpeed's inference uses this collective, which would be compiled at the first
-        # start.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # start. The table is not read before, because then DeepSpeed (0.19.8, ops/__init__.py) tries to compile and
+        # link a program for each operator, and in a notebook the errors of the linker appear.
+        operators: Any = vars(deepspeed.ops)
+        operators.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -177,8 +179,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Casts the shards, spreads experts over the ranks, keeps batch norms in float32 and starts the engine. Raises
-        UsageError for a parameter that DeepSpeed (0.19.8) cannot broadcast."""
+        """Casts the shards, lays the parameters out for DeepSpeed, spreads experts over the ranks, keeps batch norms in
+        float32 and starts the engine. Raises UsageError for a parameter that DeepSpeed cannot train."""
         assert self.model is not None
         if self._casts_shards and self._training_engine is None:
             dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
@@ -187,12 +189,27 @@ class ZeROStrategy(DeepSpeedStrategy):
                 parameter.data = parameter.data.to(dtype)
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             forget_second_copies(self.model)
-        for name, parameter in self.model.named_parameters():
-            if not EngineHooks(self).shape(parameter):
-                raise UsageError(f"{name} is a scalar, and DeepSpeed cannot broadcast it: give it the shape (1,)")
+        self._lay_out(self.model)
         experts.spread(self.model, self.global_rank)
         keep_batch_norm_float32(self.model)
         super().setup(trainer)
+
+    def _lay_out(self, model: Module) -> None:
+        """Makes each parameter contiguous, because DeepSpeed (0.19.8, `_broadcast_model`) cannot broadcast another
+        layout. Raises UsageError for a scalar, which it cannot broadcast either, and for two parameters that share
+        memory, because DeepSpeed would silently separate them."""
+        name_at: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            if not EngineHooks(self).shape(parameter):
+                raise UsageError(f"{name} is a scalar, and DeepSpeed cannot broadcast it: give it the shape (1,)")
+            other = name_at.setdefault(parameter.data_ptr(), name)
+            if other != name and parameter.numel():  # empty where ZeRO 3 has sharded it already
+                raise UsageError(
+                    f"{other} and {name} share memory, and DeepSpeed would separate them: assign the same nn.Parameter "
+                    "to both, or clone one"
+                )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
 
     @property
     def _builds_sharded(self) -> bool:

@@ -16,7 +16,8 @@ from cifar_zero.checkpoints import resume
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.run import Run
 from cifar_zero.core import exits
-from cifar_zero.core.errors import RunError, Stopped
+from cifar_zero.core.console import RESUME_WITH
+from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.launch.collectives import gather
 
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
@@ -115,7 +116,7 @@ def keep_handlers(trainer: Trainer) -> None:
 def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]:
     """Context manager for `fit` and everything that follows it in a run. If a signal raises Stopped, adds to the
     exception's message whether the run was saved and how to resume it. Raises RunError instead if the checkpoint could
-    not be written.
+    not be written. To an exception that is not the run's own, adds a note on how to resume the run.
 
     Args:
         trainer: The Trainer of the run.
@@ -126,6 +127,12 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
         yield
     except Stopped as stop:
         raise Stopped(stop.number, _outcome(trainer, run, run_dir)) from stop
+    except (UsageError, RunError):
+        raise
+    except Exception as error:  # another rank has ended, the memory is full, or the user's code failed
+        if run_dir is not None and (resuming := resume.command_to_resume_newest(run, run_dir)):
+            error.add_note(f"{RESUME_WITH} {resuming}")
+        raise
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None) -> None:

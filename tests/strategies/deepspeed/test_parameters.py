@@ -1,15 +1,24 @@
-"""A parameter of a user's module that DeepSpeed cannot take is named in one line."""
+"""Parameters of a user's module that DeepSpeed cannot take as they are: they are laid out for it, or named in one
+line."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import deepspeed
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from cifar_zero.core.errors import UsageError
 from cifar_zero.strategies.deepspeed import ZeROStrategy
-from tests.users_code.own_modules import Own
+from cifar_zero.strategies.deepspeed.hooks import EngineHooks
+from tests.users_code.own_modules import Own, images
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
 
 
 class Scaled(Own):
@@ -20,8 +29,65 @@ class Scaled(Own):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-@pytest.mark.usefixtures("own_process_group")
-def test_a_parameter_that_deepspeed_cannot_take_is_named():
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=ZeROStrategy(2), logger=False)
-    with pytest.raises(UsageError, match=r"scale is a scalar.*give it the shape"):
-        trainer.fit(Scaled())
+class Transposed(Own):
+    """Has a parameter that is a transposed copy of another one, so it is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(24, 8), nn.Linear(24, 10)
+        self.second = nn.Parameter(self.first.weight.t().detach().clone())
+        assert not self.second.is_contiguous()
+
+    def net(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.last(self.first(x) @ self.second.t())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(images(), 4)
+
+
+class TiedByMemory(Own):
+    """Has two parameters with the same values in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 24)
+        self.second = nn.Parameter(self.first.weight.detach().t())
+
+
+def fit(module: Own, strategy: ZeROStrategy | str) -> None:
+    options: Any = {"logger": False, "enable_checkpointing": False, "use_distributed_sampler": False}
+    Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=3, **options).fit(module)
+
+
+def test_a_start_calls_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """DeepSpeed would try which of its operators could be compiled."""
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\ntouch $0-was-called\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    fit(Transposed(), ZeROStrategy(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["cc"]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_parameter_that_is_not_contiguous_trains(stage: int):
+    plain, sharded = Transposed(), Transposed()
+    fit(plain, "auto")
+    strategy = ZeROStrategy(stage)
+    fit(sharded, strategy)
+    for expected, parameter in zip(plain.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(EngineHooks(strategy).full(parameter), expected.detach())
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Scaled, "scale is a scalar, and DeepSpeed cannot broadcast it: give it the shape"),
+        (TiedByMemory, "second and first.weight share memory, and DeepSpeed would separate them: "),
+    ],
+)
+def test_a_parameter_that_deepspeed_cannot_take_is_named(module: type[Own], said: str):
+    with pytest.raises(UsageError, match=said):
+        fit(module(), ZeROStrategy(2))

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
+from cifar_zero.core import exits
+from cifar_zero.core.errors import RunError
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.monitors import EarlyStop
-from cifar_zero.training.callbacks.stop import Interrupt
+from cifar_zero.training.callbacks.stop import Interrupt, reported
+from cifar_zero.training.resolve import resolve
 from tests.users_code.sends_signal import SendsSignal
 
 
@@ -38,6 +42,41 @@ def test_no_checkpoint_claims_that_an_interrupted_epoch_ended(
     assert stopped.observer(Interrupt).signal == signal.SIGTERM
     assert stopped.trainer.global_step == 1
     assert {path.name for path in folder.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    ("error", "checkpoint", "said"),
+    [
+        (RuntimeError("Connection closed by peer"), "last.ckpt", "another rank has ended"),
+        (ValueError("of the user's code"), "last.ckpt", "ValueError: of the user's code"),
+        (ValueError("before a checkpoint"), "", "ValueError: before a checkpoint"),
+        (RunError("the loss is NaN"), "last.ckpt", "the loss is NaN"),  # a resumed run would fail again
+    ],
+)
+def test_a_run_that_fails_after_a_checkpoint_says_how_to_resume(
+    error: Exception,
+    checkpoint: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    run, trainer = resolve(command_line.parse(["--data.source", "digits", "--accelerator", "cpu"])), Any
+    (tmp_path / "checkpoints").mkdir()
+    if checkpoint:
+        (tmp_path / "checkpoints" / checkpoint).touch()
+
+    def main() -> int:
+        with reported(trainer, run, tmp_path):  # pyright: ignore[reportArgumentType]
+            raise error
+
+    assert exits.guarded(main) == 1
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {said}")
+    resumes = checkpoint != "" and not isinstance(error, RunError)
+    assert [line.partition(": ")[0] for line in others] == (["resume with"] if resumes else [])
 
 
 STUCK = make_settings(optimizer=Choice("sgd", {"lr": 0.0}), batch_size=8, epochs=9)

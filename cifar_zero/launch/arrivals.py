@@ -1,0 +1,67 @@
+"""Lets the ranks of a run meet in a key-value store, and names the ranks that do not come."""
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from cifar_zero.core.console import say
+from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.launch import rank_environment
+
+POLL_SECONDS = 0.1  # time between two looks for the other ranks
+
+FIRST_NOTE_SECONDS = 15.0
+"""Time after which rank 0 says for the first time which ranks are missing. Later notes come after twice the time of the
+note before."""
+
+NAMED = 8  # the most missing ranks that a message names
+
+
+def open_store(patience: timedelta) -> Store:
+    """Returns the store of torchrun's agents, or a store that rank 0 opens. torch's "env://" is not used, because
+    rank 0 would wait in it for all ranks, and could not name the missing ones. Raises UsageError if the environment
+    lacks the address of the store.
+
+    On one computer, rank 0 listens on a local address only. By default, torch (2.15) listens on all addresses, where
+    other computers can change what the ranks exchange.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UsageError(f"the environment variable {name} is not set: set it on each rank, or use torchrun")
+    opens = rank_environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = None
+    if opens and rank_environment.by_local_launcher():
+        listener = socket.create_server((address, port)).detach()
+    tcp = TCPStore(address, port, is_master=opens, timeout=patience, wait_for_workers=False, master_listen_fd=listener)
+    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+
+
+def await_ranks(store: Store, rank: int, ranks: int, patience: timedelta) -> None:
+    """Waits on rank 0 until each of `ranks` ranks has called this function. Says which ranks are missing while it
+    waits. The other ranks do not wait. Raises RunError, which names the missing ranks, after the time `patience`."""
+    store.set(f"arrived {rank}", "")
+    if rank:
+        return
+    started, missing, next_note = time.monotonic(), [*range(ranks)], FIRST_NOTE_SECONDS
+    while True:
+        missing = [other for other in missing if not store.check([f"arrived {other}"])]
+        if not missing:
+            return
+        waited = time.monotonic() - started
+        if waited > patience.total_seconds():
+            raise RunError(
+                f"{_named(missing)} did not connect within {waited:.0f} s: look at the output of these ranks"
+            )
+        if waited > next_note:
+            say(f"waiting for {_named(missing)} of {ranks} ranks, not connected after {waited:.0f} s")
+            next_note = 2 * waited
+        time.sleep(POLL_SECONDS)
+
+
+def _named(ranks: list[int]) -> str:
+    names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:NAMED]))}"
+    return names if len(ranks) <= NAMED else f"{names} and {len(ranks) - NAMED} more"

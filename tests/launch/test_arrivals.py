@@ -1,0 +1,45 @@
+"""A run whose ranks do not all come says which ones are missing."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from cifar_zero.core.errors import RunError
+from cifar_zero.launch import arrivals
+from cifar_zero.launch.arrivals import await_ranks
+
+LONG = timedelta(minutes=30)
+
+
+def test_missing_ranks_are_named_while_rank_0_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(arrivals, "FIRST_NOTE_SECONDS", 0.0)
+    store, said = HashStore(), threading.Event()
+
+    def say(line: str) -> None:
+        print(line)
+        said.set()
+
+    monkeypatch.setattr(arrivals, "say", say)
+
+    def come_late() -> None:
+        said.wait()
+        for rank in (1, 3):
+            await_ranks(store, rank, 4, LONG)
+
+    await_ranks(store, 2, 4, LONG)
+    late = threading.Thread(target=come_late)
+    late.start()
+    await_ranks(store, 0, 4, LONG)
+    late.join()
+    assert capsys.readouterr().out.startswith("waiting for ranks 1, 3 of 4 ranks, not connected after 0 s\n")
+
+
+def test_a_rank_that_never_comes_is_named():
+    with pytest.raises(RunError, match="ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not connect within 0 s"):
+        await_ranks(HashStore(), 0, 12, timedelta(0))

@@ -1,0 +1,66 @@
+"""Tests that each unusable value of an option of Lightning's Trainer is refused in one line, and leaves no folder."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+
+from cifar_zero import train
+from cifar_zero.config import command_line
+from cifar_zero.config.mistakes import OWNED
+from cifar_zero.config.run import Run
+from cifar_zero.core.errors import UsageError
+from cifar_zero.training import build
+from cifar_zero.training.resolve import resolve
+
+OPTIONS = sorted(inspect.signature(Trainer.__init__).parameters.keys() - {"self", *OWNED})
+
+VALUES = ("5", "-3", "0.5", "1e9", "true", "x", "[1]", "{a: 1}", ".nan", "null")
+
+
+@pytest.fixture
+def resolved(small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    short = ["--batch_size", "64", "--max_steps", "3", "--logger", "none", "--accelerator", "cpu", "--epochs", "1"]
+
+    def run_of(*flags: str) -> Run:
+        return resolve(command_line.parse([*small_data, *short, "--out", str(tmp_path / "runs"), *flags]))
+
+    return run_of
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
+    said: list[str] = []
+    for value in VALUES:
+        try:
+            run = resolved(f"--trainer.{option}", value)
+            build.check_trainer_options(run)
+            build.trainer(run, None, callbacks=[])
+        except UsageError as error:
+            said.append(str(error))
+    assert len(said) >= 5  # no option takes half of these values
+    assert all(option in line and "\n" not in line for line in said), said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--trainer.profiler 5", "--trainer.profiler: expected str, not 5"),
+        ("--trainer.max_time 5", "--trainer.max_time: expected str or dict, not 5"),
+        ("--trainer.limit_train_batches 0", "--trainer.limit_train_batches must be above 0, not 0"),
+        ("--trainer.limit_train_batches 0.0001", "refuses --trainer.limit_train_batches: "),
+        ("--trainer.val_check_interval 1000", "refuses --trainer.val_check_interval: "),
+        ("--trainer.max_time 00:00:00:00", "no step was trained"),
+    ],
+)
+def test_a_refused_run_leaves_no_folder(flags: str, said: str, resolved, tmp_path: Path):
+    with pytest.raises(UsageError) as error:
+        train.train(resolved(*flags.split()))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not [*(tmp_path / "runs").glob("*")]
