@@ -34,10 +34,12 @@ from tests.support.helpers import (
     last_checkpoint,
     last_weights,
     losses,
+    metrics_of,
     of_test_all,
     on_ranks,
     run_folder_of,
     run_program,
+    run_ranks,
     train_all,
 )
 from tests.support.many_runs import train_run
@@ -266,7 +268,7 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
     whole, begun, ended = (tmp_path / part for part in ("whole", "begun", "ended"))
     stop = ["--trainer.callbacks.step", str(SENT_IN), "--trainer.callbacks.number", str(number.value)]
     if number == signal.SIGKILL:
-        assert run_program("train.py", *same, *stop, "--out", str(begun)).returncode not in (0, 2)
+        assert run_ranks(ranks, "train.py", *same, *stop, "--out", str(begun))[0] == -number
     else:
         on_ranks(ranks, train_until_stopped, [*same, *stop, "--out", str(begun)])
     train_all({whole: same, ended: [*same, "--resume", str(run_folder_of(begun))]})
@@ -277,6 +279,29 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
     expected, found = restored(whole), restored(ended)
     assert found.keys() == expected.keys()
     assert [key for key, value in expected.items() if not same_value(found[key], value)] == []
+
+
+@pytest.mark.parametrize("length", [["--epochs", "2"], ["--max_steps", "13"]], ids=" ".join)
+def test_a_run_without_a_step_left_reports_its_training(length: list[str], tmp_path: Path, small_data: list[str]):
+    """It was killed between its last checkpoint and its metrics.json."""
+    same = [*small_data, *SHORT, *length]
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    train_all({whole: same, ended: [*same, "--resume", str(whole)]})
+    found, expected = metrics_of(ended), metrics_of(whole)
+    for key in ("epochs", "steps", "train/loss", "val/acc", "test/acc"):
+        assert found[key] == expected[key] is not None, key
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=of_test_all)])
+def test_the_shards_that_were_checked_are_loaded(stage: int, tmp_path: Path, small_data: list[str]):
+    """The file `latest`, by which DeepSpeed chooses a folder, names the folder of another run."""
+    same = [*small_data, *SHORT, "--strategy", f"deepspeed_stage_{stage}", "--devices", "1", "--max_steps"]
+    whole, begun, other, ended = (tmp_path / part for part in ("whole", "begun", "other", "ended"))
+    train_all({whole: [*same, "6"], begun: [*same, "3"], other: [*same, "3", "--seed", "1"]})
+    own, foreign = (run_folder_of(out) / "checkpoints" / "last.ckpt" for out in (begun, other))
+    (own / "latest").write_text(os.path.relpath(foreign / "checkpoint", own))
+    train_all({ended: [*same, "6", "--resume", str(own)]})
+    assert largest_difference(last_weights(ended), last_weights(whole)) == 0
 
 
 def batches(out: Path) -> dict[int, list[str]]:
