@@ -51,7 +51,7 @@ def check_resumable(content: Mapping[str, Any], name: object) -> None:
     lacking = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"} - content.keys()
     optimizer: dict[str, Any] = {}
     if RECORD in content:
-        lacking |= {"random_states", "images"} - content[RECORD].keys()
+        lacking |= {"random_states", "image_identity"} - content[RECORD].keys()
         optimizer = content[RECORD]["config"]["optimizer"]["options"]
     if lacking:
         raise of_another_version(name, KeyError(min(lacking)))

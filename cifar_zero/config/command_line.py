@@ -76,6 +76,7 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
     given.pop("trust", None)
     _allow_code(given)
     recipes = [*map(read_recipe, arguments.recipes)]
+    _refuse_empty(given, recipes)
     options = _merged([*recipes, given])
     if earlier_run is not None and (earlier := earlier_run(_early_settings(options, arguments.consent))) is not None:
         kept = {}
@@ -155,6 +156,14 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
         if value is None and not may_be_empty:  # jsonargparse (4.53) would accept None for any type
             raise UsageError(f"--config {file}: {option} has no value")
     return options
+
+
+def _refuse_empty(given: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UsageError for a flag that sets its default, an empty text, and overrides no recipe. The cause is a shell
+    variable without a value: after `--resume "$RUN"` the training would begin again without a word."""
+    for option, default in flat(Settings()).items():
+        if given.get(option) == default == "" and not any(recipe.get(option) for recipe in recipes):
+            raise UsageError(f"--{option} has an empty value, as from an unset shell variable: leave it out or set it")
 
 
 def _allow_code(given: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 Lightning's epoch loop has an overhead per batch, which is a third of the step time of a small model. The class
 `EpochLoop` avoids this overhead. `--fast_loop false` runs Lightning's own epoch loop, with the same results bit for
-bit. The class `FitLoop`, which iterates over epochs, corrects two faults of Lightning's fit loop in resumed runs. It
+bit. The class `FitLoop`, which iterates over epochs, corrects three faults of Lightning's fit loop in resumed runs. It
 also refuses epochs that end within an optimizer step.
 
 For each batch, Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy. It does so
@@ -189,7 +189,7 @@ class EpochLoop(_TrainingEpochLoop):
 
 
 class FitLoop(_FitLoop):
-    """Trains epoch after epoch, and corrects two faults of Lightning 2.6.6 in resumed runs.
+    """Trains epoch after epoch, and corrects three faults of Lightning 2.6.6 in resumed runs.
 
     The first fault: if `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from
     the middle of the epoch. The resumed run counts that epoch twice, and either skips the images of the next epoch or
@@ -200,6 +200,10 @@ class FitLoop(_FitLoop):
     Lightning continues with the next epoch as if the next epoch had already begun. It does not count the start of the
     next epoch. If a later checkpoint is saved in the middle of that epoch, the run resumes from it at the first image
     of the epoch. No upstream issue is known; tests/distributed/test_resume.py shows the fault.
+
+    The third fault: `Trainer.estimated_stepping_batches` creates the training loader, and a schedule or callback may
+    read it before the state of the run is restored. Lightning then keeps this loader, which starts the epoch again,
+    and never gives it the position in the checkpoint (Lightning's issue 20550).
     """
 
     def setup_data(self) -> None:
@@ -214,6 +218,12 @@ class FitLoop(_FitLoop):
                 f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would move "
                 f"the rest into the next epoch: add --trainer.limit_train_batches {batches // parts * parts}"
             )
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the loaders' positions in the checkpoint for `setup_data`, and drops a loader that exists already, so
+        that `setup_data` creates a loader at the saved position."""
+        super().on_load_checkpoint(state_dict)
+        self._combined_loader = None
 
     def reset(self) -> None:
         """Restores the counters of epochs and batches. If the checkpoint was saved at the last batch of an epoch, makes

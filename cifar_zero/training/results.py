@@ -75,8 +75,6 @@ def collect(trainer: Any, module: Any, datamodule: Any, run: Run) -> dict[str, A
         "steps": trainer.global_step,
         **test_metrics(module, datamodule),
     }
-    if module.val_metrics.confusion.update_called:
-        metrics["val/acc"] = module.val_metrics.overall()["acc"]
     for callback in trainer.callbacks:
         metrics |= getattr(callback, "totals_of_run", {})
     if run.fell_back:

@@ -75,7 +75,7 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
             check_same_run(run, record["config"])
             check_classes(run.data, record, resume)
         load_weights(on_meta(run.recipe, run.num_classes), net_weights(checkpoint), resume)
-        return record and record["images"]
+        return record and record["image_identity"]
 
     if run.output.resume:
         return by_rank_0(checked_identity)

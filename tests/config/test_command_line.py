@@ -9,6 +9,7 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import AugmentConfig, Choice
+from cifar_zero.config.settings import Settings, flat
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import Adam
 from tests.support.helpers import ROOT, run_program
@@ -142,6 +143,17 @@ def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Pa
 
 def test_a_name_is_also_an_option_of_its_section():
     assert command_line.parse(["--optimizer.name", "adam"]) == command_line.parse(["--optimizer", "adam"])
+
+
+def test_an_empty_value_is_refused_unless_it_overrides_a_recipe(tmp_path: Path):
+    texts = [option for option, default in flat(Settings()).items() if default == ""]
+    assert {"resume", "weights", "ds_config", "data.cache"} <= {*texts}
+    for option in texts:
+        for flags in ([f"--{option}", ""], [f"--{option}="]):
+            with pytest.raises(UsageError, match=f"--{option} has an empty value"):
+                command_line.parse(flags)
+    (tmp_path / "recipe.yaml").write_text("weights: old.safetensors\n")
+    assert command_line.parse(["--config", str(tmp_path / "recipe.yaml"), "--weights", ""]).recipe.weights == ""
 
 
 def test_a_mistake_is_answered_without_torch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -57,13 +58,36 @@ def test_a_damaged_cache_is_rebuilt(config: DataConfig):
     whole = path.read_bytes()
     lost_block = whole[:400_000] + bytes(100_000) + whole[500_000:]
     torn_header = whole.replace(b"3), }", "3¨, ".encode("latin1"), 1)
-    for damaged in (lost_block, torn_header):
+    other_pixel = whole[:400_001] + bytes([whole[400_001] ^ 1]) + whole[400_002:]
+    for damaged in (lost_block, torn_header, other_pixel):
         path.write_bytes(damaged)
         data.prepare(config)
         assert path.read_bytes() == whole
+    meta = path.with_name("meta.json")
+    written = meta.read_text()
+    for key, value in {"classes": json.loads(written)["classes"][::-1], "source": "digits", "more": 1}.items():
+        meta.write_text(json.dumps({**json.loads(written), key: value}))
+        data.prepare(config)
+        assert meta.read_text() == written, key
     os.truncate(path, len(whole) // 2)
     with pytest.raises(RunError, match="no decoded images"):
         data.load(config, "synthetic")
+
+
+def test_another_users_cache_is_named(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    data.prepare(config)
+    directory = image_file(config).parent
+    if os.geteuid() == 0:
+        os.chown(directory, 4321, -1)
+    owner = directory.stat().st_uid
+    for user in (owner + 1, owner):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        capsys.readouterr()
+        data.prepare(config)
+        said = capsys.readouterr().err
+        assert (f"{directory} belongs to user {owner}, who can change its images" in said) == (user != owner)
 
 
 @pytest.mark.parametrize("name", ["synthetic-1000", "synthetic-1000.tmp"])

@@ -12,12 +12,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.checkpoints.read import read
+from cifar_zero.checkpoints.read import RECORD, read
 from cifar_zero.checkpoints.weights import net_weights
+from cifar_zero.core import exits
+from cifar_zero.core.errors import Stopped
+from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.schedules import SCHEDULES, with_total_steps
 from tests.support.helpers import (
     ROOT,
@@ -28,11 +34,15 @@ from tests.support.helpers import (
     last_checkpoint,
     last_weights,
     losses,
+    metrics_of,
     of_test_all,
+    on_ranks,
     run_folder_of,
     run_program,
+    run_ranks,
     train_all,
 )
+from tests.support.many_runs import train_run
 
 pytestmark = pytest.mark.distributed
 
@@ -201,3 +211,115 @@ def test_the_torch_loader_resumes_with_the_next_images(ranks: int, workers: int,
     train_all({out: [*same, "--resume", str(run)] for out, run in begun.items()})
     for out, before in zip(begun, (8, 13), strict=True):
         assert losses(out) == {step: loss for step, loss in expected.items() if step > before}
+
+
+SENT_IN = 14
+"""The step in which an interruption comes. A run saves every four steps, and an epoch has nine. The newest checkpoint
+before the interruption is therefore in the middle of the second epoch too."""
+
+SHORT = ["--data.synthetic_size", "160", "--batch_size", "16", "--epochs", "2", "--accelerator", "cpu"]
+SHORT += ["--save_every_n_steps", "4", "--augment.flip", "random", "--logger", "none"]
+RECORDS = ["--trainer.callbacks", "tests.users_code.sends_signal.RecordsBatches"]
+READS_LENGTH = ["--trainer.callbacks.plans", "true"]
+
+NEEDS_CUDA = {"adam8bit"}
+
+RESUMED: dict[str, list[str]] = {
+    **{f"schedule {name}": ["--schedule", name] for name in SCHEDULES},
+    **{f"optimizer {name}": ["--optimizer", name] for name in OPTIMIZERS if name not in NEEDS_CUDA},
+    "a callback reads the length": READS_LENGTH,
+    "Lightning's loop": ["--schedule", "cosine", "--fast_loop", "false"],
+    "torch loader": ["--schedule", "cosine", "--data.loader", "torch", "--augment.flip", "none"],
+    "accumulation": ["--schedule", "cosine", "--accumulate", "2"],
+}
+"""Flags of runs that are interrupted in mid-epoch."""
+
+INTERRUPTED: list[Any] = []
+for strategy in ("baseline", "deepspeed_stage_1", "deepspeed_stage_3", "fsdp2"):
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        is_short = strategy == "baseline" and number == signal.SIGTERM
+        for name in RESUMED:
+            if is_short or (WHOLE and name.startswith("schedule")):
+                INTERRUPTED.append(pytest.param(strategy, number, name, id=f"{strategy}-{number.name}-{name}"))
+
+
+def often(patch: pytest.MonkeyPatch) -> None:
+    """Makes the ranks exchange their requests to stop after each step, so that a run stops in the step in which the
+    signal comes."""
+    patch.setattr("cifar_zero.training.callbacks.stop.EXCHANGE_SECONDS", 0.0)
+
+
+def train_until_stopped(flags: list[str]) -> None:
+    """Trains on each rank until the signal comes that the run sends itself."""
+    handlers = {number: signal.getsignal(number) for number in exits.SIGNALS}
+    with pytest.raises(Stopped):
+        train_run(flags, "tests.distributed.test_resume:often")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("strategy", "number", "name"), INTERRUPTED)
+def test_an_interruption_in_mid_epoch_changes_nothing(
+    strategy: str, number: signal.Signals, name: str, tmp_path: Path, small_data: list[str]
+):
+    """Batches, losses, and all that the last checkpoint restores are the same as without the interruption."""
+    ranks = 1 if strategy == "baseline" else 2
+    same = [*small_data, *SHORT, "--strategy", strategy, "--devices", str(ranks), *RECORDS, *RESUMED[name]]
+    whole, begun, ended = (tmp_path / part for part in ("whole", "begun", "ended"))
+    stop = ["--trainer.callbacks.step", str(SENT_IN), "--trainer.callbacks.number", str(number.value)]
+    if number == signal.SIGKILL:
+        assert run_ranks(ranks, "train.py", *same, *stop, "--out", str(begun))[0] == -number
+    else:
+        on_ranks(ranks, train_until_stopped, [*same, *stop, "--out", str(begun)])
+    train_all({whole: same, ended: [*same, "--resume", str(run_folder_of(begun))]})
+    saved = last_checkpoint(begun)["global_step"]
+    assert saved == (12 if number == signal.SIGKILL else SENT_IN)
+    assert batches(ended) == {step: seen for step, seen in batches(whole).items() if step > saved}
+    assert losses(ended) == {step: loss for step, loss in losses(whole).items() if step > saved}
+    expected, found = restored(whole), restored(ended)
+    assert found.keys() == expected.keys()
+    assert [key for key, value in expected.items() if not same_value(found[key], value)] == []
+
+
+@pytest.mark.parametrize("length", [["--epochs", "2"], ["--max_steps", "13"]], ids=" ".join)
+def test_a_run_without_a_step_left_reports_its_training(length: list[str], tmp_path: Path, small_data: list[str]):
+    """It was killed between its last checkpoint and its metrics.json."""
+    same = [*small_data, *SHORT, *length]
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    train_all({whole: same, ended: [*same, "--resume", str(whole)]})
+    found, expected = metrics_of(ended), metrics_of(whole)
+    for key in ("epochs", "steps", "train/loss", "val/acc", "test/acc"):
+        assert found[key] == expected[key] is not None, key
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=of_test_all)])
+def test_the_shards_that_were_checked_are_loaded(stage: int, tmp_path: Path, small_data: list[str]):
+    """The file `latest`, by which DeepSpeed chooses a folder, names the folder of another run."""
+    same = [*small_data, *SHORT, "--strategy", f"deepspeed_stage_{stage}", "--devices", "1", "--max_steps"]
+    whole, begun, other, ended = (tmp_path / part for part in ("whole", "begun", "other", "ended"))
+    train_all({whole: [*same, "6"], begun: [*same, "3"], other: [*same, "3", "--seed", "1"]})
+    own, foreign = (run_folder_of(out) / "checkpoints" / "last.ckpt" for out in (begun, other))
+    (own / "latest").write_text(os.path.relpath(foreign / "checkpoint", own))
+    train_all({ended: [*same, "6", "--resume", str(own)]})
+    assert largest_difference(last_weights(ended), last_weights(whole)) == 0
+
+
+def batches(out: Path) -> dict[int, list[str]]:
+    """Returns the checksums of rank 0's batches by optimizer step."""
+    found: dict[int, list[str]] = {}
+    for line in (run_folder_of(out) / "batches").read_text().splitlines():
+        step, checksum = line.split()
+        found.setdefault(int(step), []).append(checksum)
+    return found
+
+
+def restored(out: Path) -> dict[str, Any]:
+    """Returns the values that a run which resumes from the last checkpoint restores, by their path."""
+    checkpoint = last_checkpoint(out)
+    parts = {key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch")}
+    parts["random_states"] = checkpoint[RECORD]["random_states"]
+    return {keystr(path): value for path, value in tree_leaves_with_path(parts)}
+
+
+def same_value(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.core.console import next_to_python
+from cifar_zero.launch import local_launcher
 from tests.support.many_runs import train_run
 
 WHOLE = "TEST_ALL" in os.environ
@@ -59,11 +61,12 @@ def train_command(*arguments: object) -> str:
 
 
 def run_program(
-    *command: str, cwd: Path = ROOT, env: dict[str, str] | None = None, fresh: bool = False
+    *command: str, cwd: Path = ROOT, env: dict[str, str] | None = None, fresh: bool = False, parent: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python <command>`, or a command of cifar-zero. Returns its output and exit code.
 
-    Programs of `WARM` run in a fork of tests.support.warm_start, which has their imports, unless `fresh` is true.
+    Programs of `WARM` run in a fork of tests.support.warm_start, which has their imports, unless `fresh` is true. One
+    parent has one fork at a time, so programs that run at the same time need different numbers `parent`.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a test that is itself a rank
@@ -72,7 +75,7 @@ def run_program(
         environment["PYTHONPATH"] = str(ROOT)
     environment |= env or {}
     if command[0] in WARM and not fresh:
-        return _warm_start().run(command, cwd, environment)
+        return _warm_start(parent).run(command, cwd, environment)
     return subprocess.run(
         [sys.executable, *(["-m", "cifar_zero"] if command[0] in COMMANDS else []), *command],
         cwd=cwd,
@@ -85,8 +88,20 @@ def run_program(
     )
 
 
+def run_ranks(ranks: int, *command: str) -> list[int]:
+    """Runs a program of `WARM` on several ranks, which have the environment that the launcher gives them. Returns the
+    exit code of each rank. Ranks of the launcher itself take seconds to import."""
+    port = local_launcher.free_port()
+
+    def run(rank: int) -> int:
+        return run_program(*command, env=local_launcher.variables(rank, ranks, port), parent=rank).returncode
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return [*pool.map(run, range(ranks))]
+
+
 class WarmStart:
-    """The process of tests.support.warm_start, which all tests of this pytest process share."""
+    """A process of tests.support.warm_start, which all tests of this pytest process share."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
@@ -130,7 +145,9 @@ class WarmStart:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_warm_start = functools.cache(WarmStart)
+@functools.cache
+def _warm_start(parent: int) -> WarmStart:
+    return WarmStart()
 
 
 class Ranks:

@@ -58,7 +58,9 @@ def main() -> None:
 
 def become(output: int, errors: int, command: list[str], cwd: str, environment: dict[str, str]) -> None:
     """Runs a script or `-c CODE` as `python <command>` does, or a command of cifar-zero, and then ends this process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as under a terminal, also if the tests ignore Ctrl-C
+    # As under a terminal, also if the tests ignore Ctrl-C, or SIGHUP under nohup.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.setpgrp()  # not a new session, which would not yield the CPU to others, see tests/conftest.py
     os.dup2(output, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())

@@ -1,8 +1,10 @@
-"""A callback and a model that send a signal at a known moment of a training, a test or an evaluation."""
+"""Callbacks and a model that send a signal at a known moment of a training, a test or an evaluation."""
 
 from __future__ import annotations
 
 import os
+import zlib
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -35,3 +37,25 @@ class Model(nn.Module):
         if self.number and not self.training:
             os.kill(os.getpid(), self.number)
         return self.head(images.flatten(1))
+
+
+class RecordsBatches(Callback):
+    """Writes a line into the file `batches` of the run folder for each batch of rank 0: its optimizer step and a
+    checksum. Before the step `step`, rank 0 sends itself the signal `number`. With `plans`, the number of steps is read
+    before the training has its state."""
+
+    def __init__(self, step: int = 0, number: int = 0, plans: bool = False):
+        self.step, self.number, self.plans = step, number, plans
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and self.plans:
+            assert trainer.estimated_stepping_batches > 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step + 1
+        with Path(trainer.default_root_dir, "batches").open("a") as file:
+            file.write(f"{step} {zlib.crc32(batch[0].numpy().tobytes())}\n")
+        if step == self.step:
+            os.kill(os.getpid(), self.number)

@@ -17,10 +17,11 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
 
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
-from cifar_zero.checkpoints.zero_folder import layout_of
+from cifar_zero.checkpoints.zero_folder import TAG, layout_of
 from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
 from cifar_zero.core.console import say
@@ -239,8 +240,19 @@ class ZeROStrategy(DeepSpeedStrategy):
         path = Path(checkpoint_path)
         trained = self._training_engine is not None
         if trained and path.is_dir() and layout_of(path, self.checkpoint_io.trust) == self._layout:
-            self.deepspeed_engine.checkpoint_engine = GuardedCheckpointEngine(self.checkpoint_io.trust)
-            return super().load_checkpoint(checkpoint_path)
+            engine: Any = self.deepspeed_engine
+            module: Any = self.lightning_module
+            engine.checkpoint_engine = GuardedCheckpointEngine(self.checkpoint_io.trust)
+            # With the tag, the folder that was checked is loaded. Lightning (2.6.6) passes none, and DeepSpeed would
+            # load the folder that the file `latest` names, which may be anywhere.
+            _, progress = engine.load_checkpoint(
+                str(path),
+                tag=TAG,
+                load_optimizer_states=module.trainer.state.fn == TrainerFn.FITTING,
+                load_lr_scheduler_states=False,
+                load_module_strict=module.strict_loading,
+            )
+            return progress
         checkpoint = self.checkpoint_io.load_checkpoint(path)
         if trained:
             restore(self.deepspeed_engine, checkpoint, self.group_names)

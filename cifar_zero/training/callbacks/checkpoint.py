@@ -17,7 +17,7 @@ from cifar_zero.core.console import say
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
 
-SCHEMA = 2  # version of the record; version 2 added the identity of the images
+SCHEMA = 3  # version of the record; the identity of the images in version 3 has checksums of all their bytes
 
 
 class RunState(Callback):
@@ -36,7 +36,7 @@ class RunState(Callback):
             "schema": SCHEMA,
             "config": tree_of(pl_module.settings),
             "classes": list(datamodule.classes),
-            "images": dict(datamodule.dataset.identity),
+            "image_identity": dict(datamodule.dataset.identity),
             "random_states": gather(state),
         }
 

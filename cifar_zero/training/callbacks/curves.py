@@ -68,6 +68,7 @@ class TrainingCurves(IntervalCallback):
         self.newest: dict[str, float] = {}
         self.point_losses: list[float] = []  # loss of each micro-batch of the newest point
         self.losses: list[Tensor] = []  # loss of each micro-batch since the newest point, on the device
+        self._accuracy: float | None = None  # in the last validation
         self._writes_losses = writes_losses
         self._learning_rate: float | None = None
         self._gradient_norm: Tensor | None = None
@@ -75,7 +76,18 @@ class TrainingCurves(IntervalCallback):
     @property
     def totals_of_run(self) -> dict[str, float | None]:
         """Values that the callback adds to metrics.json."""
-        return {"epochs": self.newest.get("train/epoch", 0.0), "train/loss": self.newest.get("train/loss")}
+        epochs, loss = self.newest.get("train/epoch", 0.0), self.newest.get("train/loss")
+        return {"epochs": epochs, "train/loss": loss, "val/acc": self._accuracy}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the values that a resumed run reports if it has no step or no validation of its own."""
+        return {"newest": self.newest, "accuracy": self._accuracy}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.newest, self._accuracy = state_dict["newest"], state_dict["accuracy"]
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._accuracy = pl_module.val_metrics.overall()["acc"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
