@@ -19,6 +19,7 @@ from cifar_zero.comparison.recording import RECORDING
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.comparison.resuming import Continuation, Resolve, with_continuations
 from cifar_zero.comparison.trainings import plan, prepare, train_variants
+from cifar_zero.config import ds_config
 from cifar_zero.config.user_classes import PARTS
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, Stopped, UsageError
@@ -44,6 +45,9 @@ def main() -> int:
         return 0
     compare = {"script": of_script, "acceptance": of_cases, "module": of_module, "runs": of_runs, "": of_trainings}
     folder, comparison = compare[mode_of(arguments)](arguments, rest)
+    for file in arguments.strategies or ():
+        if file.endswith(".json"):
+            comparison.notes.append(ds_config.summary(file, of_module=bool(arguments.module)))
     if arguments.min_accuracy:
         comparison.require(arguments.min_accuracy)
     from cifar_zero.comparison.page import write_page  # here, because it imports matplotlib

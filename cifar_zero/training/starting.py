@@ -24,7 +24,7 @@ from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.recipe import LoRAConfig
 from cifar_zero.config.run import Run
 from cifar_zero.core.atomic import write_json
-from cifar_zero.core.console import command, say
+from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import Place, by_rank_0, ranks_on_another_disk
@@ -125,8 +125,7 @@ def open_run(run: Run, weights: Match | None) -> Path:
     raw = run.placement.ds_config and os.path.abspath(run.placement.ds_config)
     (folder / run_folder.CONFIG).write_text(command_line.dump(run.changed(data=images, ds_config=raw)))
     if raw:
-        flags = ds_config.flags_of(ds_config.options_of(raw))
-        say(f"{run.placement.ds_config} corresponds to {command('train', *flags)}; its other options go to DeepSpeed")
+        say(ds_config.summary(run.placement.ds_config))
     for code in (run.recipe.model.name, run.recipe.augment.transform):
         run_folder.keep_code(folder, code)
     if run.fell_back and run.output.resume:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,28 @@ def test_a_configuration_that_cannot_be_taken_is_refused(text: str, expected: st
     file.write_text(text)
     with pytest.raises(UsageError, match=re.escape(expected)):
         own_module.plan(["deepspeed_stage_2"], 1, [], [*OWN, "--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("content", "batch", "accumulate"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 16, 2),
+        ({"train_batch_size": 64, "gradient_clipping": 0.5}, 2, 1),
+    ],
+)
+def test_the_maths_of_a_deepspeed_configuration(content: dict[str, Any], batch: int, accumulate: int, tmp_path: Path):
+    """The micro-batch is given to DeepSpeed, but the module's loader decides."""
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(content))
+    (case,) = own_module.plan([str(file)], 2, [], OWN)
+    run = own_module.resolved(case.flags)
+    assert (run.recipe.batch_size, run.placement.accumulate) == (batch, accumulate)
+    assert run.recipe.gradient_clip_val == content.get("gradient_clipping", 0.0)
+
+
+@pytest.mark.parametrize("key", ["optimizer", "scheduler"])
+def test_a_deepspeed_configuration_may_not_replace_the_modules_optimizer(key: str, tmp_path: Path):
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({key: {"type": {"optimizer": "AdamW", "scheduler": "WarmupLR"}[key], "params": {}}}))
+    with pytest.raises(UsageError, match=f"its {key} would replace the module's configure_optimizers: remove {key}"):
+        own_module.plan(["baseline", str(file)], 2, [], OWN)
