@@ -95,7 +95,9 @@ def encode(weights: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the weights in a safetensors file, on the CPU, and its metadata, which may be empty. Raises UsageError if
-    the file is damaged."""
+    the file is missing or damaged."""
+    if not file.exists():
+        raise UsageError(f"{file} does not exist")
     try:
         with safe_open(file, "pt") as content:
             return {name: content.get_tensor(name) for name in content.keys()}, content.metadata() or {}  # noqa: SIM118

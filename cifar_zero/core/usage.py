@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cifar_zero.core.errors import UsageError
@@ -35,6 +36,18 @@ def refuse(rules: Rules) -> None:
     for message, broken in rules.items():
         if broken:
             raise UsageError(message)
+
+
+def existing_file(flag: str) -> Callable[[str], str]:
+    """Returns a type for argparse that accepts the path of a file, or an empty string. It raises UsageError for a file
+    that does not exist, with `flag` in the message."""
+
+    def check(path: str) -> str:
+        if path and not Path(path).is_file():
+            raise UsageError(f"{flag} {path} does not exist, or is not a file")
+        return path
+
+    return check
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
