@@ -110,8 +110,7 @@ def parse() -> tuple[Namespace, list[str]]:
     )
     add("--own_data", action="store_true", help="with --script: also compare the batches of the module's loader")
     add("--save_baseline", metavar="FILE", default="", help="save the steps of --acceptance or --module for --against")
-    what = "compare --acceptance or --module with a file of --save_baseline"
-    add("--against", metavar="FILE", type=existing_file("--against"), default="", help=what)
+    add("--against", metavar="FILE", default="", help="compare --acceptance or --module with a file of --save_baseline")
     add(
         "--resume_at",
         type=int,
@@ -154,6 +153,7 @@ def parse() -> tuple[Namespace, list[str]]:
         raise UsageError("--resume_devices must be at least 1")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
+    existing_file("--against")(arguments.against)
     for option in ("junit", "save_baseline"):
         if file := getattr(arguments, option):
             if Path(file).is_dir():

@@ -39,8 +39,8 @@ def refuse(rules: Rules) -> None:
 
 
 def existing_file(flag: str) -> Callable[[str], str]:
-    """Returns a type for argparse that accepts the path of a file, or an empty string. It raises UsageError for a file
-    that does not exist, with `flag` in the message."""
+    """Returns a type for argparse that accepts the path of a file, or an empty string. It raises UsageError with `flag`
+    in the message for a file that does not exist."""
 
     def check(path: str) -> str:
         if path and not Path(path).is_file():
