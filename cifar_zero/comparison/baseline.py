@@ -54,6 +54,7 @@ def apply(comparison: Comparison) -> None:
             tensors |= {f"{key}/{name}": value for name, value in _sketches(case).items()}
     about = {"created": comparison.created, "command": comparison.command}
     about |= {"machine": comparison.machine, "cases": cases}
+    Path(comparison.save_baseline).parent.mkdir(parents=True, exist_ok=True)
     atomic.write(Path(comparison.save_baseline), encode(tensors, {"baseline": json.dumps(about)}))
     comparison.notes.append(f"The baseline of {len(cases)} cases is in {comparison.save_baseline}.")
 

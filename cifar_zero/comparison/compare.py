@@ -2,6 +2,7 @@
 whether they agree. See --help."""
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import product
@@ -18,8 +19,9 @@ from cifar_zero.comparison.recording import RECORDING
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.comparison.resuming import Continuation, Resolve, with_continuations
 from cifar_zero.comparison.trainings import plan, prepare, train_variants
+from cifar_zero.config import ds_config
 from cifar_zero.config.user_classes import PARTS
-from cifar_zero.core.console import command
+from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.core.usage import words_of
@@ -28,6 +30,10 @@ from cifar_zero.launch import rank_environment
 TRAIN = "cifar_zero.comparison.jobs:train_recipe"
 """The function that each rank calls to train a case of --acceptance, or to train this project's module on the recorded
 steps of --script."""
+
+
+OF_ALL_CASES = ("--strategies", "--devices", "--accumulate", "--save_baseline", "--junit")
+"""Options that the command of a single case replaces or leaves out."""
 
 
 def main() -> int:
@@ -44,6 +50,9 @@ def main() -> int:
         return 0
     compare = {"script": of_script, "acceptance": of_cases, "module": of_module, "runs": of_runs, "": of_trainings}
     folder, comparison = compare[mode_of(arguments)](arguments, rest)
+    for file in arguments.strategies or ():
+        if file.endswith(".json"):
+            comparison.notes.append(ds_config.summary(file, of_module=bool(arguments.module)))
     if arguments.min_accuracy:
         comparison.require(arguments.min_accuracy)
     from cifar_zero.comparison.page import write_page  # here, because it imports matplotlib
@@ -92,6 +101,7 @@ def of_module(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparis
     flags = [*_module_flags(arguments), *rest]
     cases = own_module.plan(arguments.strategies or (), _ranks(arguments), arguments.accumulate or (), flags)
     cases = _with_resumes(arguments, cases, own_module.resolved)
+    _set_commands(cases, arguments)
     name = Path(arguments.module).name.replace(":", "-")
     folder = run_folder.claim(arguments.out, arguments.name or name)
     title = f"{name}, ranks: {cases[0].world_size}, cases: {len(cases)}"
@@ -107,6 +117,23 @@ def _module_flags(arguments: Namespace) -> list[str]:
     return flags
 
 
+def _set_commands(cases: Sequence[Variant], arguments: Namespace) -> None:
+    """Sets the command that repeats each case of --module or --script alone. Cases that are saved or resumed keep the
+    whole command line, because they belong together."""
+    paths = {Path(name).stem: name for name in arguments.strategies or ()}
+    common, is_left_out = [], False
+    for word in sys.argv[1:]:
+        if word.startswith("--"):
+            is_left_out = word.partition("=")[0] in OF_ALL_CASES
+        if not is_left_out:
+            common.append(word)
+    for case in cases:
+        words = [*common, "--strategies", paths.get(case.strategy, case.strategy), "--devices", str(case.world_size)]
+        if arguments.accumulate:
+            words += ["--accumulate", case.flags[case.flags.index("--accumulate") + 1]]
+        case.command = command("compare", *(sys.argv[1:] if case.saved_as else words))
+
+
 def _baselines(arguments: Namespace) -> dict[str, Any]:
     """Returns the options --against and --save_baseline as arguments of `Comparison`. A path is empty if its option is
     not given."""
@@ -116,18 +143,22 @@ def _baselines(arguments: Namespace) -> dict[str, Any]:
 def of_script(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
     """Records the first steps of a training script, and trains a module on these steps. `rest` has options of train and
     arguments of the user's classes. Returns the folder of the report, and the comparison."""
-    name = Path(words_of("--script", arguments.script)[0]).name
-    folder = run_folder.claim(arguments.out, arguments.name or Path(name).stem)
+    module = _module_flags(arguments)
+    file = script.check(arguments.script, rest, module)
+    folder = run_folder.claim(arguments.out, arguments.name or file.stem)
     recording = script.record(arguments.script, arguments.steps, folder)
     recording.renames, recording.own_data = dict(arguments.rename), arguments.own_data
     recording.write(folder / RECORDING)
     ranks = _ranks(arguments)
-    if not arguments.devices and recording.batch_size % ranks:
+    if not arguments.devices and (recording.batch_size % ranks or recording.draws):
         ranks = 1
-    cases = script.plan(recording, arguments.strategies or (), ranks, [*rest, *_module_flags(arguments)])
+        if recording.draws:
+            say(f"{file.name} draws random numbers, as dropout does, so the module is trained on one rank")
+    cases = script.plan(recording, arguments.strategies or (), ranks, [*rest, *module])
+    _set_commands(cases, arguments)
     about = {"script": arguments.script, "module": arguments.module or "CIFARModule"}
     about |= {key: str(getattr(recording, key)) for key in ("model", "precision", "accumulate", "gradient_clip_val")}
-    comparison = Comparison(f"{name}: {recording.steps} steps", about, name, cases)
+    comparison = Comparison(f"{file.name}: {recording.steps} steps", about, file.name, cases)
     train = own_module.TRAIN if arguments.module else TRAIN
     return folder, train_cases(comparison, folder, train, of_user=True)
 

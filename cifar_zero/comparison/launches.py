@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cifar_zero.comparison.result import Comparison, Variant
 from cifar_zero.comparison.resuming import SAVED
+from cifar_zero.core.console import say
 from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.core.hardware import cpu_name, git_commit, gpu_count, gpu_versions, this_computer, versions
 from cifar_zero.training import run_process
@@ -63,8 +64,10 @@ def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool 
                         groups.setdefault(case.world_size, []).append(case)
                 refusing = cases[0] if of_user else None
                 launches = [_launch(group, folder, train, refusing, sketches) for group in groups.values()]
-                for finished in _in_turn(launches):
-                    progress.advance(task, finished)
+                for case in _in_turn(launches):
+                    progress.advance(task)
+                    if not progress.console.is_terminal:  # which shows no progress bar
+                        say(f"{progress.tasks[0].completed:.0f}/{len(cases)} {case.name}: {case.kind}")
         except Stopped as stop:
             comparison.stopped_by = stop.number
     shutil.rmtree(folder / SAVED, ignore_errors=True)
@@ -76,7 +79,7 @@ def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool 
         device = torch.cuda.get_device_name()
         libraries |= gpu_versions()
     comparison.machine = {"device": device, **this_computer(), "commit": str(git_commit()), **libraries}
-    trained = int(progress.tasks[0].completed)
+    trained = sum(bool(case.check) for case in cases)
     comparison.notes.append(f"{trained} of {len(cases)} trainings in {time.monotonic() - started:.0f} s.")
     if sketches:
         from cifar_zero.comparison import baseline
@@ -85,27 +88,29 @@ def train_cases(comparison: Comparison, folder: Path, train: str, of_user: bool 
     return comparison
 
 
-def _in_turn(launches: Sequence[Generator[int]]) -> Iterator[int]:
-    """Runs several launches at the same time, so that one can train while another one starts. Yields what the launches
-    yield, see `_launch`."""
+def _in_turn(launches: Sequence[Generator[Variant | None]]) -> Iterator[Variant]:
+    """Runs several launches at the same time, so that one can train while another one starts. Yields each finished
+    case."""
     with ExitStack() as stack:
         running = [stack.enter_context(closing(launch)) for launch in launches]
         while running:
             for launch in [*running]:
-                finished = next(launch, None)
-                if finished is None:
+                try:
+                    finished = next(launch)
+                except StopIteration:
                     running.remove(launch)
                 else:
-                    yield finished
+                    if finished is not None:
+                        yield finished
             time.sleep(run_process.POLL_SECONDS)
 
 
 def _launch(
     cases: Sequence[Variant], folder: Path, train: str, refusing: Variant | None, sketches: bool
-) -> Generator[int]:
+) -> Generator[Variant | None]:
     """Starts the ranks that train the cases, and sets the verdicts and times of the cases. All cases have the same
-    number of ranks. Yields 1 for each case that was trained, and 0 while a case is being trained. The time of the first
-    case includes the start of the ranks.
+    number of ranks. Yields each finished case, and None while a case is being trained. The time of the first case
+    includes the start of the ranks.
 
     The ranks are started again after TRAININGS cases, and after each case that failed to train.
 
@@ -129,7 +134,7 @@ def _launch(
         with run_process.start(["cifar_zero.comparison.case_program"], [str(work_file)], log) as child:
             for verdict_file, case in jobs.items():
                 while not verdict_file.exists() and child.poll() is None:
-                    yield 0
+                    yield None
                 todo.pop(0)
                 case.seconds, began = time.monotonic() - began, time.monotonic()
                 if not verdict_file.exists():
@@ -137,7 +142,8 @@ def _launch(
                     if case is refusing and child.returncode == 2:
                         raise UsageError(error)
                     case.judge("not trained", error)
+                    yield case
                     break
                 case.check = json.loads(verdict_file.read_text())
                 case.judge(case.check["outcome"], case.check["text"])
-                yield 1
+                yield case

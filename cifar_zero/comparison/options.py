@@ -1,5 +1,6 @@
 """Defines the command line of `cifar-zero compare`, and refuses options that do not fit together."""
 
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import exits
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.usage import existing_file
 
 WORKS_WITH = {
     "acceptance": ["acceptance"],
@@ -151,13 +153,14 @@ def parse() -> tuple[Namespace, list[str]]:
         raise UsageError("--resume_devices must be at least 1")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
+    existing_file("--against")(arguments.against)
     for option in ("junit", "save_baseline"):
         if file := getattr(arguments, option):
-            folder = Path(file).absolute().parent
-            if not folder.is_dir() and folder != Path(arguments.out).absolute():
-                raise UsageError(f"--{option} {file}: its directory does not exist")
             if Path(file).is_dir():
                 raise UsageError(f"--{option} {file} is a directory: name a file")
+            existing = next(folder for folder in Path(file).absolute().parents if folder.exists())
+            if not existing.is_dir() or not os.access(existing, os.W_OK):
+                raise UsageError(f"--{option} {file} cannot be written: {existing} is not a directory of yours")
     return arguments, rest
 
 

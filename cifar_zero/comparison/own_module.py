@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from cifar_zero.comparison.cases import cases_by_strategy
 from cifar_zero.comparison.launches import train_cases
 from cifar_zero.comparison.result import PLAIN, Comparison, Variant
-from cifar_zero.config import command_line
+from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.config.user_classes import PARTS, check_given, fit, instance, read_given
+from cifar_zero.config.user_classes import PARTS, check_classes, check_options, fit, instance, read_given
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
 
@@ -52,7 +52,7 @@ def plan(
             can train on this machine.
         ranks: Number of ranks.
         accumulate: Numbers of micro-batches per step. Each strategy has a case for each number. The default is what
-            --config gives, or 1.
+            --config or a raw DeepSpeed configuration gives, or 1.
         flags: --module, --datamodule, their arguments, --config (see `options_of_cli`), and the options in
             `user_classes.APPLIED`.
         needs_data: Whether the module must have data. A module that is trained on the batches of a script needs none.
@@ -62,14 +62,17 @@ def plan(
     """
     flags = ["--max_steps", str(STEPS), *flags]
     given = read_given(flags)
-    check_given(given, needs_data)
+    check_options(given)
     cases: list[Variant] = []
-    for parts in accumulate or [given.ours.options.get("accumulate", "1")]:
-        row, common = f"accumulate {parts}", [*flags, "--accumulate", parts]
+    for parts in accumulate or [""]:
+        row, common = str(given.theirs["module"]).rpartition(":")[2], flags
+        if parts:
+            row, common = f"accumulate {parts}", [*flags, "--accumulate", parts]
         for case in cases_by_strategy(strategies, DEFAULT, ranks, common, row, resolved):
             if len(accumulate) > 1:
                 case.name += f", {row}"
             cases.append(case)
+    check_classes(given, needs_data)  # last, because importing the user's code takes seconds
     return cases
 
 
@@ -81,8 +84,13 @@ def resolved(flags: Sequence[str]) -> Run:
     strategy, ranks = settings.placement.strategy, settings.placement.world_size
     if STRATEGIES[strategy].one_replica:
         raise UsageError(f"--strategies {strategy} splits only the built-in vit_* models: leave it out")
-    images = DataConfig(source="synthetic", synthetic_size=64)
-    length = {"batch_size": ranks * settings.placement.accumulate, "epochs": settings.recipe.max_steps}
+    micro_batch = 1
+    if file := settings.placement.ds_config:
+        ds_config.check_for_module(file)
+        micro_batch = (ds_config.spec_of(settings.placement).raw or {}).get("train_micro_batch_size_per_gpu", 1)
+    batch = micro_batch * ranks * settings.placement.accumulate
+    images = DataConfig(source="synthetic", synthetic_size=max(64, 2 * batch))
+    length = {"batch_size": batch, "epochs": settings.recipe.max_steps}
     return resolve(settings.changed(fast_loop=False, data=images, **length))
 
 

@@ -17,6 +17,7 @@ class Recording:
     accumulate: int = 1  # micro-batches per step
     batch_size: int = 1  # samples per micro-batch
     precision: str = "32-true"  # Lightning's name of autocast's precision
+    draws: bool = False  # whether a forward pass drew random numbers, as dropout does
     gradient_clip_val: float = 0.0  # max_norm of the script's call of clip_grad_norm_, or 0 without a call
     renames: dict[str, str] = field(default_factory=dict)  # maps old prefixes of weight names to new prefixes
     own_data: bool = False  # the module trains on its own loader

@@ -151,7 +151,7 @@ def write_comparison(comparison: Comparison, file: Path) -> None:
 
 def write_junit(comparison: Comparison, file: Path) -> None:
     """Writes a test suite for CI systems (format: https://github.com/testmoapp/junitxml) with a test case per variant.
-    A variant that did not train or does not agree is a failure."""
+    A variant that did not train or does not agree is a failure. Creates the folder of the file if necessary."""
     failures = sum(not variant.passed for variant in comparison.variants)
     counts = {"tests": str(len(comparison.variants)), "failures": str(failures), "errors": "0"}
     timestamp = comparison.created.removesuffix("Z")
@@ -167,4 +167,5 @@ def write_junit(comparison: Comparison, file: Path) -> None:
             failure.text = f"{variant.outcome}\nagain: {variant.command}"
     ET.indent(root)
     text = ET.tostring(root, encoding="utf-8", xml_declaration=True).decode()
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(NOT_IN_XML.sub("", text), encoding="utf-8")

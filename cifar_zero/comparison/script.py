@@ -13,17 +13,48 @@ from cifar_zero.comparison import own_module
 from cifar_zero.comparison.cases import cases_by_strategy, resolved
 from cifar_zero.comparison.recording import RECORDING, Recording
 from cifar_zero.comparison.result import Variant
+from cifar_zero.config import command_line
+from cifar_zero.config.user_classes import check_options, read_given
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.usage import words_of
 from cifar_zero.training import run_process
 
 
+def check(script: str, rest: Sequence[str], module: Sequence[str]) -> Path:
+    """Checks a command line before the script runs, which may take minutes. Returns the path of the script.
+
+    Args:
+        script: Path of the script, followed by its arguments.
+        rest: Options of train, and arguments of the user's classes.
+        module: --module and --datamodule, or nothing if this project's module is trained.
+
+    Raises:
+        UsageError: If the script does not exist, or an option is refused.
+    """
+    file, *arguments = words_of("--script", script)
+    if not Path(file).is_file():
+        raise UsageError(f"--script {file} does not exist")
+    try:
+        if module:
+            given = read_given([*rest, *module])
+            check_options(given)
+            command_line.settings_of_arguments(given.ours)
+        else:
+            command_line.parse(rest)
+    except UsageError as error:
+        if arguments or not rest:
+            raise
+        quoted = f"--script '{file} {' '.join(rest)}'"
+        raise UsageError(f"{error}; arguments of the script must be in its quotes: {quoted}") from error
+    return Path(file)
+
+
 def record(script: str, steps: int, folder: Path) -> Recording:
     """Runs a script and records its first optimizer steps.
 
     Args:
-        script: Path of the script, followed by its arguments.
+        script: Path of the script, followed by its arguments. `check` must have accepted it.
         steps: Number of steps to record. The script is ended after the last recorded step.
         folder: Receives the recording and the log.
 
@@ -32,8 +63,6 @@ def record(script: str, steps: int, folder: Path) -> Recording:
         RunError: If the script fails.
     """
     file, *arguments = words_of("--script", script)
-    if not Path(file).is_file():
-        raise UsageError(f"--script {file} does not exist")
     recording, log = folder / RECORDING, folder / "script.log"
     recording.mkdir()
     # Compilation is off, because calls within compiled functions cannot be recorded. The script has one thread, as a
@@ -64,10 +93,16 @@ def plan(recording: Recording, strategies: Sequence[str], ranks: int, flags: Seq
         flags: Flags of `own_module.plan` if there is a --module, otherwise flags of train.
 
     Raises:
-        UsageError: If `ranks` does not divide a micro-batch, a flag is refused, or a given strategy cannot train.
+        UsageError: If `ranks` does not divide a micro-batch, the script draws random numbers and there are several
+            ranks, a flag is refused, or a given strategy cannot train.
     """
     if recording.batch_size % ranks:
         raise UsageError(f"--devices {ranks} does not divide the {recording.batch_size} samples of a batch in --script")
+    if recording.draws and ranks > 1:
+        raise UsageError(
+            f"--devices {ranks}: the model of --script draws random numbers, as dropout does, and {ranks} ranks draw "
+            "others, so no step could be judged: use --devices 1, or set dropout to 0"
+        )
     common = ["--max_steps", str(recording.steps), "--precision", recording.precision]
     common += ["--accumulate", str(recording.accumulate)]
     if recording.gradient_clip_val:

@@ -160,6 +160,7 @@ class Recorder:
         assert step is not None
         step.weights_after, step.buffers_after = _tensors(self._model)
         self.recording.steps += 1
+        self.recording.draws = self.recording.draws or step.draws
         torch.save(step, step_file(self.folder, self.recording.steps))
         self._step = None
         if self.recording.steps == self.steps:

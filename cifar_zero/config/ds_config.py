@@ -8,6 +8,7 @@ Face's Trainer.
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,16 @@ from cifar_zero.config.settings import Settings, flat
 from cifar_zero.config.strategy_specs import STRATEGIES, Device, Spec
 from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.usage import nearest
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 EXAMPLES = Path(__file__).with_name("deepspeed_examples.json")
 """The configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py)."""
+
+KEYS = Path(__file__).with_name("deepspeed_keys.json")
+"""A file with DeepSpeed's release and the keys that it reads, by section. null stands for a value, or for a section
+that may have any key. `python -m tests.support.deepspeed_keys` writes the file."""
 
 RENAMED = {
     "gradient_clipping": "gradient_clip_val",
@@ -28,6 +34,9 @@ RENAMED = {
     "gradient_accumulation_steps": "accumulate",
 }
 """DeepSpeed keys that become an option of train, and the name of that option."""
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
+"""Keys that have no effect on a user's module, whose data loader decides."""
 
 OFFLOADS = ("offload_optimizer", "offload_param")
 """Sections of `zero_optimization` that configure offloading."""
@@ -39,6 +48,7 @@ REFUSED = {
     "checkpoint": "--resume, which reads the checkpoints of every strategy",
     # The checkpoints require that neighbouring ranks share the experts.
     "use_data_before_expert_parallelism": "--model.ep_size",
+    "bfloat16": "bf16",  # the old name, from which no precision would be read
 }
 """Keys that are refused, and what to use instead."""
 
@@ -51,7 +61,7 @@ REFUSED_IF_ENABLED = {
 
 NAMES_FILE = ("_file", "_path", "_dir")
 """Suffixes of the keys that name a file or folder to write or read, such as flops_profiler.output_file and
-data_cluster_path."""
+data_cluster_path. The exception is nvme_path, the disk to offload to."""
 
 DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # values of DeepSpeed's OffloadDeviceEnum
 
@@ -105,6 +115,42 @@ def options_of(file: str) -> dict[str, Any]:
     if "total_num_steps" in schedule:
         schedule["total_steps"] = schedule.pop("total_num_steps")
     return found | flat({"optimizer": optimizer, "schedule": schedule})
+
+
+def summary(file: str, of_module: bool = False) -> str:
+    """Returns a line that says which keys of a DeepSpeed configuration file take effect, and how.
+
+    Args:
+        file: Path of the file.
+        of_module: Whether a user's module is trained, which has its own optimizer, schedule and batches.
+    """
+    raw, options = _without_auto(_read(file)), options_of(file)
+    ignored = []
+    if of_module:
+        ignored = [key for key in BATCH if key in raw]
+        options.pop("batch_size", None)
+    engine = [name for name, _ in _leaves(for_engine(raw)) if name not in ignored]
+    parts = [f"{file}: ZeRO {_section(raw, 'zero_optimization').get('stage', 0)}"]
+    if options:
+        parts.append(f"sets {' '.join(flags_of(options))}")
+    if engine:
+        parts.append(f"passed on to DeepSpeed: {', '.join(engine)}")
+    if of_module:
+        parts.append("the module decides optimizer, schedule and batch size")
+    if ignored:
+        parts.append(f"no effect: {', '.join(ignored)}")
+    return "; ".join(parts)
+
+
+def check_for_module(file: str) -> None:
+    """Raises UsageError if a DeepSpeed configuration file has an optimizer or a scheduler. DeepSpeed would use them
+    instead of the optimizer and the schedule of a user's module."""
+    for key in ("optimizer", "scheduler"):
+        if _read(file).get(key):
+            raise UsageError(
+                f"--strategies {file}: its {key} would replace the module's configure_optimizers: remove {key} from "
+                "the file, and set it in the module"
+            )
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
@@ -168,13 +214,34 @@ def _read(file: str) -> dict[str, Any]:
     raw = plain_data.read_json(Path(file), f"--ds_config {file}")
     if not isinstance(raw, dict):
         raise UsageError(f"--ds_config {file} must hold a JSON object")
+    _check_keys(raw, known_keys(), f"--ds_config {file}")
     for key, instead in (REFUSED | REFUSED_IF_ENABLED).items():
         is_off = isinstance(raw.get(key), dict) and not raw[key].get("enabled")
         if raw.get(key) is not None and not (is_off and key in REFUSED_IF_ENABLED):
             raise UsageError(f"--ds_config {file}: use {instead}, not {key}")
-    for name in _names_of_files(raw):
-        raise UsageError(f"--ds_config {file}: remove {name}, because it names a file")
+    for name, value in _leaves(raw):
+        if value and name.endswith(NAMES_FILE) and name.split(".")[-1] != "nvme_path":
+            raise UsageError(f"--ds_config {file}: remove {name}, because it names a file")
     return raw
+
+
+@cache
+def known_keys() -> dict[str, Any]:
+    """Returns the keys that DeepSpeed reads. The value of a key is a dictionary of the keys in its section, or None."""
+    return json.loads(KEYS.read_text())["keys"]
+
+
+def _check_keys(section: Mapping[str, Any], known: Mapping[str, Any], what: str, prefix: str = "") -> None:
+    """Raises UsageError for the first key in a section that DeepSpeed does not read. The message begins with `what`."""
+    for key, value in section.items():
+        if key not in known:
+            elsewhere = [name for name, _ in _leaves(known_keys()) if name.split(".")[-1] == key]
+            meant = nearest(key, known, cutoff=0.65, otherwise="remove it")
+            if len(elsewhere) == 1:
+                meant = f"did you mean {elsewhere[0]}?"
+            raise UsageError(f"{what}: DeepSpeed does not read {prefix}{key}, so it has no effect: {meant}")
+        if isinstance(value, dict) and known[key]:
+            _check_keys(value, known[key], what, f"{prefix}{key}.")
 
 
 def _section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -186,13 +253,13 @@ def _section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
     return section
 
 
-def _names_of_files(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the dotted names of all options that name a file, except the path of the NVMe disk to offload to."""
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted name and the value of each option in a section and in its inner sections."""
     for key, value in section.items():
         if isinstance(value, dict):
-            yield from _names_of_files(value, f"{prefix}{key}.")
-        elif value and key.endswith(NAMES_FILE) and key != "nvme_path":
-            yield prefix + key
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _without_auto(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Reads a user's own LightningModule and data module from the command line: --module FILE.py:NAME, --datamodule
 FILE.py:NAME, their arguments, and a configuration of LightningCLI (--config)."""
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -98,27 +99,34 @@ def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
     return options, arguments
 
 
-def check_given(given: Given, needs_data: bool = True) -> None:
-    """Checks the options that were given for a user's module.
-
-    Args:
-        given: The options of the command line.
-        needs_data: Whether the module must have training data. False if a script provides the data.
-
-    Raises:
-        UsageError: If an option does not apply to a user's module, if a class or an argument does not exist, or if the
-            module needs data and has none.
-    """
-    for flag in given.ours.options:  # checked first, because importing the user's code takes seconds
+def check_options(given: Given) -> None:
+    """Checks what can be checked without importing the user's code, which takes seconds. Raises UsageError if an option
+    does not apply to a user's module, or if a class cannot exist."""
+    for flag in given.ours.options:
         if flag.split(".")[0] not in APPLIED:
             known = [f"--{name}" for name in sorted(APPLIED)]
             meant = nearest(f"--{flag}", known, cutoff=0.65, otherwise=f"or use {', '.join(known)}")
             raise UsageError(
                 f"--{flag} does not work with --module: set it in your code (--module.X, --datamodule.X); {meant}"
             )
+    for part in PARTS:
+        if part in given.theirs:
+            user_code.check_exists(given.theirs[part], f"--{part}")
+
+
+def check_classes(given: Given, needs_data: bool = True) -> None:
+    """Checks the user's classes and their arguments.
+
+    Args:
+        given: The options of the command line.
+        needs_data: Whether the module must have training data. False if a script provides the data.
+
+    Raises:
+        UsageError: If `instance` would refuse a class or an argument, or if the module needs data and has none.
+    """
+    module, datamodule = (instance(part, given, build=False) for part in PARTS)
     from lightning.pytorch import LightningModule
 
-    module, datamodule = (instance(part, given, build=False) for part in PARTS)
     loader = getattr(module, "train_dataloader", None)
     if needs_data and datamodule is None and loader is LightningModule.train_dataloader:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
@@ -131,19 +139,21 @@ def instance(part: str, arguments: Given, build: bool = True) -> Any:
     Args:
         part: module or datamodule.
         arguments: The options of the command line.
-        build: Whether to build the module or data module. If false, the arguments are only checked, and the named class
-            or function is returned.
+        build: Whether to build the module or data module. If false, the arguments are only checked, and the class is
+            returned.
 
     Raises:
-        UsageError: If the class or an argument does not exist, or an argument has the wrong type.
+        UsageError: If the class or an argument does not exist, if an argument is missing or has the wrong type, or if
+            the class is not a LightningModule or a LightningDataModule.
     """
     if part not in arguments.theirs:
         return None
     name = arguments.theirs[part]
     given = {option: value for option, value in arguments.theirs.items() if option.startswith(f"{part}.")}
     user_class = user_code.load(name, f"--{part}")
+    _check_kind(part, user_class)
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    parser.add_class_arguments(user_class, part, fail_untyped=False)
+    known = parser.add_class_arguments(user_class, part, fail_untyped=False)
     leaves = file_arguments.leaves_of(parser)
     options: dict[str, str] = {}
     for file, of_parts in arguments.files.items():
@@ -154,10 +164,14 @@ def instance(part: str, arguments: Given, build: bool = True) -> Any:
         options |= {option: value if isinstance(value, str) else json.dumps(value) for option, value in left.items()}
     file_arguments.refuse_files(given, leaves)
     options |= given
+    _refuse_unknown(options, leaves, name)
+    for argument in (key.removeprefix(f"{part}.") for key in known):
+        is_given = any(option.split(".")[1] == argument for option in options)
+        if not is_given and _has_no_default(user_class, argument):
+            raise UsageError(f"--{part}.{argument} is required, because {name} has no default for it")
     try:
         parsed = parser.parse_args([f"--{option}={value}" for option, value in options.items()])
     except (ArgumentError, TypeError, ValueError) as error:
-        _refuse_unknown(options, leaves, name)
         refuse_mistyped(parser, options)
         raise UsageError(short(error, 300)) from error
     return parser.instantiate_classes(parsed)[part] if build else user_class
@@ -171,6 +185,27 @@ def _refuse_unknown(options: Mapping[str, Any], leaves: Leaves, user_class: str)
             known = [leaf.partition(".")[2] for leaf in leaves]
             meant = nearest(argument, known, otherwise="" if known else "the class takes no arguments")
             raise UsageError(f"--{option} is not an argument of {user_class}: {meant}")
+
+
+def _check_kind(part: str, user_class: Any) -> None:
+    """Raises UsageError unless `user_class` is a LightningModule, or a LightningDataModule for the part datamodule."""
+    from lightning import pytorch
+
+    base = {"module": pytorch.LightningModule, "datamodule": pytorch.LightningDataModule}[part]
+    if not (isinstance(user_class, type) and issubclass(user_class, base)):
+        name = getattr(user_class, "__name__", user_class)
+        raise UsageError(f"--{part}: {name} is not a {base.__name__}: derive it from lightning.pytorch.{base.__name__}")
+
+
+def _has_no_default(user_class: type, argument: str) -> bool:
+    """Returns whether a constructor argument must be given. jsonargparse (4.53) passes None instead if the argument has
+    no type."""
+    for each in user_class.__mro__:
+        if "__init__" in vars(each):
+            parameters = inspect.signature(each.__init__).parameters
+            if argument in parameters:
+                return parameters[argument].default is inspect.Parameter.empty
+    return False
 
 
 def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cifar_zero.core.errors import UsageError
@@ -48,6 +49,18 @@ def words_of(flag: str, text: str) -> list[str]:
     if not words:
         raise UsageError(f"{flag} is empty: give a command")
     return words
+
+
+def existing_file(flag: str) -> Callable[[str], str]:
+    """Returns a type for argparse that accepts the path of a file, or an empty string. It raises UsageError with `flag`
+    in the message for a file that does not exist."""
+
+    def check(path: str) -> str:
+        if path and not Path(path).is_file():
+            raise UsageError(f"{flag} {path} does not exist, or is not a file")
+        return path
+
+    return check
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:

@@ -3,6 +3,7 @@ such as a checkpoint, is not loaded."""
 
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -13,6 +14,10 @@ from cifar_zero.core.errors import UsageError
 
 _FILES: set[str] = set()  # paths of the user's files that were imported
 _ALLOWED: dict[str, Any] = {}  # loaded objects, keyed by their names on the command line
+
+
+DEFINES_ANY_NAME = ("import *", "globals", "vars", "setattr", "__dict__", "__getattr__", "exec")
+"""Words in a Python file that may define names which do not occur in its text."""
 
 
 def allow(name: str, flag: str) -> None:
@@ -33,18 +38,35 @@ def load(name: str, flag: str) -> Any:
     """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns the named object. Raises UsageError if the file or the
     name does not exist, or if the import fails. The error message contains the option `flag`, and the line of the
     user's file at which the import failed."""
-    source, _, attribute = name.rpartition(":")
-    if not source or not attribute:
-        raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")
+    source, attribute = check_exists(name, flag)
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except FileNotFoundError as error:
-        raise UsageError(f"{flag} {name}: {error.filename} does not exist") from error
     except Exception as error:  # a user's file may raise anything
         raise UsageError(f"{flag} {name}: {where(error)}{type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         raise UsageError(f"{flag} {name}: {source} has no {attribute}")
     return getattr(module, attribute)
+
+
+def check_exists(name: str, flag: str) -> tuple[str, str]:
+    """Checks FILE.py:NAME or PACKAGE.MODULE:NAME without importing it, and returns the two sides of the colon. Raises
+    UsageError if the file or the package does not exist, or if the file's text cannot define the name. The error
+    message contains the option `flag`."""
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")
+    if source.endswith(".py"):
+        if not Path(source).is_file():
+            raise UsageError(f"{flag} {name}: {source} does not exist")
+        text = Path(source).read_text(errors="replace")
+        is_named = re.search(rf"\b{re.escape(attribute)}\b", text)
+        if not is_named and not any(word in text for word in DEFINES_ANY_NAME):
+            raise UsageError(f"{flag} {name}: {source} has no {attribute}")
+        return source, attribute
+    package = source.partition(".")[0]
+    if package not in sys.modules and (not package or importlib.util.find_spec(package) is None):
+        raise UsageError(f"{flag} {name}: there is no package or module {package!r}")
+    return source, attribute
 
 
 def where(error: BaseException) -> str:
@@ -63,8 +85,6 @@ def _import_file(path: Path) -> ModuleType:
         if getattr(loaded, "__file__", None) == str(path):
             return loaded
         name += "_"  # another module has this name
-    if not path.is_file():
-        raise FileNotFoundError(None, None, str(path))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, printable, quieten
 from cifar_zero.core.errors import UsageError
@@ -26,6 +27,7 @@ def main() -> int:
     arguments = _parse()
     quieten()
     files = find_images(arguments.images)
+    run_folder.find_checkpoint(arguments.network)  # raises UsageError before torch is imported
     from cifar_zero.exporting import formats  # which imports torch
 
     classifier = formats.load(arguments.network, arguments.trust, arguments.delta)
@@ -68,11 +70,13 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
 def find_images(paths: Sequence[str]) -> list[Path]:
     """Returns the given files and all images in the given folders. The images of a folder are sorted. Raises UsageError
-    if a folder has no images, or for a pipe or a device, whose reading may never end."""
+    if a file does not exist, if a folder has no images, or for a pipe or a device, whose reading may never end."""
     found: list[Path] = []
     for path in map(Path, paths):
+        if not path.exists():
+            raise UsageError(f"{path} does not exist: give image files or folders")
         if not path.is_dir():
-            if path.exists() and not path.is_file():
+            if not path.is_file():
                 raise UsageError(f"{path} is neither a file nor a folder: name images or folders of images")
             found.append(path)
             continue

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.config.user_classes import Given, check_given, fit, instance
+from cifar_zero.config.user_classes import Given, check_classes, fit, instance
 from cifar_zero.core import user_code
 from cifar_zero.core.console import quieten, say
 from cifar_zero.core.errors import UsageError, short
@@ -62,7 +62,7 @@ def measure(given: Given, settings: Settings) -> Own:
     """Builds the module that a command line names, and returns its settings, properties and activations (see `Own`).
     The module is built without values if its code allows that. Raises UsageError if the code fails, or the module
     cannot be trained under DeepSpeed."""
-    check_given(given)
+    check_classes(given)
     quieten()
     failed = ""
     for device in ("meta", "cpu"):

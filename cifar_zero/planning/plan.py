@@ -10,7 +10,7 @@ from cifar_zero.config import command_line, rules
 from cifar_zero.config.arguments import read_arguments
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.run import with_accelerator
-from cifar_zero.config.user_classes import read_given
+from cifar_zero.config.user_classes import check_options, read_given
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
@@ -38,7 +38,10 @@ IMAGES = 32  # micro-batch per rank if no batch size is given
 def main() -> int:
     """Prints the plan and returns the exit code, which is 1 if no strategy fits."""
     arguments, flags = _parse()
-    given = read_given(flags) if "module" in read_arguments(flags).options else None
+    given = None
+    if "module" in read_arguments(flags).options:
+        given = read_given(flags)
+        check_options(given)
     config = command_line.settings_of_arguments(given.ours) if given else command_line.parse(flags)
     if config.placement.ds_config:
         raise UsageError("--ds_config cannot be planned: leave it out to plan all named strategies")

@@ -113,7 +113,11 @@ class ScriptCheck(StepCheck):
         for known, text in (
             (1 / samples, "a sum over the samples in the script, a mean in the module"),
             (samples, "a mean over the samples in the script, a sum in the module"),
-            (1 / parts, f"the script does not divide its loss by its {parts} micro-batches"),
+            (
+                1 / parts,
+                f"either the script does not divide its loss by its {parts} micro-batches, or the module divides its "
+                "loss, which Lightning divides too",
+            ),
         ):
             if known != 1 and math.isclose(factor, known, rel_tol=CONSTANT):
                 return text + self._hint

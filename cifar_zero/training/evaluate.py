@@ -17,6 +17,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.settings import owner_of
 from cifar_zero.core.console import command, quieten, say
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.usage import existing_file
 from cifar_zero.training import DATAMODULE, MODULE
 from cifar_zero.training.resolve import make_run, resolve_devices
 
@@ -40,7 +41,10 @@ def main() -> int:
         usage = command("evaluate", "RUN_OR_CHECKPOINT")
         raise UsageError(f"the first argument must be a run folder or a checkpoint: {usage} ...")
     parser.add_argument(
-        "--delta", metavar="FILE", help="delta (cifar-zero export --to delta) of a run started from RUN_OR_CHECKPOINT"
+        "--delta",
+        metavar="FILE",
+        type=existing_file("--delta"),
+        help="delta (cifar-zero export --to delta) of a run started from RUN_OR_CHECKPOINT",
     )
     arguments, overrides = parser.parse_known_args()
     given = read_arguments(overrides)

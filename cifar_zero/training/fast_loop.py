@@ -208,11 +208,14 @@ class FitLoop(_FitLoop):
 
     def setup_data(self) -> None:
         """Creates the training loader. Raises UsageError if an epoch would end within an optimizer step. This can
-        happen if the batches of an epoch are limited or come from a user's loader."""
+        happen if the batches of an epoch are limited or come from a user's loader, and if the run reaches the end of an
+        epoch."""
         super().setup_data()
-        parts, batches = self.trainer.accumulate_grad_batches, self.max_batches
+        parts, batches, steps = self.trainer.accumulate_grad_batches, self.max_batches, self.trainer.max_steps
         if 0 < batches < parts:
             raise UsageError(f"--accumulate {parts} must be at most the batches per epoch on a rank, {batches}")
+        if 0 <= steps * parts < batches:  # -1 if the number of steps is not limited
+            return
         if batches != math.inf and batches % parts:  # infinite for an IterableDataset
             raise UsageError(
                 f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would move "

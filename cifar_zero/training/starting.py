@@ -26,7 +26,7 @@ from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.recipe import LoRAConfig
 from cifar_zero.config.run import Run
 from cifar_zero.core.atomic import write, write_json
-from cifar_zero.core.console import command, say
+from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_memory_bytes, memory_bytes
 from cifar_zero.launch import rank_environment
@@ -146,8 +146,7 @@ def open_run(run: Run, weights: Match | None) -> Path:
         recipe = command_line.dump(run.changed(data=images, ds_config=raw))
         write(folder / run_folder.CONFIG, recipe.encode())
     if raw:
-        flags = ds_config.flags_of(ds_config.options_of(raw))
-        say(f"{run.placement.ds_config} corresponds to {command('train', *flags)}; its other options go to DeepSpeed")
+        say(ds_config.summary(run.placement.ds_config))
     for code in (run.recipe.model.name, run.recipe.augment.transform):
         run_folder.keep_code(folder, code)
     if run.fell_back and run.output.resume:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,17 @@ def test_today_is_compared_with_yesterday(compared: Callable[..., Any], tmp_path
         compared(*MODULE, "--against", file)
 
 
-def test_a_module_agrees_with_its_baseline_and_a_damaged_one_is_refused(compared: Callable[..., Any], tmp_path: Path):
-    file = tmp_path / "module.safetensors"
-    compared(*MODULE, "--save_baseline", file)
+def test_a_module_agrees_with_its_baseline_and_a_damaged_one_is_refused(
+    compared: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Also tests what the first command writes: a line for each finished case, and the command that repeats the
+    case."""
+    file, junit = tmp_path / "new" / "module.safetensors", tmp_path / "other" / "compare.xml"
+    _, found = compared(*MODULE, "--save_baseline", file, "--junit", junit)
+    assert "1/1 ddp: bit-identical\n" in capsys.readouterr().err
+    assert junit.is_file()
+    again = f"compare {shlex.join(MODULE[:6])} --out {tmp_path / 'out'} --strategies ddp --devices 1"
+    assert found["variants"][0]["command"].endswith(again)
     code, found = compared(*MODULE, "--against", file)
     assert (code, [case["kind"] for case in found["variants"]]) == (0, ["bit-identical"])
     assert found["notes"][-1].endswith(": nothing.")

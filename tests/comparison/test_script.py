@@ -68,15 +68,21 @@ def test_what_scripts_do(tmp_path: Path):
         pytest.param(
             "--accumulate 2 --undivided",
             "different",
-            ["the script does not divide its loss by its 2"],
+            ["either the script does not divide its loss by its 2", "or the module divides its loss"],
             marks=of_test_all,
+        ),
+        (
+            "--accumulate 2 | --module.divided true",
+            "different",
+            ["either the script does not divide its loss by its 2", "or the module divides its loss"],
         ),
         ("--no_zero_grad --by_epoch --decay_all", "different", TOGETHER),
         ("--dropout 0.2", "not judged", ["the module draws other random numbers"]),
     ],
 )
 def test_mistakes_of_a_migration(flags: str, outcome: str, found: Sequence[str], tmp_path: Path):
-    verdict = verdict_of(flags, tmp_path)
+    of_script, _, of_module = flags.partition("|")
+    verdict = verdict_of(of_script, tmp_path, *of_module.split())
     assert verdict.outcome == outcome
     named = "\n".join([str(verdict), *map(str, verdict.faults)])
     for text in found:
@@ -113,12 +119,19 @@ def test_the_tutorials_loop_and_this_programs_module(tmp_path: Path):
         pytest.param(f"{SCRIPT} --two_optimizers", "--script has several optimizers", marks=of_test_all),
         pytest.param(f"{SCRIPT} --lbfgs", "without a closure", marks=of_test_all),
         pytest.param(f"{FOLDER / 'migrated.py'}", "ended without an optimizer step", marks=of_test_all),
-        ("missing.py", "--script missing.py does not exist"),
     ],
 )
 def test_scripts_that_cannot_be_recorded(flags: str, message: str, tmp_path: Path):
     with pytest.raises((UsageError, RunError), match=message):
         script.record(flags, 4, tmp_path)
+
+
+def test_a_script_that_draws_random_numbers_is_compared_on_one_rank(tmp_path: Path):
+    recording = script.record(f"{SCRIPT} --dropout 0.2", 1, tmp_path)
+    assert recording.draws
+    with pytest.raises(UsageError, match=r"--devices 2: the model of --script draws .* use --devices 1"):
+        script.plan(recording, ["ddp"], 2, MODULE)
+    assert [case.world_size for case in script.plan(recording, ["ddp"], 1, MODULE)] == [1, 1]
 
 
 @of_test_all

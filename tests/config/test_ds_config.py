@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,19 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
         ({"zero_optimization": {"stage": 7}}, "", "a stage from 0 to 3"),
         ({"zero_optimization": {"stage": 3}}, "--model net_moe", "use deepspeed_stage_2"),
         ({"fp16": {"enabled": True}}, "--accelerator cpu", "--precision 16-mixed needs a GPU"),
+        (
+            {"zero_optimisation": {"stage": 2}},
+            "",
+            "DeepSpeed does not read zero_optimisation, so it has no effect: did you mean zero_optimization?",
+        ),
+        ({"stage": 2}, "", "DeepSpeed does not read stage, so it has no effect: did you mean zero_optimization.stage?"),
+        (
+            {"zero_optimization": {"gradient_clipping": 1}},
+            "",
+            "zero_optimization.gradient_clipping, so it has no effect",
+        ),
+        ({"apex": 3}, "", "DeepSpeed does not read apex, so it has no effect: remove it"),
+        ({"bfloat16": {"enabled": True}}, "", "use bf16, not bfloat16"),
         ({"torch_autocast": {"lower_precision_safe_modules": ["evil.Layer"]}}, "", "use --precision"),
         ({"checkpoint": {"load_universal": True}}, "", "use --resume"),
         (
@@ -117,6 +132,42 @@ def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp
         resolve(parsed(tmp_path, content, flags))
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def sections(keys: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Yields the path of each section that has fixed keys, with these keys."""
+    yield path, [*keys]
+    for key, inner in keys.items():
+        if inner:
+            yield from sections(inner, (*path, key))
+
+
+@pytest.mark.parametrize(("path", "keys"), [*sections(ds_config.known_keys())])
+def test_a_misspelt_key_of_any_section_is_refused_with_the_nearest_name(
+    path: tuple[str, ...], keys: list[str], tmp_path: Path
+):
+    for key in keys:
+        content: dict[str, Any] = {key + "Z": 1}
+        for section in reversed(path):
+            content = {section: content}
+        with pytest.raises(UsageError, match=rf"{re.escape('.'.join((*path, key)))}Z, .* did you mean {key}\?$"):
+            parsed(tmp_path, content)
+
+
+def test_the_summary_names_what_takes_effect(tmp_path: Path):
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": "auto"}
+    content = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
+    file = tmp_path / "their.json"
+    file.write_text(json.dumps(content | {"gradient_clipping": 1.0}))
+    assert ds_config.summary(str(file)) == (
+        f"{file}: ZeRO 2; sets --gradient_clip_val 1.0 --batch_size 32; passed on to DeepSpeed: "
+        "train_micro_batch_size_per_gpu, zero_optimization.stage, zero_optimization.offload_optimizer.device"
+    )
+    assert ds_config.summary(str(file), of_module=True) == (
+        f"{file}: ZeRO 2; sets --gradient_clip_val 1.0; passed on to DeepSpeed: zero_optimization.stage, "
+        "zero_optimization.offload_optimizer.device; the module decides optimizer, schedule and batch size; "
+        "no effect: train_batch_size, train_micro_batch_size_per_gpu"
+    )
 
 
 def test_a_run_is_repeated_as_it_was_whatever_has_become_of_the_file(tmp_path: Path):

@@ -91,6 +91,7 @@ def test_mistakes(model: str, images: str, message: str, tmp_path: Path, monkeyp
         "unclear.safetensors": encode({}, {"model": "net", "options": "{}", "classes": "[" * 100_000}),
         "cut.onnx": content[:1000],
         "cut.safetensors": content[:1000],
+        "a.png": b"",
     }
     for name, written in files.items():
         Path(name).write_bytes(written)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import deepspeed
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
-from cifar_zero.config import command_line
+from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.ds_config import Dtype, get_ds_config
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.strategies.deepspeed import ZeROStrategy, engine_config
 from cifar_zero.training.resolve import make_run
+from tests.support.deepspeed_keys import read_by_deepspeed
 from tests.support.helpers import ROOT
 
 
@@ -77,6 +80,13 @@ def test_switches_reach_deepspeed_key_by_key():
 def test_lightning_accepts_one_rank_in_a_notebook(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
     Trainer(accelerator="cpu", devices=1, strategy=ZeROStrategy(3), logger=False)
+
+
+def test_the_known_keys_are_those_that_the_installed_deepspeed_reads():
+    known = json.loads(ds_config.KEYS.read_text())
+    assert known == {"release": deepspeed.__version__, "keys": read_by_deepspeed()}, (
+        "write the file again: python -m tests.support.deepspeed_keys"
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

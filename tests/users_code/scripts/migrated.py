@@ -11,16 +11,25 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Migrated(LightningModule):
-    """Trains the script's classifier on the script's samples, which are shifted and scaled when they are loaded."""
+    """Trains the script's classifier on the script's samples, which are shifted and scaled when they are loaded. With
+    `divided`, divides its loss, as Lightning does too."""
 
-    def __init__(self, dropout: float = 0.0, recompute: bool = False, norm: bool = True, scale: float = 1.0):
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        recompute: bool = False,
+        norm: bool = True,
+        scale: float = 1.0,
+        divided: bool = False,
+    ):
         super().__init__()
-        self.model, self.scale = Classifier(dropout, recompute, norm), scale
+        self.model, self.scale, self.divided = Classifier(dropout, recompute, norm), scale, divided
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Returns the mean cross-entropy."""
         x, labels = batch
-        return F.cross_entropy(self.model(x - 1), labels)
+        parts = self.trainer.accumulate_grad_batches if self.divided else 1
+        return F.cross_entropy(self.model(x - 1), labels) / parts
 
     def configure_optimizers(self) -> Any:
         """Returns AdamW without weight decay of biases, and a schedule that changes the learning rate after each
