@@ -87,7 +87,9 @@ def test_mistakes(model: str, images: str, message: str, tmp_path: Path, monkeyp
     files = {
         "plain.safetensors": encode(weights, {}),
         "moe.safetensors": encode(weights, {**IMAGES, "model": "net_moe", "options": "{}", "classes": classes}),
-        "evil.safetensors": encode({}, {"model": "torchvision:resnet18", "options": evil, "classes": classes}),
+        "evil.safetensors": encode(
+            {}, {**IMAGES, "model": "torchvision:resnet18", "options": evil, "classes": classes}
+        ),
         "unclear.safetensors": encode({}, {"model": "net", "options": "{}", "classes": "[" * 100_000}),
         "cut.onnx": content[:1000],
         "cut.safetensors": content[:1000],
