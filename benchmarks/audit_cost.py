@@ -81,12 +81,12 @@ def main() -> None:
     if engine.global_rank == 0:
         plain, with_audit = (statistics.median(times[kind]) for kind in (False, True))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        parameters = sum(each.numel() for each in model.parameters()) if given.stage < 3 else 0
+        hooks = audited.verdict.seconds / audited.verdict.steps
         print(
-            f"ZeRO {given.stage}, {'bfloat16' if given.bf16 else 'float32'}, {parameters / 1e6:.1f} M parameters: "
-            f"{1000 * plain:.0f} ms without, {1000 * with_audit:.0f} ms with the audit: "
-            f"{100 * (with_audit / plain - 1):+.1f} %; in hooks {2000 * audited.verdict.seconds / (given.steps + 4):.0f} ms;"
-            f" peak {peak:.0f} MiB\n{audited.verdict}"
+            f"ZeRO {given.stage}, {'bfloat16' if given.bf16 else 'float32'}: {1000 * plain:.0f} ms a step, "
+            f"with the audit {1000 * with_audit:.0f} ms ({100 * (with_audit / plain - 1):+.1f} %), "
+            f"{1000 * hooks:.0f} ms in hooks; "
+            f"peak {peak:.0f} MiB\n{audited.verdict}"
         )
 
 

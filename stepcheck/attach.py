@@ -71,6 +71,9 @@ class Attached:
         @wraps(initialize)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             initialize(self, *args, **kwargs)
+            if any(hasattr(each, "placements") for group in self.param_groups for each in group["params"]):
+                attached.attach(self)  # FSDP2: `fully_shard` comes before the optimizer
+                return
             attached.pending.append(weakref.ref(self))
             if attached.finder is None:
                 hook = torch.nn.modules.module.register_module_forward_pre_hook
@@ -121,15 +124,18 @@ class Attached:
         self.finder = None
         pending, self.pending = [each() for each in self.pending], []
         for optimizer in pending:
-            if optimizer is None or id(optimizer) in self.owned or not optimizer.param_groups:
-                continue
-            root = find_model(optimizer)
-            if root is None:
-                self.refused[type(optimizer).__name__] = "no module holds all parameters of this optimizer"
-                continue
-            started = self.audit(root, optimizer)
-            if started is not None and root is module:
-                started.before_forward(module, inputs, {})
+            if optimizer is not None and id(optimizer) not in self.owned:
+                started = self.attach(optimizer)
+                if started is not None and started.view.module is module:
+                    started.before_forward(module, inputs, {})
+
+    def attach(self, optimizer: Any) -> Any:
+        """Audits an optimizer that no engine owns."""
+        root = find_model(optimizer)
+        if root is None:
+            self.refused[type(optimizer).__name__] = "no module holds all parameters of this optimizer"
+            return None
+        return self.audit(root, optimizer)
 
     def on_fault(self, finding: Any) -> None:
         """Ends all processes of the run at once, because ranks that go on would wait for those that have ended."""

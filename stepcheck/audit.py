@@ -77,6 +77,7 @@ class Audit:
         self.step = 1  # the optimizer step that runs, from 1
         self.running = False  # whether a step that is audited has begun
         self.micro_batches = 0
+        self.depth = 0  # calls of the optimizer's step that have not returned
         self.error = ""  # why a hook of this rank failed
         self._unit = unit_roundoff(view.rounding_dtypes())
         self._optimizer_unit = unit_roundoff({target.tensor.dtype for target in view.targets()} or {torch.float32})
@@ -223,7 +224,7 @@ class Audit:
     def _begin_step(self) -> None:
         if self.step % self.every:
             return
-        self.running, self.micro_batches = True, 0
+        self.running, self.micro_batches, self.depth = True, 0, 0
         if self._last_audited != self.step - 1:
             self._updates.forget()
         self._last_audited = self.step
@@ -388,6 +389,12 @@ class Audit:
             verdict.smallest_tensor_error = max(median, verdict.smallest_tensor_error or 0.0)
         worst = int(shares.argmax())
         verdict.record("gradient", float(shares[worst]))
+        if findings and findings[0].kind == "scale":
+            # One tensor that is far off also moves the common factor. Only one of the two explains the other.
+            rest = (actual - factor * expected).abs() / (SIGMAS * deviation)
+            if float(rest[trained].max()) < 0.5 * float(shares[worst]):
+                return findings
+            findings = []
         if shares[worst] > 1:
             row = int(trained.nonzero()[worst])
             size = float((scaled * expected[row]).norm().clamp(min=1e-30))

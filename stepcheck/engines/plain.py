@@ -29,7 +29,7 @@ class PlainView(View):
     def attach(self, audit: Any) -> list[Callable[[], None]]:
         """Ends a step after each call of the optimizer, and learns of clipping and of loss scaling."""
         handles = super().attach(audit)
-        ends = self.optimizer.register_step_post_hook(lambda *_: audit.end_step())
+        ends = self.optimizer.register_step_post_hook(lambda *_: audit.depth or audit.end_step())
         WATCHED[id(self.optimizer)] = self
         return [*handles, ends.remove, self._forget]
 

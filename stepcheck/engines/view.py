@@ -141,6 +141,16 @@ class View:
 
     def attach(self, audit: Any) -> list[Callable[[], None]]:
         """Makes the engine call the audit at each step. Returns functions that undo it."""
-        before = self.optimizer.register_step_pre_hook(lambda optimizer, *_: audit.before_update(optimizer))
-        after = self.optimizer.register_step_post_hook(lambda optimizer, *_: audit.after_update(optimizer))
-        return [before.remove, after.remove]
+
+        def before(optimizer: Any, *_: Any) -> None:
+            audit.depth += 1  # a step that calls the step of its base class runs the hooks twice
+            if audit.depth == 1:
+                audit.before_update(optimizer)
+
+        def after(optimizer: Any, *_: Any) -> None:
+            audit.depth -= 1
+            if audit.depth == 0:
+                audit.after_update(optimizer)
+
+        hooks = self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)
+        return [hook.remove for hook in hooks]

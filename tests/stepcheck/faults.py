@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 Patch = pytest.MonkeyPatch
 
@@ -128,11 +129,13 @@ def one_partition_not_updated(patch: Patch) -> None:
     wrap(patch, zero_2_class(), "_optimizer_step", step)
 
 
-def update_without_bias_correction(patch: Patch) -> None:
+def steps_counted_twice(patch: Patch) -> None:
+    """Adam's bias correction is that of a later step."""
+
     def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
         for state in self.state.values():
             if "step" in state:
-                state["step"] = torch.tensor(1e9)
+                state["step"] += 1
         return real(self, *args, **more)
 
     wrap(patch, torch.optim.AdamW, "step", step)
@@ -210,8 +213,8 @@ def shard_changed_by_zero_3(patch: Patch) -> None:
 
     def release(real: Any, self: Any, param: Any, *args: Any, **more: Any) -> None:
         real(self, param, *args, **more)
-        if param.dim() > 1:
-            param.ds_tensor.mul_(1.0001)
+        if len(param.ds_shape) > 1:
+            param.ds_tensor.mul_(1.01)
 
     wrap(patch, PartitionedParameterCoordinator, "_PartitionedParameterCoordinator__release_param", release)
 
@@ -249,25 +252,29 @@ def ddp_weights_drift(patch: Patch) -> None:
     wrap(patch, torch.optim.AdamW, "step", step)
 
 
-def gradient_zeroed_before_the_step(patch: Patch) -> None:
-    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
-        self.param_groups[0]["params"][1].grad.zero_()
-        return real(self, *args, **more)
+def before_each_update(patch: Patch, change: Callable[[Any], None]) -> None:
+    """Calls `change` with the optimizer between the backward pass and the step, as a script may do."""
 
-    wrap(patch, torch.optim.AdamW, "step", step)
+    def hook(optimizer: Any, *_: Any) -> None:
+        change(optimizer)
+
+    patch.setitem(cast(Any, _global_optimizer_pre_hooks), -1, hook)
+
+
+def gradient_zeroed_before_the_step(patch: Patch) -> None:
+    before_each_update(patch, lambda optimizer: optimizer.param_groups[0]["params"][1].grad.zero_())
 
 
 def gradients_multiplied(patch: Patch) -> None:
     """The script multiplies all gradients by more than 1, which no clipping does."""
 
-    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
-        for group in self.param_groups:
+    def change(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
                     each.grad.mul_(2.0)
-        return real(self, *args, **more)
 
-    wrap(patch, torch.optim.AdamW, "step", step)
+    before_each_update(patch, change)
 
 
 def rate_restarts(patch: Patch) -> None:

@@ -28,12 +28,13 @@ class Model(nn.Module):
     """Has what has broken engines: a tied head, a frozen and an unused layer, a scalar-like weight, recomputation, odd
     sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, bf16: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.norm = nn.BatchNorm1d(WIDTH)
+        # torch's batch norm on CPUs refuses weights in bfloat16 with statistics in float32, which DeepSpeed keeps.
+        self.norm = nn.GroupNorm(4, WIDTH) if bf16 else nn.BatchNorm1d(WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -41,8 +42,7 @@ class Model(nn.Module):
         self.bias, self.unused = nn.Linear(WIDTH, VOCABULARY), nn.Linear(WIDTH, 5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.conv(self.frozen(self.embed(ids)).transpose(1, 2))
-        x = self.norm(x.float()).to(x.dtype).transpose(1, 2)
+        x = self.norm(self.conv(self.frozen(self.embed(ids)).transpose(1, 2))).transpose(1, 2)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)  # pyright: ignore[reportAssignmentType]
         return self.head(x) * self.scale + self.bias(x)
@@ -106,7 +106,7 @@ def train(options: argparse.Namespace) -> nn.Module:
             dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(options.seed)
-    model = Model()
+    model = Model(options.bf16)
     if options.bf16 and not options.engine.startswith(("zero", "fsdp")):
         model.to(torch.bfloat16)
     engine: nn.Module = model

@@ -15,12 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "tests/stepcheck/loop.py"
 
 PLANT = """
-import torch
-step = torch.optim.AdamW.step
-def broken(self, *args, **more):
-    self.param_groups[0]["params"][1].grad.mul_(3)
-    return step(self, *args, **more)
-torch.optim.AdamW.step = broken
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+def triple(optimizer, *_):
+    optimizer.param_groups[0]["params"][1].grad.mul_(3)
+register_optimizer_step_pre_hook(triple)
 """
 
 
@@ -50,7 +48,7 @@ def test_the_first_fault_ends_all_ranks(tmp_path: Path) -> None:
     """A sitecustomize.py of the user's runs too: here it plants the fault."""
     (tmp_path / "sitecustomize.py").write_text(PLANT)
     report, junit = tmp_path / "verdict.json", tmp_path / "junit.xml"
-    launcher = ["torchrun", "--nproc_per_node", "2", "--master_port", "0"]
+    launcher = ["torchrun", "--standalone", "--nproc_per_node", "2"]
     options = ["--json", str(report), "--junit", str(junit)]
     done = stepcheck("run", *options, *launcher, SCRIPT, "--engine", "ddp", "--steps", "50", path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
