@@ -116,6 +116,8 @@ def fit(tmp_path: Path) -> Callable[..., Run]:
             resolved, training_flops(resolved.recipe, resolved.num_classes, resolved.recipe.batch_size)
         )
         observers = [curves, EngineInfo(), throughput, ProgressLines(curves, throughput)]
+        if any(isinstance(callback, TrainingCurves) for callback in more_callbacks):  # a Trainer accepts only one
+            observers = []
         trainer = build.trainer(resolved, folder, [*observers, *more_callbacks])
         module = module_class(resolved, resolved.num_classes)
         datamodule = RandomImages(num_train, resolved.recipe.batch_size, resolved.placement.accumulate, change)
