@@ -16,9 +16,11 @@ from cifar_zero.training.resolve import resolve
 from tests.support.helpers import ROOT, assert_ok, on_a_small_cpu, run_program
 
 PACKAGE = ROOT / "cifar_zero"
+PACKAGES = ("cifar_zero", "stepcheck", "benchmarks")
 MODULES = sorted(
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-    for path in [*ROOT.glob("*.py"), *PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    for folder, pattern in ((ROOT, "*.py"), *((ROOT / name, "**/*.py") for name in PACKAGES))
+    for path in folder.glob(pattern)
 )
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = [*COMMANDS.values(), "benchmarks.speed"]  # wrong usage is answered at once
