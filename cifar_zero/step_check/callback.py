@@ -12,13 +12,15 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.filesize import decimal
 from torch import Tensor
@@ -28,20 +30,25 @@ from torch.utils._pytree import tree_map_only
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError
-from cifar_zero.launch.collectives import gather
 from cifar_zero.step_check.findings import Findings, norm_of, off_by
+from cifar_zero.step_check.guard import Guarded, describe, exchange
 from cifar_zero.step_check.replay import MicroBatch, PlainCopy, Replay, lowest, random_state, random_state_kept
 from cifar_zero.step_check.updates import UPDATE, Expected, clip_factor, expected_updates, parameters_of
 from cifar_zero.step_check.verdict import SHARED, Kind, Verdict
 from cifar_zero.strategies import hooks_of
 
+PARAMETER_BYTES = 80
+"""Most bytes that a rank needs for each parameter in a checked step, in addition to the training. The replay in float64
+needs the most: weights, gradients, their float64 copies from both replays and the strategy, and the buffer in which
+gradients are averaged (two CPU ranks, torch 2.15)."""
 
-class StepCheck(Callback):
+
+class StepCheck(Guarded):
     """Checks chosen steps of a run while it trains, for any module, data and strategy. Every rank must have this
     callback.
 
-    A checked step takes about four times as long. The memory of a rank grows by one unsharded copy of the model with
-    its gradients, in float64. After the training, the attribute `verdict` holds the result.
+    A checked step takes up to ten times as long on a CPU, and a rank needs up to PARAMETER_BYTES more memory for each
+    parameter. After the training, the attribute `verdict` holds the result.
     """
 
     needed: tuple[Kind, ...] = ("gradient", "update")
@@ -50,6 +57,9 @@ class StepCheck(Callback):
 
     checkpoint: Path | None = None
     """The checkpoint that the run must resume. Only a `ResumeCheck` that judges a resumed run sets it."""
+
+    comes_first = True
+    """Whether the check runs before the Trainer's other callbacks, which may change weights after a step."""
 
     resumed_at = 0
     """The optimizer step after which `checkpoint` was saved, or 0 without a checkpoint."""
@@ -83,19 +93,43 @@ class StepCheck(Callback):
         self._replays: tuple[Replay, Replay] | None = None  # in the training's precision, and in float64
         self._can_check = self._overflows = self._clips_known = False
         self._norm = 0.0
+        self._modes: dict[tuple[Kind, str], bool] = {}  # see `_modes_of`
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module before the strategy shards it."""
+        """Copies the module before the strategy shards it, and keeps its modes before the strategy's engine starts."""
         if stage == "fit":
-            self.verdict, self._plain_copy, self._micro_batches = Verdict(needed=self.needed), None, []
+            if self.comes_first:
+                callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+                trainer.callbacks = [self, *(each for each in callbacks if each is not self)]  # pyright: ignore
+            self.verdict, self._micro_batches = Verdict(needed=self.needed), []
             try:
                 self._plain_copy = PlainCopy(pl_module)
-            except Exception as error:  # an attribute of the user's may raise anything
-                self.verdict.note(f"the module cannot be copied ({type(error).__name__}: {error})")
+            except Exception as error:  # an attribute of the user's may raise anything, on one rank only
+                # An engine leaves objects in a module that cannot be copied for the next fit.
+                if self._plain_copy is None or self._plain_copy.original is not pl_module:
+                    reason = f"the module cannot be copied ({describe(error)})"
+                    self.verdict.note(f"{reason}: if it has been trained before, train a new one")
+
+            keep = partial(self._keep_modes, pl_module)
+            _call_after(pl_module, "configure_optimizers", keep)  # the last hook before an engine starts
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks that the start of the strategy's engine has left each weight trained or frozen, and each submodule in
+        training or evaluation, as it was."""
+        vars(pl_module).pop("configure_optimizers", None)
+        self._findings, modes = Findings(0, self.verdict), _modes_of(pl_module)
+        for (kind, name), mode in self._modes.items():
+            if modes.get((kind, name), mode) != mode:
+                self._findings.add(kind, name, math.inf, 0.0, 1, "the start of the strategy stops its training")
+        self._finish(trainer)
+
+    def _keep_modes(self, module: LightningModule) -> None:
+        self._modes = _modes_of(module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Spreads the `count` steps to check over the run, and builds the plain copy if the module can be checked. For
         a model of more than 10 million parameters, prints the memory that the check needs."""
+        _call_after(trainer.strategy, "on_train_batch_start", partial(self.on_micro_batch_start, trainer, pl_module))
         if not pl_module.automatic_optimization:
             self.verdict.note("the module steps its optimizers itself")
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
@@ -104,7 +138,7 @@ class StepCheck(Callback):
             self._steps |= {first + round(part * (total - first) / parts) for part in range(self._count)}
         elif self._count:
             self.verdict.note("the number of steps is unknown: give `every` or `steps`")
-        for reason in chain(*gather(self.verdict.not_checked)):
+        for reason in chain(*exchange(self.verdict.not_checked)):
             self.verdict.note(reason)
         self._can_check = not self.verdict.not_checked
         if not self._can_check:
@@ -115,12 +149,15 @@ class StepCheck(Callback):
         shape = hooks_of(trainer.strategy).shape
         elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
         if trainer.is_global_zero and elements > 10**7:
-            size = decimal(elements * 8 * 2)  # weights and gradients in float64
-            say(f"step check: a checked step takes about four times as long, and needs {size} more memory on each rank")
+            size = decimal(elements * PARAMETER_BYTES)
+            say(f"step check: a checked step takes up to ten times as long, and up to {size} more memory on each rank")
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_micro_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keeps the values that the replay of a checked step needs: the weights and buffers before the step, and each
-        micro-batch with the random state before its forward pass."""
+        micro-batch with the random state before its forward pass.
+
+        The strategy's hook `on_train_batch_start` calls it. The hooks of all callbacks and of the module have run
+        then, and may have changed these values."""
         del self._micro_batches[len(self._losses) :]  # the previous micro-batch, if the module skipped it
         if not self._micro_batches:
             step = trainer.global_step + 1
@@ -134,10 +171,12 @@ class StepCheck(Callback):
             self._plain_copy.remember(pl_module)
             self._buffers = {name: buffer.detach().clone() for name, buffer in pl_module.named_buffers()}
             if _shares_buffers(trainer.strategy.model):
+                exchange(None)
                 for buffer in self._buffers.values():
                     dist.broadcast(buffer, 0)
         kept = tree_map_only(Tensor, Tensor.clone, batch)
-        self._micro_batches.append(MicroBatch(kept, batch_idx, random_state()))
+        attributes = self._plain_copy.attributes_of(pl_module)
+        self._micro_batches.append(MicroBatch(kept, batch_idx, random_state(), attributes))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Replays a checked step, and compares the strategy's gradients with the gradients of the replay. Computes the
@@ -183,25 +222,31 @@ class StepCheck(Callback):
         low, exact = self._replays
         dtype = lowest(loss.dtype for loss in self._losses)
         self._findings.compare_losses(torch.stack(self._losses).cpu(), low.losses, exact.losses, dtype)
-        updated = set().union(*gather({name for each in self._expected for name in each.names}))
-        if updated.intersection(*gather(low.unused)):
+        updated = set().union(*exchange({name for each in self._expected for name in each.names}))
+        if updated.intersection(*exchange(low.unused)):
             self.verdict.note("weights that a step did not use, because only the engine updates them (gradient 0)")
         if self._overflows:
             step = self._findings.step
             self.verdict.note(f"the update of step {step}, because its gradient overflows in float16")
+        elif updated and not math.isfinite(self._norm):
+            self.verdict.note(f"the update of step {self._findings.step}, because its gradient is NaN or infinite")
         elif updated:
             for each in self._expected:
                 each.compare(self._findings)
         elif self._clips_known:
             self.verdict.note("updates, because the optimizer state cannot be read")
         norm = hooks.step_gradient_norm()
-        if norm is not None and not self._overflows:
+        if norm is not None and math.isfinite(self._norm):
             self._findings.add("gradient norm", "", abs(norm - self._norm) / max(self._norm, 1e-30), UPDATE)
         after = self._checked_weights(trainer, pl_module)
         if updated or self._overflows:  # weights that no optimizer updates must stay as they were
-            for name in after.keys() - updated:
+            for name in after.keys() - updated - low.weights.keys():
                 off = off_by(after[name], self._weights[name])
                 self._findings.add("weight", name, off, 0.0, 1, "no optimizer updates it")
+            for name in low.weights.keys() - updated:  # such as a momentum encoder
+                wanted = low.weights[name]
+                high = exact.weights.get(name, wanted)
+                self._findings.compare("weight", name, after[name], wanted, high, wanted.dtype)
         self._findings.compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
         self._forget()
         self.verdict.steps.append(self._findings.step)
@@ -209,6 +254,7 @@ class StepCheck(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the verdict, and writes it to the file if one was given."""
+        vars(trainer.strategy).pop("on_train_batch_start", None)
         if self._micro_batches:
             self.verdict.note(f"step {self._findings.step} did not finish")
         if self._can_check and not self.verdict.steps:
@@ -244,14 +290,29 @@ class StepCheck(Callback):
         try:
             replays = compute()
         except Exception as failure:  # the module's code may raise anything, in float64 for example
-            error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-        errors = [each for each in gather(error) if each]
+            error = describe(failure)
+        errors = [each for each in exchange(error) if each]
         if errors:
             self.verdict.note(f"{what}, because computing them again fails: {errors[0]}")
             return None
         for replay in replays or ():
             replay.average()
         return replays
+
+    def is_checking(self) -> bool:
+        """Returns whether the current step is being checked."""
+        return bool(self._micro_batches)
+
+    def abandon(self, hook: str, failure: str) -> None:
+        """Ends the check of the step, or of the whole training if the check could not start. Adds a note to the
+        verdict."""
+        what = f"step {self._findings.step}"
+        if hook == "on_train_start":
+            self._can_check, what = False, "all steps"
+        reason = f"{what}, because the check fails in {hook}: {failure}"
+        rank_zero_only(say)(f"warning: step check: not checked: {reason}")
+        self.verdict.note(reason)
+        self._forget()
 
     def _forget(self) -> None:
         self._micro_batches, self._losses, self._expected, self._replays = [], [], [], None
@@ -260,6 +321,7 @@ class StepCheck(Callback):
         """Returns the unsharded weights, keyed by their names in the plain model. Checks that the weights which each
         rank holds in memory equal these weights, and that the unsharded weights are the same on all ranks."""
         hooks = hooks_of(trainer.strategy)
+        exchange(None)
         weights = hooks.weights(module)
         for name, parameter in parameters_of(hooks, module).items():
             for held, expected in hooks.held(parameter, weights[name].to(parameter.device)):
@@ -268,7 +330,7 @@ class StepCheck(Callback):
                     continue
                 self._findings.add("weight", name, off_by(held, expected), 0.0, held.numel())
         sums = {name: zlib.crc32(value.contiguous().numpy().data) for name, value in weights.items()}
-        for rank, others in enumerate(gather(sums)):
+        for rank, others in enumerate(exchange(sums)):
             for name in sums:
                 if others.get(name) != sums[name]:
                     self._findings.add("weight", name, math.inf, 0.0, 1, f"rank {rank} has a different value")
@@ -278,7 +340,7 @@ class StepCheck(Callback):
         """Compares the learning rates in the optimizer with the learning rates of the scheduler, and with the
         optimizer's learning rates on the other ranks."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if any(others != rates for others in gather(rates)):
+        if any(others != rates for others in exchange(rates)):
             self._findings.add("learning rate", "", math.inf, 0.0, 1, "not the same on all ranks")
         for config in trainer.lr_scheduler_configs:
             last = getattr(config.scheduler, "get_last_lr", list)()
@@ -314,7 +376,7 @@ class StepCheck(Callback):
                 findings of the kinds in SHARED are left out on the other ranks.
         """
         findings = []
-        for rank, of_rank in enumerate(gather(self._findings.all)):
+        for rank, of_rank in enumerate(exchange(self._findings.all)):
             for found in of_rank:
                 if not only_rank_0 and found.kind not in SHARED:
                     where = f"on rank {rank}" if trainer.world_size > 1 and found.share > 1 else ""
@@ -326,6 +388,31 @@ class StepCheck(Callback):
             raise RunError(str(self.verdict))
         if faults and trainer.is_global_zero:
             say(f"warning: {faults[0]}")
+
+
+def _call_after(owner: Any, name: str, then: Callable[..., Any]) -> None:
+    """Makes an object call `then`, with the same arguments, after its method `name`."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def both(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options)
+        then(*args, **options)
+        return result
+
+    setattr(owner, name, both)
+
+
+def _modes_of(module: LightningModule) -> dict[tuple[Kind, str], bool]:
+    """Returns whether each weight and each submodule with buffers is trained, keyed by "weight" or "buffer" and its
+    name."""
+    modes: dict[tuple[Kind, str], bool] = {
+        ("weight", name): parameter.requires_grad for name, parameter in module.named_parameters()
+    }
+    for name, part in module.named_modules():
+        if [*part.buffers(recurse=False)]:
+            modes["buffer", name] = part.training
+    return modes
 
 
 def _shares_buffers(model: Any) -> bool:

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from cifar_zero.launch.collectives import gather
 from cifar_zero.step_check.callback import StepCheck
+from cifar_zero.step_check.guard import exchange
 from cifar_zero.step_check.replay import gathered_losses
 from cifar_zero.step_check.updates import laid
 from cifar_zero.strategies import hooks_of
@@ -64,7 +64,7 @@ class SketchCheck(StepCheck):
         losses = gathered_losses(low, exact)
         found = hooks_of(trainer.strategy).gradients(pl_module)
         step = {"weights": sketch_of(self._weights), "found": sketch_of(found), "losses": losses[:, 0]}
-        step |= {"loss/": losses[:, 1], "update/": torch.stack(gather(update)).sum(0)}
+        step |= {"loss/": losses[:, 1], "update/": torch.stack(exchange(update)).sum(0)}
         step |= {f"gradient/{name}": sketch_of({name: gradient}) for name, gradient in exact.gradients.items()}
         for key, value in step.items():
             self.sketches.setdefault(key, []).append(value)

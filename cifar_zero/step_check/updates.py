@@ -43,7 +43,9 @@ class Expected:
             found, name = self.updated.state.get(key), f"{key} of {self.name}"
             if isinstance(value, Tensor) and value.dim():
                 same = isinstance(found, Tensor) and found.shape == value.shape
-                off = off_by(local_of(found)[self.used], local_of(value)[self.used]) if same else math.inf
+                # A factored optimizer, such as Adafactor, keeps state in other shapes than the tensor's.
+                used = self.used if local_of(value).shape == self.used.shape else ...
+                off = off_by(local_of(found)[used], local_of(value)[used]) if same else math.inf
                 findings.add("state", name, off, UPDATE, value.numel())
             elif isinstance(value, (Tensor, int, float)):
                 same = found is not None and float(found) == float(value)
