@@ -47,7 +47,7 @@ class StepCheck(Guarded):
     """Checks chosen steps of a run while it trains, for any module, data and strategy. Every rank must have this
     callback.
 
-    A checked step takes up to ten times as long on a CPU, and a rank needs up to PARAMETER_BYTES more memory for each
+    A checked step takes 6 to 15 times as long on a CPU, and a rank needs up to PARAMETER_BYTES more memory for each
     parameter. After the training, the attribute `verdict` holds the result.
     """
 
@@ -150,7 +150,8 @@ class StepCheck(Guarded):
         elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
         if trainer.is_global_zero and elements > 10**7:
             size = decimal(elements * PARAMETER_BYTES)
-            say(f"step check: a checked step takes up to ten times as long, and up to {size} more memory on each rank")
+            time = "a checked step takes 6 to 15 times as long on a CPU"
+            say(f"step check: {time}, and each rank needs up to {size} more memory")
 
     def on_micro_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keeps the values that the replay of a checked step needs: the weights and buffers before the step, and each
