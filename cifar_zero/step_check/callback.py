@@ -250,8 +250,8 @@ class StepCheck(Guarded):
                 self._findings.compare("weight", name, after[name], wanted, high, wanted.dtype)
         self._findings.compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
         self._forget()
-        self.verdict.steps.append(self._findings.step)
         self._finish(trainer)
+        self.verdict.steps.append(self._findings.step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the verdict, and writes it to the file if one was given."""
