@@ -307,7 +307,7 @@ class StepCheck(Guarded):
     def abandon(self, hook: str, failure: str) -> None:
         """Ends the check of the step, or of the whole training if the check could not start. Adds a note to the
         verdict."""
-        what = f"step {self._findings.step}"
+        what = f"step {self._findings.step}" if self._findings.step else "the start of the strategy"
         if hook == "on_train_start":
             self._can_check, what = False, "all steps"
         reason = f"{what}, because the check fails in {hook}: {failure}"
