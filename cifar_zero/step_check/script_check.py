@@ -82,6 +82,7 @@ class ScriptCheck(StepCheck):
             parts.append(replace(each, batch=trainer.strategy.batch_to_device(part)))
         before = {**step.weights, **step.buffers}
         replays = self._on_all_ranks(lambda: self._replay(parts, before, dtypes), "the script's steps")
+        replays = replays and self._after_hooks(replays, before)
         if replays is None:
             return
         low, exact = replays

@@ -59,7 +59,8 @@ class WrongUpdate(Module):
 class WrongGradient(Module):
     """Computes a gradient of the bias that is 0.1 % too large in step 15."""
 
-    def on_after_backward(self) -> None:
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        super().backward(loss, *arguments, **options)
         if self.trainer.global_step == 14:
             assert self.net.bias.grad is not None
             self.net.bias.grad.mul_(1.001)
