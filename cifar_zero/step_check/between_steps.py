@@ -50,15 +50,8 @@ class BetweenSteps:
             findings.verdict.note("training modes, because the module or a callback may set them")
             wrong = []
         for name in wrong:
-            modes = ("evaluation", "training") if before[name] else ("training", "evaluation")
-            findings.add(
-                "training mode",
-                name or "the module",
-                math.inf,
-                0.0,
-                1,
-                "it is in {} mode instead of {} mode".format(*modes),
-            )
+            how = "it is in evaluation mode" if before[name] else "it is in training mode"
+            findings.add("training mode", name or "the module", math.inf, 0.0, 1, f"{how}, against the step before")
         if self._step != findings.step - 1 or not self._sums:
             return
         sums = _sums(trainer, module, weights)

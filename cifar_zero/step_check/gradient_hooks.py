@@ -38,6 +38,7 @@ class GradientHooks:
             optimizer: The optimizer of the plain copy, for the hooks.
         """
         self._trainer, self._module, self._plain, self._optimizer = trainer, module, plain, optimizer
+        self._check: Any = check
         owners = owners_of_hooks(trainer, module)
         position = next(number for number, owner in enumerate(owners) if owner is check)
         self.after_backward = user_hooks(owners, "on_after_backward")
@@ -62,7 +63,7 @@ class GradientHooks:
         random_state: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Returns the gradients after hooks have run, in float64 on the CPU. Gradients that no hook changes are
-        returned as they are. Gradients that a hook sets to None are left out.
+        returned as they are, and all are if a hook fails. Gradients that a hook sets to None are left out.
 
         Args:
             hooks: The hooks.
@@ -78,7 +79,8 @@ class GradientHooks:
             with random_state_kept():
                 if random_state is not None:
                     torch.set_rng_state(random_state)
-                self._call(hooks, exact)
+                if not self._call(hooks, exact):
+                    return dict(gradients)
             for name, parameter in parameters.items():
                 left = parameter.grad
                 if left is not None:
@@ -86,7 +88,8 @@ class GradientHooks:
                     found[name] = gradients[name] if same else left.double().cpu() / scale
         return found
 
-    def _call(self, hooks: Sequence[UserHook], exact: bool) -> None:
+    def _call(self, hooks: Sequence[UserHook], exact: bool) -> bool:
+        """Runs hooks on the copy. If one fails, adds a note to the verdict and returns False."""
         trainer, plain = self._trainer, self._plain.module
         arguments: dict[str, list[Any]] = {
             "on_before_optimizer_step": [self._optimizer],
@@ -95,10 +98,15 @@ class GradientHooks:
         with _without_gradients(self._module), Exact(torch.float32) if exact else nullcontext():
             for hook in hooks:
                 given = arguments.get(hook.name, [])
-                if isinstance(hook.owner, Callback):
-                    getattr(_copy_of(hook.owner), hook.name)(trainer, plain, *given)
-                else:
-                    getattr(plain, hook.name)(*given)
+                try:
+                    if isinstance(hook.owner, Callback):
+                        getattr(_copy_of(hook.owner), hook.name)(trainer, plain, *given)
+                    else:
+                        getattr(plain, hook.name)(*given)
+                except Exception as error:  # a hook may read the engine, which the copy lacks
+                    self._check.verdict.note(f"what {hook} changes, because it fails on a copy ({error})")
+                    return False
+        return True
 
     def _after_micro_batch(self, exact: bool) -> None:
         self._call(self.after_backward, exact)
