@@ -9,7 +9,6 @@ over the steps. At step 10,000 the bound is still the rounding error of one step
 """
 
 import math
-import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial, wraps
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.filesize import decimal
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,10 +28,14 @@ from torch.utils._pytree import tree_map_only
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError
-from cifar_zero.step_check.findings import Findings, norm_of, off_by
+from cifar_zero.step_check.between_steps import BetweenSteps, Modes, changed_modes, checksum, modes_of
+from cifar_zero.step_check.findings import Findings, explain_factor, norm_of, off_by
+from cifar_zero.step_check.gradient_hooks import GradientHooks, ignored
 from cifar_zero.step_check.guard import Guarded, describe, exchange
+from cifar_zero.step_check.plain_optimizer import Options, PlainOptimizer, numbers_of, same_option
 from cifar_zero.step_check.replay import MicroBatch, PlainCopy, Replay, lowest, random_state, random_state_kept
-from cifar_zero.step_check.updates import UPDATE, Expected, clip_factor, expected_updates, parameters_of
+from cifar_zero.step_check.updates import UPDATE, Expected, clip_factor, expected_updates, parameters_of, updated_by
+from cifar_zero.step_check.user_code import may_set_options, owners_of_hooks
 from cifar_zero.step_check.verdict import SHARED, Kind, Verdict
 from cifar_zero.strategies import hooks_of
 
@@ -91,9 +93,14 @@ class StepCheck(Guarded):
         self._expected: list[Expected] = []
         self._findings = Findings(0, self.verdict)  # of the step that is being checked
         self._replays: tuple[Replay, Replay] | None = None  # in the training's precision, and in float64
-        self._can_check = self._overflows = self._clips_known = False
+        self._can_check = self._overflows = False
+        self._gradient_hooks: Any = None  # a GradientHooks
+        self._plain_optimizer: PlainOptimizer | None = None
+        self._first_options: dict[str, Options] = {}  # by weight, at the start of the training
+        self._options: dict[str, Options] = {}  # by weight, which the step must use
+        self._between: Any = None  # a BetweenSteps
         self._norm = 0.0
-        self._modes: dict[tuple[Kind, str], bool] = {}  # see `_modes_of`
+        self._modes: Modes = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Copies the module before the strategy shards it, and keeps its modes before the strategy's engine starts."""
@@ -117,14 +124,14 @@ class StepCheck(Guarded):
         """Checks that the start of the strategy's engine has left each weight trained or frozen, and each submodule in
         training or evaluation, as it was."""
         vars(pl_module).pop("configure_optimizers", None)
-        self._findings, modes = Findings(0, self.verdict), _modes_of(pl_module)
-        for (kind, name), mode in self._modes.items():
-            if modes.get((kind, name), mode) != mode:
-                self._findings.add(kind, name, math.inf, 0.0, 1, "the start of the strategy stops its training")
+        self._findings, before, self._modes = Findings(0, self.verdict), self._modes, modes_of(pl_module)
+        for kind, name in changed_modes(before, self._modes):
+            how = "stops its training" if before[kind, name] else "makes it train"
+            self._findings.add(kind, name or "the module", math.inf, 0.0, 1, f"the start of the strategy {how}")
         self._finish(trainer)
 
     def _keep_modes(self, module: LightningModule) -> None:
-        self._modes = _modes_of(module)
+        self._modes = modes_of(module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Spreads the `count` steps to check over the run, and builds the plain copy if the module can be checked. For
@@ -146,6 +153,10 @@ class StepCheck(Guarded):
         if any(getattr(each, "_backward_hooks", None) for each in pl_module.parameters()):
             self.verdict.note("parameter hooks, because the copy lacks them")
         self._plain_copy.build(trainer)
+        self._plain_optimizer = self._build_optimizer(trainer, pl_module)
+        own = self._plain_optimizer and self._plain_optimizer.optimizer
+        self._between = BetweenSteps(self._modes)
+        self._gradient_hooks = GradientHooks(self, trainer, pl_module, self._plain_copy, own)
         shape = hooks_of(trainer.strategy).shape
         elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
         if trainer.is_global_zero and elements > 10**7:
@@ -169,6 +180,7 @@ class StepCheck(Guarded):
                 return
             self._findings, self._losses = Findings(step, self.verdict), []
             self._weights = self._checked_weights(trainer, pl_module)
+            self._between.compare(self._findings, trainer, pl_module, self._weights)
             self._plain_copy.remember(pl_module)
             self._buffers = {name: buffer.detach().clone() for name, buffer in pl_module.named_buffers()}
             if _shares_buffers(trainer.strategy.model):
@@ -196,17 +208,23 @@ class StepCheck(Guarded):
         def compute() -> tuple[Replay, Replay]:
             replays = self._replay(self._micro_batches, {**self._weights, **self._buffers}, dtypes, scale or 1.0)
             if not self._overflows:
-                self._expected = self._expect_updates(trainer, pl_module, optimizer, gradients)
+                self._expected, self._norm = self._expect_updates(trainer, pl_module, optimizer, gradients)
             return replays
 
-        self._replays = self._on_all_ranks(compute, "steps")
-        if self._replays is None:
+        self._compare_rates(trainer, optimizer)
+        self._options = self._compare_options(trainer, pl_module, optimizer)
+        before_hooks = self._on_all_ranks(compute, "steps")
+        if before_hooks is None:
             self._forget()
             return
+        self._replays = self._after_hooks(before_hooks, self._weights | self._buffers, scale or 1.0)
+        if self._overflows:
+            return
         low, exact = self._replays
-        if not self._overflows:
-            self._findings.compare_gradients(gradients, low, exact, dtypes)
-        self._compare_rates(trainer, optimizer)
+        explain = explain_factor
+        if self._gradient_hooks.before_check:
+            explain = partial(self._explain_hooks, pl_module, before_hooks[0])
+        self._findings.compare_gradients(gradients, low, exact, dtypes, explain=explain)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -234,7 +252,7 @@ class StepCheck(Guarded):
         elif updated:
             for each in self._expected:
                 each.compare(self._findings)
-        elif self._clips_known:
+        else:
             self.verdict.note("updates, because the optimizer state cannot be read")
         norm = hooks.step_gradient_norm()
         if norm is not None and math.isfinite(self._norm):
@@ -249,6 +267,7 @@ class StepCheck(Guarded):
                 high = exact.weights.get(name, wanted)
                 self._findings.compare("weight", name, after[name], wanted, high, wanted.dtype)
         self._findings.compare_buffers(dict(pl_module.named_buffers()), low.buffers, exact.buffers)
+        self._between.keep(self._findings.step, trainer, pl_module, after)
         self._forget()
         self._finish(trainer)
         self.verdict.steps.append(self._findings.step)
@@ -315,6 +334,28 @@ class StepCheck(Guarded):
         self.verdict.note(reason)
         self._forget()
 
+    def _after_hooks(
+        self, replays: tuple[Replay, Replay], tensors: Mapping[str, Tensor], scale: float = 1.0
+    ) -> tuple[Replay, Replay]:
+        """Returns replays with the gradients that the user's hooks leave. `tensors` and `scale` are arguments of
+        `PlainCopy.replay`."""
+        hooks = self._gradient_hooks
+        if not hooks.before_check:
+            return replays
+
+        def run(replay: Replay, exact: bool) -> Replay:
+            left = hooks.run(hooks.before_check, replay.gradients, tensors, scale, exact, replay.random_state)
+            zeros = {name: torch.zeros_like(gradient) for name, gradient in replay.gradients.items()}
+            return replace(replay, gradients=zeros | left)
+
+        return run(replays[0], False), run(replays[1], True)
+
+    def _explain_hooks(self, module: LightningModule, before: Replay, name: str, found: Tensor, low: Tensor) -> str:
+        """Returns a text that explains a wrong gradient. `before` is the replay before the last hooks of the user."""
+        if torch.equal(low, before.gradients[name]):
+            return explain_factor(name, found, low)
+        return ignored(self._gradient_hooks.before_check, module)
+
     def _forget(self) -> None:
         self._micro_batches, self._losses, self._expected, self._replays = [], [], [], None
 
@@ -330,7 +371,7 @@ class StepCheck(Guarded):
                     self.verdict.note("weights that a rank does not hold in memory")
                     continue
                 self._findings.add("weight", name, off_by(held, expected), 0.0, held.numel())
-        sums = {name: zlib.crc32(value.contiguous().numpy().data) for name, value in weights.items()}
+        sums = {name: checksum(value) for name, value in weights.items()}
         for rank, others in enumerate(exchange(sums)):
             for name in sums:
                 if others.get(name) != sums[name]:
@@ -338,11 +379,13 @@ class StepCheck(Guarded):
         return weights
 
     def _compare_rates(self, trainer: Trainer, optimizer: Any) -> None:
-        """Compares the learning rates in the optimizer with the learning rates of the scheduler, and with the
-        optimizer's learning rates on the other ranks."""
+        """Compares the learning rates in the optimizer with the optimizer's learning rates on the other ranks. If the
+        position of the scheduler is unknown, also compares them with the learning rates of the scheduler itself."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if any(others != rates for others in exchange(rates)):
             self._findings.add("learning rate", "", math.inf, 0.0, 1, "not the same on all ranks")
+        if self._plain_optimizer is not None and self._plain_optimizer.follows:
+            return
         for config in trainer.lr_scheduler_configs:
             last = getattr(config.scheduler, "get_last_lr", list)()
             if len(last) != len(rates) or len(trainer.lr_scheduler_configs) > 1:
@@ -354,18 +397,59 @@ class StepCheck(Guarded):
 
     def _expect_updates(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, gradients: Mapping[str, Tensor]
-    ) -> list[Expected]:
-        """Returns the updates that a copy of the optimizer makes to this rank's share of the weights. If the gradient
-        is not clipped by its norm, adds a note to the verdict and returns an empty list."""
-        hooks = hooks_of(trainer.strategy)
-        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        self._clips_known = by_norm and not is_overridden("configure_gradient_clipping", module)
-        if not self._clips_known:
-            self.verdict.note("updates, because the gradient is not clipped by its norm")
-            return []
-        scale = clip_factor(gradients, hooks.clip_limit(trainer))
+    ) -> tuple[list[Expected], float]:
+        """Returns the updates that a copy of the optimizer makes to this rank's share of the weights, and the norm of
+        the gradients before they are clipped."""
+        hooks, given, tensors = self._gradient_hooks, gradients, self._weights | self._buffers
+        if hooks.after_check:
+            gradients = hooks.run(hooks.after_check, gradients, tensors)
+        norm = norm_of(gradients)
+        if hooks.clips:
+            gradients = hooks.run(hooks.clips, gradients, tensors)
+        changed = any(gradients.get(name) is not gradient for name, gradient in given.items())
+        why = ignored([*hooks.after_check, *hooks.clips], module) if changed else ""
+        scale = 1.0 if hooks.clips else clip_factor(gradients, hooks_of(trainer.strategy).clip_limit(trainer))
         clipped = {name: gradient.float() * scale for name, gradient in gradients.items()}
-        return [*expected_updates(hooks, module, optimizer, clipped, self._weights)]
+        hooks = hooks_of(trainer.strategy)
+        return [*expected_updates(hooks, module, optimizer, clipped, self._weights, self._options, why)], norm
+
+    def _build_optimizer(self, trainer: Trainer, module: LightningModule) -> PlainOptimizer | None:
+        """Returns the optimizer of the plain copy, or None with a note if it cannot be made."""
+        try:
+            plain = PlainOptimizer(self._plain_copy.module)
+            self._first_options = self._read_options(trainer, module, trainer.optimizers[0], at_any_step=True)
+            plain.start(trainer, self._first_options)
+        except Exception as error:  # the module's code may raise anything
+            self.verdict.note(f"the optimizer's options, because a copy of the module fails ({describe(error)})")
+            return None
+        return plain
+
+    def _read_options(self, trainer: Trainer, module: LightningModule, optimizer: Any, **which: bool) -> dict[str, Any]:
+        """Returns the options in the strategy's optimizer by the names of the weights. `which` are arguments of
+        `Hooks.updated`."""
+        updated = updated_by(hooks_of(trainer.strategy), module, optimizer, **which)
+        return {name: numbers_of(each.group) for each, names in updated for name in names}
+
+    def _compare_options(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> dict[str, Options]:
+        """Compares the optimizer's options with the options that `configure_optimizers` and the schedules give, and
+        returns the options that the step must use. The user's own code may change options during the training."""
+        if self._plain_optimizer is None:
+            return {}
+        expected = self._plain_optimizer.options(trainer)
+        for name, actual in self._read_options(trainer, module, optimizer).items():
+            wanted = expected.get(name, {})
+            wrong: list[str] = []
+            for key in sorted(wanted.keys() & actual.keys()):
+                if same_option(actual[key], wanted[key]):
+                    continue
+                changes = actual[key] != self._first_options.get(name, {}).get(key)
+                if changes and may_set_options(owners_of_hooks(trainer, module)):
+                    self.verdict.note(f"the optimizer's {key}, because the module or a callback may set it")
+                    wanted[key] = actual[key]
+                else:
+                    wrong.append(f"{key} is {actual[key]} instead of {wanted[key]}")
+            self._findings.add("option", name, math.inf if wrong else 0.0, 0.0, 1, " and ".join(wrong))
+        return expected
 
     def _finish(self, trainer: Trainer, only_rank_0: bool = False) -> None:
         """Adds the collected findings to the verdict. Every rank adds the same findings, so that all ranks have the
@@ -402,18 +486,6 @@ def _call_after(owner: Any, name: str, then: Callable[..., Any]) -> None:
         return result
 
     setattr(owner, name, both)
-
-
-def _modes_of(module: LightningModule) -> dict[tuple[Kind, str], bool]:
-    """Returns whether each weight and each submodule with buffers is trained, keyed by "weight" or "buffer" and its
-    name."""
-    modes: dict[tuple[Kind, str], bool] = {
-        ("weight", name): parameter.requires_grad for name, parameter in module.named_parameters()
-    }
-    for name, part in module.named_modules():
-        if [*part.buffers(recurse=False)]:
-            modes["buffer", name] = part.training
-    return modes
 
 
 def _shares_buffers(model: Any) -> bool:

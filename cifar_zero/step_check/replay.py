@@ -85,6 +85,9 @@ class PlainCopy:
         self.original = module
         self.module: Any = copy.deepcopy(module)  # Lightning leaves the trainer out
         self._trained: dict[str, bool] = {}
+        self.after_backward: Callable[[bool], None] | None = None
+        """Runs the user's hooks after the backward pass of each micro-batch but the last. The last one's hooks run on
+        gradients that are averaged over the ranks, see `GradientHooks`."""
 
     def build(self, trainer: Trainer) -> None:
         """Runs `setup` and `configure_model` of the copy, moves it to the device of the strategy, and turns off its
@@ -162,6 +165,8 @@ class PlainCopy:
                 random_state_after = torch.get_rng_state()
                 (loss * scale).backward()
             losses.append(float(loss.detach()))
+            if self.after_backward is not None and len(losses) < len(micro_batches):
+                self.after_backward(exact)
             for name, parameter in plain.named_parameters():
                 if parameter.grad is not None:
                     norm: Tensor = parameter.grad.norm().double() / scale
@@ -176,6 +181,21 @@ class PlainCopy:
                 summed.setdefault(name, gradients[name].new_zeros(()))
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in plain.named_buffers()}
         return Replay(torch.tensor(losses, dtype=torch.float64), gradients, summed, buffers, unused, random_state_after)
+
+    @contextmanager
+    def holding(
+        self, gradients: Mapping[str, Tensor], tensors: Mapping[str, Tensor], exact: bool
+    ) -> Iterator[dict[str, Parameter]]:
+        """Gives the copy weights, buffers and gradients in the context, in float32, or in float64 with `exact`. Yields
+        the parameters that have one of the gradients, by name. `tensors` is described in `replay`."""
+        self._restore(tensors, dict.fromkeys(tensors, torch.float32), exact)
+        found = {name: each for name, each in self.module.named_parameters() if name in gradients}
+        for name, parameter in found.items():
+            parameter.grad = gradients[name].to(parameter, copy=True)
+        try:
+            yield found
+        finally:
+            self._free()
 
     def _restore(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], exact: bool) -> None:
         device = self.module.trainer.strategy.root_device

@@ -11,7 +11,6 @@ the resumed run keeps a value in a lower precision, the value must equal the sav
 
 import math
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from cifar_zero.step_check.between_steps import checksum
 from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.findings import Findings, off_by
 from cifar_zero.step_check.guard import exchange
@@ -151,7 +151,7 @@ def _rows(batch: Any) -> list[int]:
     for tensor in tensors_in(batch):
         values = tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
         for row in torch.atleast_1d(values):
-            found.append(zlib.crc32(row.flatten().view(torch.uint8).numpy().data))
+            found.append(checksum(row))
     return found
 
 

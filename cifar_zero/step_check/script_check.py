@@ -83,6 +83,7 @@ class ScriptCheck(StepCheck):
         parts[0] = replace(parts[0], attributes=self._micro_batches[0].attributes)
         before = {**step.weights, **step.buffers}
         replays = self._on_all_ranks(lambda: self._replay(parts, before, dtypes), "the script's steps")
+        replays = replays and self._after_hooks(replays, before)
         if replays is None:
             return
         low, exact = replays

@@ -58,7 +58,8 @@ class SketchCheck(StepCheck):
             return
         low, exact = self._replays
         update = torch.zeros(SIZE, dtype=torch.float64)
-        for each in self._expect_updates(trainer, pl_module, optimizer, exact.gradients):
+        expected, _ = self._expect_updates(trainer, pl_module, optimizer, exact.gradients)
+        for each in expected:
             own = laid(each.updated, [places(name, self._weights[name]) for name in each.names])
             update += sketch(local_of(each.twin) - local_of(each.before), local_of(own))
         losses = gathered_losses(low, exact)

@@ -10,6 +10,8 @@ Kind = Literal[
     "loss",
     "gradient",
     "learning rate",
+    "option",  # of the optimizer
+    "training mode",
     "gradient norm",
     "update",
     "state",

@@ -104,7 +104,8 @@ class WrongUpdate(Module):
 class WrongGradient(Module):
     """Computes a gradient of the bias that is 0.1 % too large in step 15."""
 
-    def on_after_backward(self) -> None:
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        super().backward(loss, *arguments, **options)
         if self.trainer.global_step == 14:
             assert self.net.bias.grad is not None
             self.net.bias.grad.mul_(1.001)
@@ -130,13 +131,25 @@ def test_state_in_attributes_and_outputs_are_followed():
 
 
 @pytest.mark.parametrize(
-    ("module", "before", "accumulate"),
-    [(Weighted(), [], 2), (Momentum(False), [], 2), (Momentum(True), [Follow()], 1)],
+    ("module", "before", "accumulate", "not_checked"),
+    [
+        (Weighted(), [], 2, []),
+        (Momentum(False), [], 2, []),
+        (
+            Momentum(True),
+            [Follow()],
+            1,
+            ["what changes between two steps, because on_train_batch_end of Follow may change weights"],
+        ),
+    ],
     ids=["hook", "training step", "callback"],
 )
-def test_what_a_module_changes_itself_is_no_fault(module: Module, before: list[Callback], accumulate: int):
+def test_what_a_module_changes_itself_is_no_fault(
+    module: Module, before: list[Callback], accumulate: int, not_checked: list[str]
+):
     verdict = verdict_on(module, StepCheck(every=1), before=before, accumulate=accumulate)
-    assert (verdict.outcome, verdict.judged) == ("bit-identical", 1.0), str(verdict)
+    assert (verdict.judged, verdict.not_checked) == (1.0, not_checked)
+    assert verdict.outcome == ("within rounding" if not_checked else "bit-identical"), str(verdict)
 
 
 def test_nan_that_plain_pytorch_computes_too_is_not_judged():
