@@ -139,7 +139,6 @@ def train_module(flags: list[str], folder: Path, check: StepCheck) -> None:
     trainer = jobs.quiet_trainer(run, folder, [check], elements, **theirs_too)
     strategy: Any = trainer.strategy
     if run.spec.family == "fsdp2":
-        strategy.parts = lambda module: [*module.children()]
         if type(module).configure_model is LightningModule.configure_model:  # Lightning (2.6.6) needs an override
             module.__class__ = type(type(module).__name__, (type(module),), {"configure_model": lambda self: None})
     elif isinstance(strategy, DDPStrategy):

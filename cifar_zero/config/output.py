@@ -55,7 +55,7 @@ class Output:
 
     check_steps: int = 0
     """Number of optimizer steps to check, spread over the training: loss, gradient, update and buffers must match plain
-    PyTorch. A checked step takes about four times as long. Writes step_check.json. 0: none."""
+    PyTorch. A checked step takes 6 to 15 times as long. Writes step_check.json. 0: none."""
 
     log_interval: int = limited(100, at_least=1)
     """Optimizer steps between two logged points of the training metrics."""

@@ -103,7 +103,6 @@ def _measured(given: Given, settings: Settings, device: str) -> Own:
             fit(trainer, module, instance("datamodule", given))
         lines[computes] = LinearFit(0, first.tracker.peak / first.micro_batch)
     weights = [Weight(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
-    blocks = [sum(parameter.numel() for parameter in child.parameters()) for child in module.children()]
     name = type(first.optimizer).__name__.lower()
     if name not in STATE_TENSORS:
         say(f"--module: its optimizer, {name}, counts as adam, which keeps two numbers per parameter")
@@ -113,4 +112,4 @@ def _measured(given: Given, settings: Settings, device: str) -> Own:
         optimizer=Choice(name, {"weight_decay": 0, **first.optimizer.defaults}),
         batch_size=first.micro_batch * placement.world_size * placement.accumulate,
     )
-    return settings, Network(tuple(weights), tuple(blocks), built_whole=True), lines
+    return settings, Network(tuple(weights), blocks=(), built_whole=True), lines

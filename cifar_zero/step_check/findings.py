@@ -42,13 +42,16 @@ def norm_of(tensors: Mapping[str, Tensor]) -> float:
 def off_by(found: Tensor, wanted: Tensor) -> float:
     """Returns the norm of the difference of two tensors, divided by the norm of `wanted`, or 0 if they are equal bit by
     bit."""
-    return _distance(found, wanted) / max(float(wanted.double().norm()), 1e-30)
+    distance = _distance(found, wanted)
+    return distance and distance / max(float(wanted.double().norm()), 1e-30)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Returns the norm of the difference of two tensors. It is 0 for equal tensors even if they contain infinite
-    values."""
-    return 0.0 if torch.equal(one, other) else float((one.double() - other.double()).norm())
+    """Returns the norm of the difference of two tensors. Infinite values and NaN count as equal to themselves."""
+    if torch.equal(one, other):
+        return 0.0
+    are_equal = (one == other) | (one.isnan() & other.isnan())
+    return float((one.double() - other.double()).masked_fill(are_equal, 0).norm())
 
 
 def constant_factor(found: Tensor, wanted: Tensor) -> float | None:
@@ -61,9 +64,11 @@ def constant_factor(found: Tensor, wanted: Tensor) -> float | None:
 
 def explain_factor(name: str, found: Tensor, wanted: Tensor) -> str:
     """Returns a text with the constant factor by which the gradient `found` differs from `wanted`. The text is empty if
-    there is no such factor."""
+    there is no such factor, or if the factor cannot be told from 1."""
     factor = constant_factor(found, wanted)
-    return "" if factor is None else f"it is {factor:.3g} times the correct value"
+    if factor is None or abs(factor - 1) < CONSTANT:
+        return ""
+    return f"it is {factor:.3g} times the correct value"
 
 
 class Findings:
@@ -78,9 +83,18 @@ class Findings:
         """
         self.step, self.verdict, self.all = step, verdict, list[Finding]()
 
-    def add(self, kind: Kind, name: str, off: float, allowed: float, elements: int = 1, pattern: str = "") -> None:
+    def add(
+        self,
+        kind: Kind,
+        name: str,
+        off: float,
+        allowed: float,
+        elements: int = 1,
+        pattern: str = "",
+        own_share: float = 1.0,
+    ) -> None:
         """Adds a finding. The arguments are fields of `Finding`."""
-        self.all.append(Finding(self.step, kind, name, off, allowed, elements, pattern))
+        self.all.append(Finding(self.step, kind, name, off, allowed, elements, pattern, own_share))
 
     def compare(
         self,
@@ -95,7 +109,8 @@ class Findings:
         explain: Explain | None = None,
     ) -> None:
         """Compares a tensor with its value in the replay `low`, and adds the finding. The difference between `low` and
-        `exact` is the rounding error of the step, from which the bound of the error is computed.
+        `exact` is the rounding error of the step, from which the bound of the error is computed. If both the tensor and
+        `low` contain infinite values or NaN, the tensor is not judged, and the verdict gets a note.
 
         Args:
             kind: The kind of the finding.
@@ -108,6 +123,10 @@ class Findings:
             summed: The norm of what was added up to the tensor, if it is larger than the tensor's own norm.
             explain: Called if the error exceeds the bound, to explain the fault in the finding.
         """
+        if not low.isfinite().all() and not found.isfinite().all():
+            self.verdict.note(f"parts of step {self.step}, because plain PyTorch computes NaN or infinite values too")
+            self.add(kind, name, 0.0, math.inf, found.numel())
+            return
         size = max(float(exact.double().norm()) + added, 1e-300)
         off, allowed = _distance(found, low) / size, 0.0
         if dtype.is_floating_point:
@@ -115,7 +134,8 @@ class Findings:
                 1.0, summed / size
             )
         pattern = explain(name, found, low) if explain and off > allowed else ""
-        self.add(kind, name, off, allowed, found.numel(), pattern)
+        own = max(float(low.double().norm()), float(exact.double().norm()))
+        self.add(kind, name, off, allowed, found.numel(), pattern, own / size)
 
     def compare_losses(
         self,

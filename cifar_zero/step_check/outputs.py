@@ -19,9 +19,9 @@ class OutputCheck(StepCheck):
         """Registers hooks that keep the outputs of all submodules of the trained module and of its plain copy. The
         outermost module has no hook, because only the trained module would run it. A strategy may call the trained
         module itself, but a replay calls only the copy's `training_step`."""
-        super().on_train_start(trainer, pl_module)
         self._outputs: list[tuple[str, Tensor]] = []  # of the strategy, then of the two replays
         self._handles: list[Any] = []
+        super().on_train_start(trainer, pl_module)
         if self._can_check:
             parts = [*pl_module.named_modules(), *self._plain_copy.module.named_modules()]
             self._handles = [part.register_forward_hook(partial(self._keep, name)) for name, part in parts if name]

@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from cifar_zero.launch.collectives import average_over_ranks, gather
+from cifar_zero.launch.collectives import average_over_ranks
 from cifar_zero.models.cast import keep_batch_norm_float32
+from cifar_zero.step_check.guard import exchange
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that a replay in float64 replaces by float64."""
@@ -48,6 +50,7 @@ class MicroBatch:
     batch: Any
     index: int  # batch_idx
     random_state: dict[str, Any]  # before the forward pass, see `random_state`
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)  # before it, see `PlainCopy.attributes_of`
 
 
 @dataclass
@@ -62,6 +65,8 @@ class Replay:
     buffers: dict[str, Tensor]  # after the step, on the CPU
     unused: set[str]  # names of the weights that no micro-batch used
     random_state: Tensor  # torch's random state after the last forward pass
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """The weights that `training_step` itself changes, such as a momentum encoder, after the step, on the CPU."""
 
     def average(self) -> None:
         """Replaces the gradients, and the norms in `summed`, by their means over the ranks, on the CPU. Every rank must
@@ -77,31 +82,40 @@ class PlainCopy:
 
     def __init__(self, module: LightningModule):
         """Copies the module. If an attribute cannot be copied, raises the exception of `copy.deepcopy`."""
+        self.original = module
         self.module: Any = copy.deepcopy(module)  # Lightning leaves the trainer out
-        self._attributes: dict[str, dict[str, Any]] = {}  # by the name of the submodule
         self._trained: dict[str, bool] = {}
+        self.after_backward: Callable[[bool], None] | None = None
+        """Runs the user's hooks after the backward pass of each micro-batch but the last. The last one's hooks run on
+        gradients that are averaged over the ranks, see `GradientHooks`."""
 
     def build(self, trainer: Trainer) -> None:
         """Runs `setup` and `configure_model` of the copy, moves it to the device of the strategy, and turns off its
-        logging and compilation."""
+        logging and compilation. Raises TypeError if `configure_model` shards the copy."""
         plain = self.module
         plain.trainer = trainer
         plain.log = plain.log_dict = _nothing
         with random_state_kept():
             plain.setup("fit")
             plain.configure_model()
+        if any(isinstance(each, DTensor) for each in plain.parameters()):
+            raise TypeError("configure_model shards the plain copy of the module too")
         for part in plain.modules():
             part._compiled_call_impl = None
         plain.to(trainer.strategy.root_device)
         self._free()
 
     def remember(self, module: LightningModule) -> None:
-        """Copies the state that the attributes of the trained module hold before a step, and records which of its
-        weights are trained."""
+        """Records which weights of the trained module are trained."""
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+
+    def attributes_of(self, module: LightningModule) -> dict[str, dict[str, Any]]:
+        """Returns copies of the state that the attributes of a module hold, keyed by the names of its submodules."""
+        found = {}
         for name, part in module.named_modules():
             own = {key: value for key, value in vars(part).items() if key not in INTERNAL and _is_state(value)}
-            self._attributes[name] = _copied(own)
+            found[name] = _copied(own)
+        return found
 
     def replay(
         self,
@@ -123,21 +137,36 @@ class PlainCopy:
                 it.
             exact: Whether to compute in float64, with the same weights and random numbers.
         """
+        try:
+            self._restore(tensors, dtypes, exact)
+            replay = self._replay(micro_batches, lowest(dtypes.values()), scale, exact)
+            for name, parameter in self.module.named_parameters():
+                before = tensors[name].to(dtypes[name]).to(parameter)
+                if not torch.equal(parameter, before):
+                    replay.weights[name] = parameter.detach().cpu()
+            return replay
+        finally:
+            self._free()
+
+    def _replay(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype, scale: float, exact: bool) -> Replay:
         plain, trainer = self.module, self.module.trainer
-        self._restore(tensors, dtypes, exact)
         arguments = len(inspect.signature(plain.training_step).parameters)
         losses, random_state_after = [], torch.get_rng_state()
         summed: dict[str, Tensor] = {}
         for each in micro_batches:
             batch = tree_map_only(Tensor, lambda value: _wide(value.clone()) if exact else value.clone(), each.batch)
+            for name, part in plain.named_modules():
+                vars(part).update(_copied(each.attributes.get(name, {})))
             set_random_state(each.random_state)
-            with Exact(lowest(dtypes.values())) if exact else trainer.precision_plugin.train_step_context():
+            with Exact(dtype) if exact else trainer.precision_plugin.train_step_context():
                 outputs = plain.training_step(*(batch, each.index)[:arguments])
                 loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
                 loss = loss / trainer.accumulate_grad_batches
                 random_state_after = torch.get_rng_state()
                 (loss * scale).backward()
             losses.append(float(loss.detach()))
+            if self.after_backward is not None and len(losses) < len(micro_batches):
+                self.after_backward(exact)
             for name, parameter in plain.named_parameters():
                 if parameter.grad is not None:
                     norm: Tensor = parameter.grad.norm().double() / scale
@@ -151,13 +180,25 @@ class PlainCopy:
                 gradients[name] = gradient.double() / scale
                 summed.setdefault(name, gradients[name].new_zeros(()))
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in plain.named_buffers()}
-        self._free()
         return Replay(torch.tensor(losses, dtype=torch.float64), gradients, summed, buffers, unused, random_state_after)
+
+    @contextmanager
+    def holding(
+        self, gradients: Mapping[str, Tensor], tensors: Mapping[str, Tensor], exact: bool
+    ) -> Iterator[dict[str, Parameter]]:
+        """Gives the copy weights, buffers and gradients in the context, in float32, or in float64 with `exact`. Yields
+        the parameters that have one of the gradients, by name. `tensors` is described in `replay`."""
+        self._restore(tensors, dict.fromkeys(tensors, torch.float32), exact)
+        found = {name: each for name, each in self.module.named_parameters() if name in gradients}
+        for name, parameter in found.items():
+            parameter.grad = gradients[name].to(parameter, copy=True)
+        try:
+            yield found
+        finally:
+            self._free()
 
     def _restore(self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], exact: bool) -> None:
         device = self.module.trainer.strategy.root_device
-        for name, part in self.module.named_modules():
-            vars(part).update(_copied(self._attributes.get(name, {})))
         for name, parameter in self.module.named_parameters():
             value = tensors[name].to(dtypes[name])
             parameter.data = (value.double() if exact else value).to(device, copy=True)
@@ -207,7 +248,7 @@ class Exact(TorchFunctionMode):
 def gathered_losses(low: Replay, exact: Replay) -> Tensor:
     """Returns the losses of the two replays of a step from all ranks, as one tensor, float64 (ranks, 2, micro-batches).
     Every rank must call it."""
-    return torch.stack(gather(torch.stack([low.losses, exact.losses])))
+    return torch.stack(exchange(torch.stack([low.losses, exact.losses])))
 
 
 def lowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

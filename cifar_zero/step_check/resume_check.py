@@ -11,7 +11,6 @@ the resumed run keeps a value in a lower precision, the value must equal the sav
 
 import math
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -22,9 +21,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from cifar_zero.launch.collectives import gather
+from cifar_zero.step_check.between_steps import checksum
 from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.findings import Findings, off_by
+from cifar_zero.step_check.guard import exchange
 from cifar_zero.step_check.updates import parameters_of, updated_by
 from cifar_zero.step_check.verdict import Kind
 from cifar_zero.strategies import hooks_of
@@ -49,6 +49,8 @@ class ResumeCheck(StepCheck):
     """Saves a checkpoint of an uninterrupted run, or judges the run that resumes from this checkpoint. Every rank must
     have this callback."""
 
+    comes_first = False  # other callbacks must have finished the step when its checkpoint is saved
+
     def __init__(self, folder: Path, save_at: int = 0):
         """Chooses whether to save a checkpoint or to judge a resumed run.
 
@@ -66,7 +68,7 @@ class ResumeCheck(StepCheck):
         self._begins = not save_at  # whether the next step is the first one after the checkpoint
         self._batches: dict[int, list[int]] = {}  # of this rank, by step
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_micro_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Handles the values from which the first step after the checkpoint starts. The uninterrupted run keeps them,
         and the resumed run compares them with the saved values. Also keeps checksums of the batch."""
         if self._begins:
@@ -77,7 +79,7 @@ class ResumeCheck(StepCheck):
             else:
                 self._compare(trainer, state)
         self._batches.setdefault(trainer.global_step + 1, []).extend(_rows(batch))
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        super().on_micro_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -99,7 +101,7 @@ class ResumeCheck(StepCheck):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file STATE in the uninterrupted run. In the resumed run, compares the batches of all its steps
         with the batches of the uninterrupted run."""
-        of_ranks = gather(self._batches)
+        of_ranks = exchange(self._batches)
         batches = {step: [each[step] for each in of_ranks] for step in self._batches}
         if not self._save_at:
             self._compare_batches(trainer, batches)
@@ -149,7 +151,7 @@ def _rows(batch: Any) -> list[int]:
     for tensor in tensors_in(batch):
         values = tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
         for row in torch.atleast_1d(values):
-            found.append(zlib.crc32(row.flatten().view(torch.uint8).numpy().data))
+            found.append(checksum(row))
     return found
 
 
@@ -160,7 +162,7 @@ def _state(trainer: Trainer, module: LightningModule) -> State:
     hooks = hooks_of(trainer.strategy)
     buffers = {name: buffer.detach().flatten().cpu() for name, buffer in module.named_buffers()}
     weights = hooks.weights(module)
-    found: State = {("buffer", name): buffer for name, buffer in gather(buffers)[0].items()}
+    found: State = {("buffer", name): buffer for name, buffer in exchange(buffers)[0].items()}
     for name, parameter in parameters_of(hooks, module).items():  # with frozen weights, which no optimizer has
         found["weight", name] = weights[name].flatten().to(hooks.compute_dtype(parameter))
     positions: dict[str, float] = {"step": trainer.global_step, "epoch": trainer.current_epoch}
@@ -183,7 +185,7 @@ def _state(trainer: Trainer, module: LightningModule) -> State:
             elif isinstance(value, (Tensor, float, int)):
                 found |= {_label(key, name): _scalar(value) for name in names}
     wholes: dict[str, Tensor] = {}
-    for key, places, values in chain(*gather(tensors)):
+    for key, places, values in chain(*exchange(tensors)):
         whole = wholes.setdefault(key, torch.full((sum(sizes),), math.nan, dtype=values.dtype))
         agrees = whole[places].isnan() | (whole[places] == values)
         whole[places] = torch.where(agrees, values, math.inf)  # inf where ranks have different values

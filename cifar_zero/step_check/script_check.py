@@ -43,10 +43,10 @@ class ScriptCheck(StepCheck):
         self._hint = ""  # what training on several ranks changes
         self._rates: dict[str, dict[str, float]] = {}  # of each weight in the step before, in the module and the script
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_micro_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keeps the values that a replay needs. If the module trains on its own data, compares its micro-batch with the
         script's micro-batch."""
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        super().on_micro_batch_start(trainer, pl_module, batch, batch_idx)
         number = len(self._micro_batches)
         if self.recorded.own_data and number:
             wanted = self.recorded.step(self._findings.step).micro_batches[number - 1].batch
@@ -80,8 +80,10 @@ class ScriptCheck(StepCheck):
         for each in step.micro_batches:
             part = trainer.precision_plugin.convert_input(part_of(each.batch, rank, ranks))
             parts.append(replace(each, batch=trainer.strategy.batch_to_device(part)))
+        parts[0] = replace(parts[0], attributes=self._micro_batches[0].attributes)
         before = {**step.weights, **step.buffers}
         replays = self._on_all_ranks(lambda: self._replay(parts, before, dtypes), "the script's steps")
+        replays = replays and self._after_hooks(replays, before)
         if replays is None:
             return
         low, exact = replays

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from cifar_zero.launch.collectives import gather
 from cifar_zero.step_check.callback import StepCheck
+from cifar_zero.step_check.guard import exchange
 from cifar_zero.step_check.replay import gathered_losses
 from cifar_zero.step_check.updates import laid
 from cifar_zero.strategies import hooks_of
@@ -58,13 +58,14 @@ class SketchCheck(StepCheck):
             return
         low, exact = self._replays
         update = torch.zeros(SIZE, dtype=torch.float64)
-        for each in self._expect_updates(trainer, pl_module, optimizer, exact.gradients):
+        expected, _ = self._expect_updates(trainer, pl_module, optimizer, exact.gradients)
+        for each in expected:
             own = laid(each.updated, [places(name, self._weights[name]) for name in each.names])
             update += sketch(local_of(each.twin) - local_of(each.before), local_of(own))
         losses = gathered_losses(low, exact)
         found = hooks_of(trainer.strategy).gradients(pl_module)
         step = {"weights": sketch_of(self._weights), "found": sketch_of(found), "losses": losses[:, 0]}
-        step |= {"loss/": losses[:, 1], "update/": torch.stack(gather(update)).sum(0)}
+        step |= {"loss/": losses[:, 1], "update/": torch.stack(exchange(update)).sum(0)}
         step |= {f"gradient/{name}": sketch_of({name: gradient}) for name, gradient in exact.gradients.items()}
         for key, value in step.items():
             self.sketches.setdefault(key, []).append(value)

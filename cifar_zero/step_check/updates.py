@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class Expected:
     twin: Tensor  # the copy after the update
     state: Mapping[str, Any]  # state of torch's optimizer after the update
     used: Tensor  # bool; False for padding, which may have any value
+    why: str = ""  # why a strategy may make another update
+    not_judged: str = ""  # why the update cannot be judged
 
     @property
     def name(self) -> str:
@@ -38,12 +40,19 @@ class Expected:
         the results to `findings`. Must be called after the step."""
         tensors = self.updated.target.detach(), self.before, self.twin
         target, before, twin = (local_of(tensor)[self.used] for tensor in tensors)
-        findings.add("update", self.name, *update_error(target, before, twin), target.numel())
+        if self.not_judged:
+            findings.verdict.note(self.not_judged)
+            findings.add("update", self.name, 0.0, math.inf, target.numel())
+            return
+        off, allowed = update_error(target, before, twin)
+        findings.add("update", self.name, off, allowed, target.numel(), self.why if off > allowed else "")
         for key, value in self.state.items():
             found, name = self.updated.state.get(key), f"{key} of {self.name}"
             if isinstance(value, Tensor) and value.dim():
                 same = isinstance(found, Tensor) and found.shape == value.shape
-                off = off_by(local_of(found)[self.used], local_of(value)[self.used]) if same else math.inf
+                # A factored optimizer, such as Adafactor, keeps state in other shapes than the tensor's.
+                used = self.used if local_of(value).shape == self.used.shape else ...
+                off = off_by(local_of(found)[used], local_of(value)[used]) if same else math.inf
                 findings.add("state", name, off, UPDATE, value.numel())
             elif isinstance(value, (Tensor, int, float)):
                 same = found is not None and float(found) == float(value)
@@ -93,6 +102,8 @@ def expected_updates(
     optimizer: Any,
     gradients: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
+    options: Mapping[str, Mapping[str, Any]],
+    why: str = "",
 ) -> Iterator[Expected]:
     """Yields the updates that torch's optimizer makes to copies of this rank's share of the weights.
 
@@ -102,16 +113,66 @@ def expected_updates(
         optimizer: Lightning's optimizer.
         gradients: Unsharded, clipped float32 gradients by name. Frozen weights have none.
         weights: Unsharded weights before the step, by name.
+        options: The options that the optimizer must have, by the name of the weight. Options that are missing are taken
+            from the strategy's optimizer.
+        why: See `Expected`.
     """
     for updated, own in updated_by(hooks, module, optimizer):
         if not any(name in gradients for name in own):  # frozen
             continue
+        group = {key: options.get(own[0], {}).get(key, value) for key, value in updated.group.items()}
+        updated = replace(updated, group=group)
         before = updated.target.detach().clone()
-        twin = nn.Parameter(before.clone())
-        # An engine may keep a frozen weight and trained weights in one tensor.
-        twin.grad = laid(updated, [gradients.get(name, torch.zeros_like(weights[name])) for name in own])
         used = local_of(laid(updated, [torch.ones_like(weights[name]) for name in own])).bool()
-        yield Expected(own, updated, before, twin.detach(), torch_step(updated, twin), used)
+        # An engine may keep a frozen weight and trained weights in one tensor.
+        wholes = [gradients.get(name, torch.zeros_like(weights[name])) for name in own]
+        is_whole = len(own) == 1 and updated.target.shape == hooks.shape(updated.parameters[0])
+        if is_whole or is_elementwise(updated):
+            twin = nn.Parameter(before.clone())
+            twin.grad = laid(updated, wholes)
+            yield Expected(own, updated, before, twin.detach(), torch_step(updated, twin), used, why)
+            continue
+        kind = type(updated.optimizer).__name__
+        if updated.state:  # the state of a flat part says nothing about the state of whole tensors
+            reason = f"the update of {kind}, which is not known to be elementwise"
+            yield Expected(own, updated, before, before, {}, used, not_judged=reason)
+            continue
+        after: list[Tensor] = []
+        for name, gradient in zip(own, wholes, strict=True):
+            whole = nn.Parameter(weights[name].to(before.device, before.dtype, copy=True))
+            whole.grad = gradient.to(whole)
+            if name in gradients:
+                torch_step(updated, whole)
+            after.append(whole.detach())
+        why = why or f"{kind} needs whole tensors, and gets flat parts of them"
+        yield Expected(own, updated, before, laid(updated, after), {}, used, why)
+
+
+def is_elementwise(updated: Updated) -> bool:
+    """Returns whether the optimizer updates each element of a tensor without looking at the other elements, so that the
+    update of a flat part is that part of the whole update. Two steps on a small matrix, and on flat parts of it, tell.
+    """
+    if type(updated.optimizer) is torch.optim.Adagrad:  # makes its state in its constructor, and cannot be tried
+        return True
+    generator = torch.Generator(updated.target.device).manual_seed(0)
+    like = {"generator": generator, "device": updated.target.device}
+    sizes = 1 + torch.arange(48, device=updated.target.device)  # so that the norms of the parts differ
+    weights, *gradients = (sizes * torch.randn(48, **like) for _ in range(3))
+
+    def update(*shape: int, part: slice) -> Tensor:
+        twin = nn.Parameter(weights[part].reshape(shape).clone())
+        group = {**updated.group, "lr": 0.1}  # the rate may be 0
+        state: dict[str, Any] = {}
+        for gradient in gradients:
+            twin.grad = gradient[part].reshape(shape).clone()
+            torch_step(replace(updated, target=twin, group=group), twin, state)
+        return twin.detach().flatten() - weights[part]
+
+    try:
+        flat = torch.cat([update(-1, part=slice(20)), update(-1, part=slice(20, 48))])
+        return off_by(flat, update(6, 8, part=slice(48))) < UPDATE
+    except Exception:  # the optimizer may be a user's, with any requirements
+        return False
 
 
 def torch_step(updated: Updated, twin: nn.Parameter, state: dict[str, Any] | None = None) -> Mapping[str, Any]:

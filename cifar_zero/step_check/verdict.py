@@ -10,6 +10,8 @@ Kind = Literal[
     "loss",
     "gradient",
     "learning rate",
+    "option",  # of the optimizer
+    "training mode",
     "gradient norm",
     "update",
     "state",
@@ -55,6 +57,7 @@ class Finding:
     allowed: float
     elements: int = 1
     pattern: str = ""  # a text that explains a fault, such as a constant factor or a rank
+    own_share: float = 1.0  # the value's own norm, as a share of the norm by which its error was divided
 
     @property
     def share(self) -> float:
@@ -67,8 +70,14 @@ class Finding:
     @property
     def is_judged(self) -> bool:
         """Returns whether the value counts as judged: its bound is at most BLUNT, or its error exceeds even a wider
-        bound, which is a fault."""
-        return self.allowed <= BLUNT or self.share > 1
+        bound, which is a fault. A value that is equal bit by bit counts too, unless it is NaN."""
+        bound = self.smallest_visible if self.own_share else self.allowed
+        return bound <= BLUNT or self.share > 1 or (self.off == 0 and self.allowed < math.inf)
+
+    @property
+    def smallest_visible(self) -> float:
+        """Returns the smallest scale error of the value that would exceed the bound. It is infinite for zeros."""
+        return self.allowed / self.own_share if self.own_share else math.inf
 
     def __str__(self) -> str:
         of = f" of {self.name}" if self.name else ""
@@ -85,17 +94,20 @@ class Tally:
 
     elements: int = 0
     judged: int = 0
-    tightest: float = math.inf  # smallest bound above 0, which is the smallest error that would be seen
+    tightest: float = math.inf  # the smallest scale error of all values that would be seen, unless it is 0
     worst: Finding | None = None  # the judged finding with the largest share of its bound
+    largest_unjudged: Finding | None = None  # the finding with the most elements that is not judged
 
     def add(self, found: Finding) -> None:
         """Counts a finding."""
         self.elements += found.elements
         if not found.is_judged:
+            if self.largest_unjudged is None or found.elements > self.largest_unjudged.elements:
+                self.largest_unjudged = found
             return
         self.judged += found.elements
         if found.allowed:
-            self.tightest = min(self.tightest, found.allowed)
+            self.tightest = min(self.tightest, found.smallest_visible)
         if self.worst is None or found.share > self.worst.share:
             self.worst = found
 
@@ -174,9 +186,21 @@ class Verdict:
         gradient = self.tallies.get("gradient", Tally())
         if gradient.tightest < math.inf:
             parts.append(f"a scale error of {percent(gradient.tightest)} would be seen")
-        if self.judged < ENOUGH:
-            parts.append(f"only {percent(self.judged)} of the gradients and updates could be judged")
+        if self.judged < 1:
+            parts.append(self._coverage())
         return "; ".join([text, *parts, *(f"not checked: {reason}" for reason in self.not_checked)])
+
+    def _coverage(self) -> str:
+        """Returns a text that says which share of the gradients and updates was judged, and names a tensor that was
+        not."""
+        share = math.floor(1000 * self.judged) / 10  # not rounded up to 100 %
+        only = "only " if self.judged < ENOUGH else ""
+        unjudged = [self.tallies[kind].largest_unjudged for kind in self.needed if kind in self.tallies]
+        largest = max((each for each in unjudged if each), key=lambda each: each.elements, default=None)
+        example = ""
+        if largest is not None:
+            example = f", not the {largest.kind} of {largest.name}, which is hardly larger than its rounding error"
+        return f"{only}{share:g} % of the gradients and updates could be judged{example}"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict as plain data for JSON."""

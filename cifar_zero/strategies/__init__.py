@@ -43,6 +43,8 @@ def build(
     family = import_module(f"cifar_zero.strategies.{spec.family}")
     if spec.family == "deepspeed":
         return family.build(placement, spec, num_parameters, largest_parameter, run)
+    if spec.family == "fsdp2":
+        return family.build(placement, whole_module=run is None)
     return family.build(placement)
 
 

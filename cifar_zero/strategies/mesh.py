@@ -1,14 +1,16 @@
 """Defines the base class of the strategies that split the model themselves: fsdp2, tensor_parallel and pipeline."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -32,6 +34,12 @@ class MeshHooks(Hooks):
     def data_group(self) -> dist.ProcessGroup:
         return self.strategy.device_mesh["data_parallel"].get_group()
 
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # after a validation, the outermost module is still gathered, in the low precision
+        return super().weights(module)
+
     def compute_dtype(self, parameter: Any) -> torch.dtype:
         if self.strategy.casts and parameter.is_floating_point():
             return torch.bfloat16
@@ -52,11 +60,21 @@ class MeshStrategy(ModelParallelStrategy):
         shard: Function that replaces the parameters of a model with this rank's shards.
         casts: Whether `shard` sets the precision.
         fuses: Whether all parameters are DTensors of one mesh, which torch's fused optimizers need.
+        whole_module: Whether `shard` splits the whole LightningModule. Otherwise it splits the module's attribute
+            `net`, which must hold all parameters.
     """
 
     hooks = MeshHooks
 
-    def __init__(self, placement: Placement, shard: Shard, *, casts: bool = False, fuses: bool = False):
+    def __init__(
+        self,
+        placement: Placement,
+        shard: Shard,
+        *,
+        casts: bool = False,
+        fuses: bool = False,
+        whole_module: bool = False,
+    ):
         super().__init__(
             data_parallel_size=placement.replicas,
             tensor_parallel_size=placement.ranks_per_model,
@@ -64,8 +82,7 @@ class MeshStrategy(ModelParallelStrategy):
         )
         self.casts = casts
         self.fuses = fuses
-        self.parts: Callable[[Any], Sequence[nn.Module]] = lambda module: [module.net]
-        """Returns the modules of a LightningModule that `shard` splits."""
+        self._whole_module = whole_module
         self._shard = shard
         self._sharded = False
 
@@ -75,11 +92,13 @@ class MeshStrategy(ModelParallelStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         if not self._sharded:  # once for the fit and the test after it
-            for part in self.parts(self.model):
-                self._shard(part, self.device_mesh)  # pyright: ignore[reportArgumentType]
+            module: Any = self.model
+            self._shard(module if self._whole_module else module.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
             self._sharded = True
         super().setup(trainer)
         precision = self.precision_plugin
+        if self._whole_module and self.casts:
+            precision.convert_input = HalfPrecision("bf16-true").convert_input
         hooks = self.hooks(self)
         precision.clip_grad_by_norm = lambda optimizer, clip_val: hooks.clip(precision.main_params(optimizer), clip_val)
 

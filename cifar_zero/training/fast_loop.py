@@ -94,6 +94,7 @@ class EpochLoop(_TrainingEpochLoop):
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         self._call("on_train_batch_start", batch, batch_idx)
+        trainer.strategy.on_train_batch_start(batch, batch_idx)
         progress.increment_started()
         outputs = self._step(batch, batch_idx)
         progress.increment_processed()
@@ -218,8 +219,9 @@ class FitLoop(_FitLoop):
             return
         if batches != math.inf and batches % parts:  # infinite for an IterableDataset
             raise UsageError(
-                f"--accumulate {parts} does not divide the {batches} batches of an epoch, and DeepSpeed would move "
-                f"the rest into the next epoch: add --trainer.limit_train_batches {batches // parts * parts}"
+                f"--accumulate {parts} does not divide the {batches} batches of an epoch. Plain PyTorch would make a "
+                "smaller step of the rest, and DeepSpeed would move it into the next epoch: add "
+                f"--trainer.limit_train_batches {batches // parts * parts}"
             )
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:

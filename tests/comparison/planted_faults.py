@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -124,6 +125,14 @@ def batch_norm_never_updated() -> None:
         return result
 
 
+def batch_norm_put_into_evaluation() -> None:
+    @_before_start
+    def _(model, optimizer):
+        for part in model.modules():
+            if isinstance(part, nn.BatchNorm2d):
+                part.eval()
+
+
 def dead_partition() -> None:
     """Stops the updates of one rank's part of the weights from one step on."""
 
@@ -170,6 +179,18 @@ def weight_decay_on_all() -> None:
         most = max(group["weight_decay"] for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             group["weight_decay"] = most
+
+
+def bfloat16_faint_gradient_lost() -> None:
+    """A layer whose gradient is much smaller than the other gradients has none."""
+
+    @_before_start
+    def _(model, optimizer):
+        part = next((part for name, part in model.named_modules() if name.endswith("faint")), None)
+        if part is not None:
+            part.forward = lambda inputs: F.linear(
+                inputs, *(each.detach() if each.dtype == torch.bfloat16 else each for each in part.parameters())
+            )
 
 
 def learning_rate_one_step_late() -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule
 
-from cifar_zero.comparison import assert_agrees, own_module
+from cifar_zero.comparison import StepCheck, assert_agrees, own_module
 from cifar_zero.config.user_classes import read_given
 from cifar_zero.core.errors import UsageError
-from cifar_zero.step_check.callback import StepCheck
-from tests.support.helpers import ROOT, of_test_all
+from tests.support.helpers import ROOT, WHOLE, of_test_all, on_ranks
 from tests.users_code.own_code import Alone, Digits, DigitsData
-from tests.users_code.own_modules import MODULES
+from tests.users_code.own_modules import MODULES, Encoder, OwnParameters
 
 FILE = ROOT / "tests" / "users_code" / "own_code.py"
 OWN = ["--module", f"{FILE}:Digits", "--datamodule", f"{FILE}:DigitsData"]
@@ -42,6 +41,22 @@ def test_modules_as_people_have_them(module: type[LightningModule], precision: s
     assert_agrees(module, strategies=names, devices=2, steps=6, precision=precision)
 
 
+def train_under_fsdp2(folder: str, precision: str) -> None:
+    for module in MODULES if WHOLE else (Encoder, OwnParameters):
+        flags = ["--module", f"{module.__module__}:{module.__name__}", "--max_steps", "4", "--accumulate", "2"]
+        flags += ["--strategy", "fsdp2", "--devices", "2", "--accelerator", "cpu", "--precision", precision]
+        check = StepCheck(every=1)
+        own_module.train_module(flags, Path(folder), check)
+        assert check.verdict.outcome in ("bit-identical", "within rounding"), (module, str(check.verdict))
+        assert check.verdict.steps == [1, 2, 3, 4]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_modules_as_people_have_them_under_fsdp2(precision: str, tmp_path: Path):
+    on_ranks(2, train_under_fsdp2, str(tmp_path), precision)
+
+
 @of_test_all
 @pytest.mark.distributed
 def test_a_module_with_a_data_module_under_fsdp2():
@@ -55,7 +70,7 @@ def test_a_demo_of_lightning_with_its_own_loader():
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        ({"accumulate": 3}, "--accumulate 3 does not divide the 16 batches of an epoch"),
+        ({"accumulate": 3}, "does not divide the 16 batches of an epoch. Plain PyTorch would make a smaller step"),
         pytest.param({"module_options": {"manual": True}}, "--module uses manual optimization", marks=of_test_all),
         pytest.param({"module_options": {"optimizers": 2}}, "--module has several optimizers", marks=of_test_all),
     ],

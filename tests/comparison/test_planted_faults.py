@@ -21,6 +21,7 @@ FAULTS = {
     "bfloat16_gradients_scaled": ("2", r"step 1: gradient of net\..*; it is 1\.2\d* times the correct value"),
     "bfloat16_micro_batch_lost": ("2", r"step 1: gradient of net\."),
     "bfloat16_decay_dropped": ("2", r"step 1: update of net\."),
+    "bfloat16_faint_gradient_lost": ("2", r"step 1: gradient of net\.faint\.weight"),
     "all_reduce_left_out": ("1", rf"step {STEP}: gradient of net\."),
     "bucket_not_reduced": ("2", r"step 1: gradient of net\."),
     "shard_changed_at_release": ("3", r"step 1: (gradient|weight) of net\."),
@@ -29,9 +30,13 @@ FAULTS = {
     "dead_partition": ("1", rf"step {STEP}: update of net\..*; on rank 1"),
     "clipping_by_the_local_norm": ("1", r"step 1: update of net\."),
     "tied_weight_updated_on_one_side": ("1", r"step 1: (gradient|weight) of net\."),
-    "weight_decay_on_all": ("1", r"step 1: update of net\."),
+    "weight_decay_on_all": ("1", r"step 1: option of net\..*: weight_decay is "),
     "learning_rate_one_step_late": ("1", r"step 2: update of net\."),
     "module_changed_at_the_start": ("2", r"step 1: .*; the first module whose output differs is net\.head"),
+    "batch_norm_put_into_evaluation": (
+        "2",
+        r"step 0: training mode of net\.conv_norm: the start of the strategy stops its",
+    ),
     "batch_norm_never_updated": ("2", r"step 1: buffer of net\."),
 }
 """For each fault, the ZeRO stage under which it is planted, and the text of a case that does not pass."""

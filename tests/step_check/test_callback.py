@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from cifar_zero.comparison import StepCheck
@@ -43,6 +45,49 @@ class Counting(Module):
         return loss
 
 
+class Weighted(Module):
+    """Sets a weight of the loss, and changes the batch, in a hook that runs before each training step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.loss_weight = 1 / (1 + batch_idx)
+        batch[0].mul_(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss_weight * super().training_step(batch, batch_idx)
+
+
+class Momentum(Module):
+    """Has an encoder that no optimizer updates, as MoCo and BYOL have. It follows the trained layer, in the training
+    step or in a callback."""
+
+    def __init__(self, by_callback: bool) -> None:
+        super().__init__()
+        self.encoder, self.by_callback = torch.nn.Linear(24, 10).requires_grad_(False), by_callback
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.by_callback:
+            self.follow()
+        return super().training_step(batch, batch_idx) - self.encoder(batch[0]).mean() * self.net.bias.sum()
+
+    def follow(self) -> None:
+        for mine, other in zip(self.encoder.parameters(), self.net.parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * other.data
+
+
+class Follow(Callback):
+    """Updates the encoder of `Momentum` after each micro-batch, as BYOL's callback does."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any) -> None:
+        pl_module.follow()
+
+
+class Infinite(Module):
+    """Computes a loss that is NaN from the third micro-batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (math.nan if batch_idx > 1 else 1)
+
+
 class WrongUpdate(Module):
     """Adds 0.0001 to the bias after the optimizer step `step`."""
 
@@ -59,15 +104,22 @@ class WrongUpdate(Module):
 class WrongGradient(Module):
     """Computes a gradient of the bias that is 0.1 % too large in step 15."""
 
-    def on_after_backward(self) -> None:
+    def backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        super().backward(loss, *arguments, **options)
         if self.trainer.global_step == 14:
             assert self.net.bias.grad is not None
             self.net.bias.grad.mul_(1.001)
 
 
-def verdict_on(module: LightningModule, check: StepCheck, steps: int = 5) -> Verdict:
+def verdict_on(
+    module: LightningModule, check: StepCheck, steps: int = 5, before: Sequence[Callback] = (), accumulate: int = 2
+) -> Verdict:
     quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    Trainer(accelerator="cpu", max_steps=steps, accumulate_grad_batches=2, callbacks=[check], **quiet).fit(module)
+    callbacks = [*before, check]
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, accumulate_grad_batches=accumulate, callbacks=callbacks, **quiet
+    )
+    trainer.fit(module)
     return check.verdict
 
 
@@ -76,6 +128,34 @@ def test_state_in_attributes_and_outputs_are_followed():
     assert verdict.outcome == "bit-identical", str(verdict)
     assert (verdict.steps, verdict.judged) == ([1, 2, 3, 4, 5], 1.0)
     assert verdict.tallies["output"].elements == 5 * 2 * 4 * 10
+
+
+@pytest.mark.parametrize(
+    ("module", "before", "accumulate", "not_checked"),
+    [
+        (Weighted(), [], 2, []),
+        (Momentum(False), [], 2, []),
+        (
+            Momentum(True),
+            [Follow()],
+            1,
+            ["what changes between two steps, because on_train_batch_end of Follow may change weights"],
+        ),
+    ],
+    ids=["hook", "training step", "callback"],
+)
+def test_what_a_module_changes_itself_is_no_fault(
+    module: Module, before: list[Callback], accumulate: int, not_checked: list[str]
+):
+    verdict = verdict_on(module, StepCheck(every=1), before=before, accumulate=accumulate)
+    assert (verdict.judged, verdict.not_checked) == (1.0, not_checked)
+    assert verdict.outcome == ("within rounding" if not_checked else "bit-identical"), str(verdict)
+
+
+def test_nan_that_plain_pytorch_computes_too_is_not_judged():
+    verdict = verdict_on(Infinite(), StepCheck(every=1))
+    assert (verdict.outcome, verdict.faults, verdict.steps) == ("not judged", [], [1, 2, 3, 4, 5])
+    assert "parts of step 2, because plain PyTorch computes NaN or infinite values too" in str(verdict)
 
 
 def test_an_optimizer_that_calls_the_loss_several_times_is_not_judged():

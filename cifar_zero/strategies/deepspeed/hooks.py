@@ -133,8 +133,7 @@ class EngineHooks(Hooks):
         for number, (parameters, target, cut) in enumerate(optimizer_groups(self.engine)):
             holders = [group for group in own.param_groups if any(each is target for each in group["params"])]
             group = holders[0] if holders else own.param_groups[group_of.get(number, 0)]
-            options_before = getattr(self.strategy, "options_before", {}).get(id(group), {})
-            yield kind(target, parameters, cut, own, {**group, **options_before})
+            yield kind(target, parameters, cut, own, group)
 
     def rewriting(self) -> AbstractContextManager[None]:
         return rewriting(self.engine)
@@ -145,7 +144,7 @@ class EngineHooks(Hooks):
         return self.engine.micro_steps % self.engine.gradient_accumulation_steps() == 0
 
     def clip_limit(self, trainer: Any) -> float:
-        return self.engine.gradient_clipping() or 0.0
+        return trainer.gradient_clip_val or self.strategy.config.get("gradient_clipping") or 0.0
 
     def ends_step(self) -> bool:
         """Returns whether the engine is at an accumulation boundary. Lightning calls `on_before_optimizer_step` for

@@ -72,10 +72,6 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     _training_engine: Any = None  # None before the first fit
 
-    options_before: dict[int, dict[str, Any]]
-    """Original values of the options that the engine changed at its start in the optimizer's groups, by the id of the
-    group. An engine should change none, so the step check computes its own update with the original values."""
-
     group_names: list[list[str]]
     """The names of the parameters in each of the optimizer's groups, as the module made the groups."""
 
@@ -312,11 +308,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         # saved.
         spawns = self._zero.get("offload_optimizer", {}).get("super_offload")
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if spawns else None
-        before = [{key: group[key] for key in group if key not in ("params", "lr")} for group in optimizer.param_groups]
         started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        self.options_before = {}
-        for group, options in zip(optimizer.param_groups, before, strict=True):
-            self.options_before[id(group)] = {key: own for key, own in options.items() if group.get(key) != own}
         if spawns:
             signal.signal(signal.SIGINT, handler)
         optimizer.step = step

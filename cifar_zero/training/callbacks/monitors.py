@@ -77,6 +77,9 @@ class ReduceOnPlateau(Callback):
     checkpoint has the lowered learning rate in its optimizer state.
     """
 
+    changes_options = True
+    """Tells a step check that this callback changes options of the optimizer."""
+
     def __init__(self, patience: int):
         self._patience, self._best, self._waited = patience, math.inf, 0
 
