@@ -240,7 +240,7 @@ class Audit:
         for index in self._in_turn():
             if index not in self.view.trained:
                 values, start = self.view.frozen_parts(index)
-                sketch = project(values, start, exact=True)[:K]
+                sketch = project(values.to(self.view.compute_dtype(index)), start, exact=True)[:K]
                 reference[self.view.rows[index]] += sketch.to(self.view.device)
 
     @guarded
