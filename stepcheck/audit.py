@@ -102,6 +102,7 @@ class Audit:
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
         self._options: dict[int, dict[str, Any]] = {}
+        self._last_audited = 0
         self._began = 0.0
         self._batches = _NormCounts(view.module)
         if start:
@@ -223,6 +224,9 @@ class Audit:
         if self.step % self.every:
             return
         self.running, self.micro_batches = True, 0
+        if self._last_audited != self.step - 1:
+            self._updates.forget()
+        self._last_audited = self.step
         self._began = self._began or time.perf_counter()
         for column in self._columns.values():
             column.zero_()
@@ -361,7 +365,9 @@ class Audit:
         if not expected[trained].isfinite().all():
             verdict.notes["gradients that are not finite"] = f"autograd computed them in step {self.step}"
             return []
-        deviation = gradient_deviation(summands, self._unit, max(1, self.micro_batches), view.ranks.size)[:, None]
+        deviation = gradient_deviation(summands, self._sizes, self._unit, max(1, self.micro_batches), view.ranks.size)[
+            :, None
+        ]
         signal = (expected / deviation)[trained]
         strength = float(signal.norm()) or 1e-30
         factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2

@@ -31,12 +31,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from stepcheck.sketch import WIDTH
+
 SIGMAS = 6.0
 """Standard deviations that a tolerance allows. A normal number exceeds 6 of them once in 5e8."""
 
-SKETCH_EPS = 1e-7
-"""Standard deviation of a float32 sketch's rounding, as a share of the tensor's norm. 7.3e-8 was measured for normal
-numbers (tests/stepcheck/test_sketch.py), 16 additions in float32 of which each rounds by at most 6e-8."""
+SKETCH_EPS = 1.2e-7
+"""Standard deviation of the difference between two float32 sketches of one tensor, as a share of its norm: each adds 16
+rows in float32, and each addition rounds by at most 6e-8. 1e-7 was measured for normal numbers
+(tests/stepcheck/test_sketch.py). Tensors of less than a row are sketched in float64."""
 
 EXACT = 1e-12
 """Relative error of a sketch in float64: some 1e4 additions that each round by 1e-16."""
@@ -54,14 +57,16 @@ def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
 
 
-def gradient_deviation(summands: Tensor, unit: float, micro_batches: int, ranks: int) -> Tensor:
+def gradient_deviation(summands: Tensor, sizes: Tensor, unit: float, micro_batches: int, ranks: int) -> Tensor:
     """Returns the standard deviation of each number in the sketch of a gradient's error.
 
     Args:
         summands: S of each parameter (see above).
+        sizes: Elements of each parameter.
         unit: Unit roundoff of the lowest dtype in which gradients are added or sent.
         micro_batches: Accumulated on each rank.
         ranks: Whose gradients are averaged.
     """
     rounding = unit * ((micro_batches + ranks) / 3) ** 0.5
-    return (rounding**2 + SKETCH_EPS**2) ** 0.5 * summands.clamp(min=1e-30)
+    of_sketches = SKETCH_EPS * (sizes >= WIDTH)
+    return (rounding**2 + of_sketches.square()).sqrt() * summands.clamp(min=1e-30)
