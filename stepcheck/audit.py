@@ -127,6 +127,7 @@ class Audit:
         """Forgets what earlier steps left, because a checkpoint is about to be loaded."""
         self._updates.forget()
         self._frozen = {}
+        self._batches.counts = {}
 
     def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
         """Adds a value that only this rank compares.
@@ -519,7 +520,8 @@ class _NormCounts:
         }
         self.norms = {} if compiled else norms  # a hook would break the compiled graph
         self.calls = dict.fromkeys(self.norms, 0)
-        self.counts: dict[str, Tensor] = {}
+        counts: dict[str, Any] = {name: each.num_batches_tracked for name, each in self.norms.items()}
+        self.counts = {name: count.clone() for name, count in counts.items()}
         self.handles = [each.register_forward_hook(partial(self._called, name)) for name, each in self.norms.items()]
 
     def _called(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
