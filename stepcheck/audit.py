@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, gradient_deviation, unit_roundoff
+from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, unit_roundoff
 from stepcheck.engines import View, view_of
 from stepcheck.sketch import K, project
 from stepcheck.start import Start
@@ -372,7 +372,7 @@ class Audit:
         signal = (expected / deviation)[trained]
         strength = float(signal.norm()) or 1e-30
         factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
-        tolerance = SIGMAS / strength
+        tolerance = factor_tolerance(strength, view.ranks.size)
         findings = self._judge_factor(factor, tolerance, norm) if strength > SIGMAS else []
         limit = view.clip_limit()
         scaled = factor if abs(factor - 1) > tolerance and (limit or not view.owns_step) and 0 < factor < 1 else 1.0
