@@ -400,6 +400,10 @@ class Audit:
             )
             if values["contrast"][row].norm() > 0.1 * error[row].norm():
                 text += "; the ranks have different gradients"
+            rest = (actual - factor * expected).abs() + values["contrast"].abs()
+            uniform = bool((rest <= SIGMAS * abs(factor) * deviation)[trained].all())
+            if not uniform:  # one factor does not explain all gradients
+                findings = [each for each in findings if each.kind != "scale"]
             findings.append(self._finding("gradient", text, float(shares[worst])))
         return findings
 
@@ -486,7 +490,7 @@ class Audit:
 
     def _finding(self, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
         self.verdict.record(kind, share)
-        return Finding(self.step, kind, text, share, rank)
+        return Finding(0 if kind == "start" else self.step, kind, text, share, rank)
 
     # Helpers
     def _rows(self) -> list[tuple[int, int]]:
