@@ -123,7 +123,7 @@ class DeepSpeedView(View):
         handles = super().attach(audit)
         module_hook = self._losses.watch_module()
         for name, wrapper in (
-            ("forward", self._losses.forward),
+            ("forward", partial(self._forward, audit)),
             ("backward", partial(self._backward, audit)),
             ("step", partial(self._step, audit)),
             ("load_checkpoint", partial(self._load, audit)),
@@ -135,13 +135,21 @@ class DeepSpeedView(View):
         for name in ("forward", "backward", "step", "load_checkpoint"):
             vars(self.engine).pop(name, None)
 
+    def _forward(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
+        self._judge_loss(audit, self._losses.plain_backward())
+        return self._losses.forward(real, *args, **kwargs)
+
     def _backward(self, audit: Any, real: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         result, errors = self._losses.backward(real, loss, *args, **kwargs)
-        for error, factor, expected in errors:
-            audit.add("loss", error, _LossText(audit.micro_batches, factor, expected))
+        self._judge_loss(audit, errors)
         return result
 
+    def _judge_loss(self, audit: Any, errors: list[tuple[Tensor, Tensor, float]]) -> None:
+        for error, factor, expected in errors:
+            audit.add("loss", error, _LossText(audit.micro_batches, factor, expected))
+
     def _step(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
+        self._judge_loss(audit, self._losses.plain_backward())
         steps, skipped, position = self.engine.global_steps, self.engine.skipped_steps, self._schedule_position()
         audit.before_step()
         result = real(*args, **kwargs)
@@ -220,10 +228,7 @@ class LossScales:
         result = real(loss, *args, **kwargs)
         handle.remove()
         one = torch.ones((), dtype=torch.float64, device=loss.device)
-        ratios = [
-            torch.where(before > 0, after / before, one)
-            for before, after in zip(self.incoming, self.outgoing, strict=False)
-        ]
+        ratios = self._ratios()
         factor = seen[0].norm() if seen else 0 * one
         if is_output and ratios:
             # The hook on the loss runs after the engine's hook on the same tensor, unless the loss was multiplied in
@@ -232,7 +237,24 @@ class LossScales:
             ratios = [torch.stack(ratios).prod()]
         tolerance = max(LOSS, 8 * torch.finfo(loss.dtype).eps)
         factors = [factor * ratio for ratio in ratios or [one]]
+        self.incoming, self.outgoing = [], []
         return result, [((each / expected - 1).abs() / tolerance, each, expected) for each in factors]
+
+    def plain_backward(self) -> list[tuple[Tensor, Tensor, float]]:
+        """Returns the same for a backward pass that the script has started by `loss.backward()`, if there was one. The
+        engine divides by the micro-batches in its hooks on the outputs, and the script scales the loss for float16."""
+        expected = 1 / self.engine.gradient_accumulation_steps()
+        tolerance = max([LOSS, *(8 * torch.finfo(each.dtype).eps for each in self.outputs)])
+        ratios = self._ratios()
+        self.outputs, self.incoming, self.outgoing = [], [], []
+        return [((each / expected - 1).abs() / tolerance, each, expected) for each in ratios]
+
+    def _ratios(self) -> list[Tensor]:
+        """Returns the factor by which the engine's hooks have multiplied the gradient of each output."""
+        return [
+            torch.where(before > 0, after / before, torch.ones_like(before))
+            for before, after in zip(self.incoming, self.outgoing, strict=False)
+        ]
 
 
 def _norm(gradient: Tensor) -> Tensor:
