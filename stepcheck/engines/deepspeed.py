@@ -270,7 +270,8 @@ def _stage_3_part(parameter: Any) -> tuple[int, int]:
 
 def _bit16_groups(engine: Any) -> Any:
     """Returns the parameters that a ZeRO optimizer trains, by group, including those of which this rank has no part."""
-    return getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.fp16_groups
+    names = ("bit16_groups", "bf16_groups", "fp16_groups")  # ZeRO 1 and 2, BF16_Optimizer, ZeRO 3
+    return next(getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name))
 
 
 def _flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
