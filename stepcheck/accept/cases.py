@@ -1,13 +1,10 @@
 """Defines the cases: short trainings, each of which executes a certain code path of a strategy. Imports no torch."""
 
-import importlib.util
-import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal
+
+from stepcheck.accept.release import unknown
 
 STEPS = 4
 """Optimizer steps in a case. All are audited. A wrong gradient shows at the first, a stale state at the second."""
@@ -207,54 +204,6 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class Known:
-    """A fault that each release of DeepSpeed up to 0.19.8 has."""
-
-    shows: Callable[[Case], bool]  # in which cases
-    finding: str  # regular expression that each finding matches
-    what: str
-
-
-def stage_of(case: Case) -> int | None:
-    """Returns the ZeRO stage of a case with DeepSpeed."""
-    return ZERO.get(case.strategy, (None, False))[0]
-
-
-KNOWN = (
-    Known(
-        lambda case: case.strategy == "deepspeed_stage_0" and case.bfloat16 and "weight_decay" in case.options,
-        r"step 1: the weight .* is used with another value than the optimizer's",
-        "the engine lets the optimizer step once before the training (DeepSpeed pull request 5104)",
-    ),
-    Known(
-        lambda case: case.rests in ("first", "step 2") and (stage_of(case) == 3 or case.strategy.endswith("offload")),
-        r"step \d: the gradient of branch\..*",
-        "a layer without a gradient in the first micro-batch of a step gets its gradient of the step before",
-    ),
-    Known(
-        lambda case: (
-            case.rests == "last" and case.strategy in ("deepspeed_stage_2_offload", "deepspeed_stage_3_offload")
-        ),
-        r"step \d: the gradient of branch\..*",
-        "a layer without a gradient in the last micro-batch of a step loses its gradient",
-    ),
-    Known(
-        lambda case: stage_of(case) == 3 and case.config.get("gradient_predivide_factor") == case.ranks,
-        r"step \d: (all gradients together are|the gradient of .* is) .* times what autograd computed.*",
-        "a gradient_predivide_factor that equals the number of ranks is not multiplied back",
-    ),
-)
-
-
-def known_fault(case: Case, findings: Sequence[str]) -> str:
-    """Returns the known fault that explains all findings of a case, or ""."""
-    for known in KNOWN:
-        if findings and known.shows(case) and all(re.fullmatch(known.finding, finding) for finding in findings):
-            return known.what
-    return ""
-
-
 def plan(strategies: Sequence[str], ranks: int, quick: bool, seeds: int) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases, and the rows that are left out, with the reason of each."""
     cases: list[Case] = []
@@ -273,6 +222,11 @@ def plan(strategies: Sequence[str], ranks: int, quick: bool, seeds: int) -> tupl
 def _trains(row: Row, strategy: str) -> bool:
     stage, offload = ZERO.get(strategy, (None, False))
     return (not row.stages or stage in row.stages) and (row.offload or not offload)
+
+
+def stage_of(case: Case) -> int | None:
+    """Returns the ZeRO stage of a case with DeepSpeed."""
+    return ZERO.get(case.strategy, (None, False))[0]
 
 
 def deepspeed_config(case: Case) -> dict[str, Any]:
@@ -296,118 +250,3 @@ def deepspeed_config(case: Case) -> dict[str, Any]:
         **case.config,
         "zero_optimization": own | case.config.get("zero_optimization", {}),
     }
-
-
-# Random cases
-DRAWN_OPTIMIZERS = (
-    SGD,
-    ADAMW,
-    *({"optimizer": name, "options": {"lr": 0.005}} for name in ("Adam", "NAdam", "RMSprop")),
-)
-
-Draw = Callable[[random.Random], Any]
-
-
-def number(low: int, high: int) -> Draw:
-    """Returns a function that draws an even number between two powers of ten."""
-    return lambda draw: int(10 ** draw.uniform(low, high)) // 2 * 2
-
-
-def one_of(*values: Any) -> Draw:
-    """Returns a function that draws one of some values."""
-    return lambda draw: draw.choice(values)
-
-
-DRAWN_KEYS: tuple[tuple[str, tuple[int, ...], Draw], ...] = (
-    ("reduce_bucket_size", (1, 2, 3), number(2, 5)),
-    ("contiguous_gradients", (1, 2, 3), one_of(False)),
-    ("overlap_comm", (1, 2, 3), one_of(True, False)),
-    ("reduce_scatter", (1, 2, 3), one_of(False)),
-    ("allgather_bucket_size", (1, 2), number(2, 5)),
-    ("round_robin_gradients", (1, 2), one_of(True)),
-    ("sub_group_size", (3,), number(2, 5)),
-    ("stage3_prefetch_bucket_size", (3,), number(2, 5)),
-    ("stage3_param_persistence_threshold", (3,), number(0, 5)),
-    ("stage3_max_live_parameters", (3,), number(2, 5)),
-    ("stage3_max_reuse_distance", (3,), number(2, 5)),
-    ("stage3_use_all_reduce_for_fetch_params", (3,), one_of(True)),
-)
-"""Keys of "zero_optimization" in random cases, the stages that have them, and their values."""
-
-
-def random_cases(count: int, strategies: Sequence[str], ranks: int) -> list[Case]:
-    """Returns random cases, the same ones each time."""
-    return [_random_case(seed, strategies, ranks) for seed in range(count)]
-
-
-def _random_case(seed: int, strategies: Sequence[str], ranks: int) -> Case:
-    draw = random.Random(seed)
-    stage, _ = ZERO.get(strategy := draw.choice(strategies), (None, False))
-    experts = stage in (0, 1, 2) and draw.random() < 0.2
-    case = Case(
-        "random",
-        strategy,
-        ranks,
-        seed,
-        model="experts" if experts else "edges",
-        ep_size=draw.choice((1, 2)) if experts and ranks % 2 == 0 else 1,
-        bfloat16=draw.random() < 0.5,
-        accumulate=draw.choice((1, 2, 4)),
-        clip=0.0 if experts else draw.choice((0.0, CLIP)),  # DeepSpeed's norm of experts is another one
-        syncs_each=draw.random() < 0.5,
-        **draw.choice(DRAWN_OPTIMIZERS),
-    )
-    return case if stage is None else replace(case, config=_random_config(draw, stage, experts, case.bfloat16))
-
-
-def _random_config(draw: random.Random, stage: int, experts: bool, bfloat16: bool) -> dict[str, Any]:
-    refused = ("reduce_scatter", "contiguous_gradients") if experts else ()  # by DeepSpeed
-    drawn = [each for each in DRAWN_KEYS if stage in each[1] and each[0] not in refused and draw.random() < 0.4]
-    own = {key: value(draw) for key, _, value in drawn}
-    config: dict[str, Any] = {"zero_optimization": own} if own else {}
-    others: list[dict[str, Any]] = [{"communication_data_type": draw.choice(("fp32", "bf16"))}]
-    if stage and bfloat16:
-        others.append({"data_types": {"grad_accum_dtype": "fp32"}})
-    if stage < 3:
-        others.append({"gradient_allreduce_op": "sum"})
-    if stage == 0 or not own.get("reduce_scatter", True):
-        others += [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}]
-    if not own.get("overlap_comm"):
-        others.append({"managed_gradient_accumulation": False})
-    for other in others:
-        if draw.random() < 0.25 and not unknown(other):
-            config |= other
-    return config
-
-
-# The installed release of DeepSpeed, read without importing it
-@cache
-def deepspeed_folder() -> Path | None:
-    """Returns the folder of the installed DeepSpeed, or None."""
-    spec = importlib.util.find_spec("deepspeed")
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:
-    """Returns why the installed release of DeepSpeed cannot train with some keys, or "". Older releases accept any key,
-    and ignore those that they do not know."""
-    missing = sorted({*_keys(config), *names} - _names())
-    return f"this release of DeepSpeed has no {missing[0]}" if missing and deepspeed_folder() else ""
-
-
-def _keys(config: dict[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        yield key
-        if isinstance(value, dict):
-            yield from _keys(value)
-
-
-@cache
-def _names() -> set[str]:
-    """Returns all words in the sources of DeepSpeed that read its configuration."""
-    folder = deepspeed_folder()
-    files = [*folder.glob("runtime/*.py"), *folder.glob("runtime/zero/*.py")] if folder else []
-    words: set[str] = set()
-    for file in files:
-        words |= {*file.read_text().replace('"', " ").replace(":", " ").replace("(", " ").replace("'", " ").split()}
-    return words

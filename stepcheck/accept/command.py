@@ -9,18 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepcheck.accept.cases import (
-    ROWS,
-    STEPS,
-    STRATEGIES,
-    ZERO,
-    Case,
-    deepspeed_folder,
-    known_fault,
-    plan,
-    random_cases,
-)
+from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, ZERO, Case, plan
+from stepcheck.accept.fuzz import random_cases
+from stepcheck.accept.known import known_fault
 from stepcheck.accept.launch import train_cases
+from stepcheck.accept.release import deepspeed_folder
 from stepcheck.report import write_json, write_junit
 from stepcheck.run import positive
 from stepcheck.verdict import Finding
