@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from stepcheck import run
+from stepcheck.accept import command as accept
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run.add_parser(commands)
+    accept.add_parser(commands)
     options = parser.parse_args(arguments)
     return options.run(options)
 

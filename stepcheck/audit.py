@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, gradient_deviation, unit_roundoff
+from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, unit_roundoff
 from stepcheck.engines import View, view_of
 from stepcheck.sketch import K, project
 from stepcheck.start import Start
@@ -128,6 +128,7 @@ class Audit:
         """Forgets what earlier steps left, because a checkpoint is about to be loaded."""
         self._updates.forget()
         self._frozen = {}
+        self._batches.counts = {}
 
     def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
         """Adds a value that only this rank compares.
@@ -372,7 +373,7 @@ class Audit:
         signal = (expected / deviation)[trained]
         strength = float(signal.norm()) or 1e-30
         factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
-        tolerance = SIGMAS / strength
+        tolerance = factor_tolerance(strength, view.ranks.size)
         findings = self._judge_factor(factor, tolerance, norm) if strength > SIGMAS else []
         limit = view.clip_limit()
         scaled = factor if abs(factor - 1) > tolerance and (limit or not view.owns_step) and 0 < factor < 1 else 1.0
@@ -406,6 +407,10 @@ class Audit:
             )
             if values["contrast"][row].norm() > 0.1 * error[row].norm():
                 text += "; the ranks have different gradients"
+            rest = (actual - factor * expected).abs() + values["contrast"].abs()
+            uniform = bool((rest <= SIGMAS * abs(factor) * deviation)[trained].all())
+            if not uniform:  # one factor does not explain all gradients
+                findings = [each for each in findings if each.kind != "scale"]
             findings.append(self._finding("gradient", text, float(shares[worst])))
         return findings
 
@@ -492,7 +497,7 @@ class Audit:
 
     def _finding(self, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
         self.verdict.record(kind, share)
-        return Finding(self.step, kind, text, share, rank)
+        return Finding(0 if kind == "start" else self.step, kind, text, share, rank)
 
     # Helpers
     def _rows(self) -> list[tuple[int, int]]:
@@ -526,7 +531,8 @@ class _NormCounts:
         }
         self.norms = {} if compiled else norms  # a hook would break the compiled graph
         self.calls = dict.fromkeys(self.norms, 0)
-        self.counts: dict[str, Tensor] = {}
+        counts: dict[str, Any] = {name: each.num_batches_tracked for name, each in self.norms.items()}
+        self.counts = {name: count.clone() for name, count in counts.items()}
         self.handles = [each.register_forward_hook(partial(self._called, name)) for name, each in self.norms.items()]
 
     def _called(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:

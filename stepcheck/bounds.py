@@ -14,7 +14,8 @@ norm of the result counts, because gradients may cancel. What computed the gradi
 autograd returned them, so TF32, other kernels, compilation and atomic additions change nothing.
 
 **One factor for all gradients.** The factor that fits all sketches best, weighted by their standard deviations, has the
-standard deviation 1 / |signal|, where the signal is each expected number divided by its standard deviation.
+standard deviation 1 / |signal|, where the signal is each expected number divided by its standard deviation. Engines
+multiply by 1 / R in float32. If R is not a power of two, the rounding of this constant is in all gradients alike.
 
 **Clipping** multiplies all gradients by one factor. It either is 1, or makes the norm of all shards equal to the limit.
 
@@ -50,6 +51,17 @@ UPDATE = 1e-4
 CLIPPING = 1e-3
 """Relative error of a clipped norm, because engines add 1e-6 to it. Two roundings in the optimizer's dtype are added,
 of the norm and of the factor."""
+
+
+def factor_tolerance(strength: float, ranks: int) -> float:
+    """Returns the tolerance of the factor that all gradients have in common.
+
+    Args:
+        strength: Norm of the signal (see above).
+        ranks: Whose gradients are averaged, by at most two constants: before and after they are added.
+    """
+    constants = 0.0 if ranks & (ranks - 1) == 0 else torch.finfo(torch.float32).eps
+    return SIGMAS / strength + constants
 
 
 def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:

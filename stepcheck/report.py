@@ -14,17 +14,23 @@ def write_json(file: Path, result: dict[str, Any]) -> None:
 
 
 def write_junit(file: Path, result: dict[str, Any]) -> None:
-    """Writes a test case for each audited engine."""
+    """Writes a test case for each audited engine, and a skipped one for each row that is left out."""
     engines = result["engines"] or [{"engine": "no engine", "steps": 0, "findings": [], "summary": "", "passed": False}]
     failed = [each for each in engines if not each["passed"]]
-    suite = ElementTree.Element("testsuite", name="stepcheck", tests=str(len(engines)), failures=str(len(failed)))
+    counts = {"tests": len(engines) + len(result.get("left_out", {})), "failures": len(failed)}
+    suite = ElementTree.Element(
+        "testsuite", name="stepcheck", attrib={key: str(count) for key, count in counts.items()}
+    )
     for each in engines:
         case = ElementTree.SubElement(
             suite, "testcase", classname="stepcheck", name=each["engine"], time=f"{each.get('training_seconds', 0):.3f}"
         )
         if not each["passed"]:
-            message = each["findings"][0]["text"] if each["findings"] else "no step was audited"
+            message = each["findings"][0]["text"] if each["findings"] else each.get("error", "no step was audited")
             failure = ElementTree.SubElement(case, "failure", message=message)
             failure.text = f"{each['summary']}\n{shlex.join(result['command'])}"
+    for name, why in result.get("left_out", {}).items():
+        case = ElementTree.SubElement(suite, "testcase", classname="stepcheck", name=name)
+        ElementTree.SubElement(case, "skipped", message=why)
     file.parent.mkdir(parents=True, exist_ok=True)
     ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)

@@ -38,10 +38,10 @@ def add_parser(commands: Any) -> None:
         epilog="examples: stepcheck run train.py --lr 0.1; stepcheck run torchrun --nproc_per_node 2 train.py; "
         "stepcheck run deepspeed train.py; stepcheck run accelerate launch train.py",
     )
-    parser.add_argument("--every", type=_positive, default=1, metavar="N", help="audit each N-th step (default: 1)")
+    parser.add_argument("--every", type=positive, default=1, metavar="N", help="audit each N-th step (default: 1)")
     parser.add_argument(
         "--weights_every",
-        type=_positive,
+        type=positive,
         default=8,
         metavar="N",
         help="compare each weight in each N-th step (default: 8)",
@@ -122,7 +122,7 @@ def _refuse(message: str) -> int:
     return 2
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from stepcheck.engines.view import View
 
@@ -35,6 +36,7 @@ class Start:
 
     def changes(self, model: nn.Module) -> list[str]:
         """Returns what has changed since, one sentence each."""
+        model = model.module if isinstance(model, DistributedDataParallel) else model
         after = {name: _attributes(module) for name, module in model.named_modules()}
         texts = []
         for name, before in self.attributes.items():

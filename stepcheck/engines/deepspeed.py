@@ -6,6 +6,7 @@ and wrapper (`_flat_groups`).
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ class DeepSpeedView(View):
     owns_step = True
 
     def __init__(self, engine: Any):
-        self.engine, self.stage = engine, engine.zero_optimization_stage()
+        self.engine, self.stage = engine, _stage(engine)
         self._refuse_unreadable()
         super().__init__(engine.module, engine.basic_optimizer)
         self.gathers = self.stage == 3
@@ -67,7 +68,8 @@ class DeepSpeedView(View):
     @property
     def label(self) -> str:
         dtype = str(self.engine.get_data_types()[0]).removeprefix("torch.")
-        return f"DeepSpeed {deepspeed.__version__}, ZeRO {self.stage}, {dtype}, {self.ranks.size} ranks"
+        stage = self.engine.zero_optimization_stage()
+        return f"DeepSpeed {deepspeed.__version__}, ZeRO {stage}, {dtype}, {self.ranks.size} ranks"
 
     @property
     def device(self) -> torch.device:
@@ -123,7 +125,7 @@ class DeepSpeedView(View):
         handles = super().attach(audit)
         module_hook = self._losses.watch_module()
         for name, wrapper in (
-            ("forward", self._losses.forward),
+            ("forward", partial(self._forward, audit)),
             ("backward", partial(self._backward, audit)),
             ("step", partial(self._step, audit)),
             ("load_checkpoint", partial(self._load, audit)),
@@ -135,13 +137,21 @@ class DeepSpeedView(View):
         for name in ("forward", "backward", "step", "load_checkpoint"):
             vars(self.engine).pop(name, None)
 
+    def _forward(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
+        self._judge_loss(audit, self._losses.plain_backward())
+        return self._losses.forward(real, *args, **kwargs)
+
     def _backward(self, audit: Any, real: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         result, errors = self._losses.backward(real, loss, *args, **kwargs)
-        for error, factor, expected in errors:
-            audit.add("loss", error, _LossText(audit.micro_batches, factor, expected))
+        self._judge_loss(audit, errors)
         return result
 
+    def _judge_loss(self, audit: Any, errors: list[tuple[Tensor, Tensor, float]]) -> None:
+        for error, factor, expected in errors:
+            audit.add("loss", error, _LossText(audit.micro_batches, factor, expected))
+
     def _step(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
+        self._judge_loss(audit, self._losses.plain_backward())
         steps, skipped, position = self.engine.global_steps, self.engine.skipped_steps, self._schedule_position()
         audit.before_step()
         result = real(*args, **kwargs)
@@ -220,10 +230,7 @@ class LossScales:
         result = real(loss, *args, **kwargs)
         handle.remove()
         one = torch.ones((), dtype=torch.float64, device=loss.device)
-        ratios = [
-            torch.where(before > 0, after / before, one)
-            for before, after in zip(self.incoming, self.outgoing, strict=False)
-        ]
+        ratios = self._ratios()
         factor = seen[0].norm() if seen else 0 * one
         if is_output and ratios:
             # The hook on the loss runs after the engine's hook on the same tensor, unless the loss was multiplied in
@@ -232,7 +239,24 @@ class LossScales:
             ratios = [torch.stack(ratios).prod()]
         tolerance = max(LOSS, 8 * torch.finfo(loss.dtype).eps)
         factors = [factor * ratio for ratio in ratios or [one]]
+        self.incoming, self.outgoing = [], []
         return result, [((each / expected - 1).abs() / tolerance, each, expected) for each in factors]
+
+    def plain_backward(self) -> list[tuple[Tensor, Tensor, float]]:
+        """Returns the same for a backward pass that the script has started by `loss.backward()`, if there was one. The
+        engine divides by the micro-batches in its hooks on the outputs, and the script scales the loss for float16."""
+        expected = 1 / self.engine.gradient_accumulation_steps()
+        tolerance = max([LOSS, *(8 * torch.finfo(each.dtype).eps for each in self.outputs)])
+        ratios = self._ratios()
+        self.outputs, self.incoming, self.outgoing = [], [], []
+        return [((each / expected - 1).abs() / tolerance, each, expected) for each in ratios]
+
+    def _ratios(self) -> list[Tensor]:
+        """Returns the factor by which the engine's hooks have multiplied the gradient of each output."""
+        return [
+            torch.where(before > 0, after / before, torch.ones_like(before))
+            for before, after in zip(self.incoming, self.outgoing, strict=False)
+        ]
 
 
 def _norm(gradient: Tensor) -> Tensor:
@@ -246,15 +270,26 @@ def _stage_3_part(parameter: Any) -> tuple[int, int]:
     return start, max(0, min(size, parameter.ds_numel - start))
 
 
+def _stage(engine: Any) -> int:
+    """Returns the ZeRO stage as which the optimizer shards. In bfloat16 it may differ from the configured one: ZeRO 0 of
+    0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does, and ZeRO 1 of 0.18.1 with grad_accum_dtype fp32 has
+    FP16_UnfusedOptimizer, which does not shard."""
+    if hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        return 1
+    sharded = ("round_robin_bit16_groups", "fp32_partitioned_groups_flat")  # ZeRO 1 and 2, ZeRO 3
+    return engine.zero_optimization_stage() if any(hasattr(engine.optimizer, name) for name in sharded) else 0
+
+
 def _bit16_groups(engine: Any) -> Any:
     """Returns the parameters that a ZeRO optimizer trains, by group, including those of which this rank has no part."""
-    return getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.fp16_groups
+    names = ("bit16_groups", "bf16_groups", "fp16_groups")  # ZeRO 1 and 2, BF16_Optimizer, ZeRO 3
+    return next(getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name))
 
 
 def _flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
     """Yields each tensor that the inner optimizer updates, and its parts: the parameter, its start in the parameter and
     in the tensor, and its length."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    optimizer, stage = engine.optimizer, _stage(engine)
     if stage == 3:
         yield from _stage_3_groups(optimizer)
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
@@ -303,3 +338,15 @@ def _partitions(
                 parts.append((each, begin - offset, begin - first, end - begin))
             offset += each.numel() + padding
         yield target, parts
+
+
+def free(engine: Any) -> None:
+    """Destroys an engine. DeepSpeed keeps references to its tensors in gradient hooks, and at ZeRO 3 also in a stack
+    and in the cache of a method (0.16.0 to 0.19.8)."""
+    engine.destroy()
+    with suppress(ImportError, AttributeError, KeyError, TypeError):  # another release may have other names
+        importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
+        coordinator = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
+        methods = vars(coordinator.PartitionedParameterCoordinator)
+        cached = methods["_PartitionedParameterCoordinator__params_to_release"]
+        cached.__closure__[0].cell_contents.cache_clear()

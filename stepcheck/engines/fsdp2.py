@@ -95,8 +95,8 @@ class FSDP2View(PlainView):
         return (own.mp_policy.param_dtype if own else None) or self.parameters[index].dtype
 
     def rounding_dtypes(self) -> set[torch.dtype]:
-        sent = {each.mp_policy.reduce_dtype or each.mp_policy.param_dtype for each in self.groups.values()} - {None}
-        return super().rounding_dtypes() | {self.compute_dtype(index) for index in self.trained} | sent
+        chosen = [_sum_dtype(each) for each in self.groups.values()]
+        return super().rounding_dtypes() | {dtype for dtype in chosen if dtype}
 
     def reduction_factor(self) -> float:
         (factor,) = self.divide_factors or {None}
@@ -110,6 +110,14 @@ class FSDP2View(PlainView):
             return 0
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         return offset[0] * math.prod(parameter.shape[1:]) if offset else 0
+
+
+def _sum_dtype(parameter: Any) -> torch.dtype | None:
+    """Returns the dtype in which the gradients of a parameter are added and sent, or None for the parameter's own. The
+    parameter's own is the default of torch 2.15. In earlier releases it is the dtype of the forward pass."""
+    policy = parameter.mp_policy
+    own = hasattr(type(parameter), "unsharded_grad_dtype")
+    return policy.reduce_dtype or (None if own else policy.param_dtype)
 
 
 def _groups_of(state: Any) -> list[Any]:

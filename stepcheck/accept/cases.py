@@ -1,0 +1,252 @@
+"""Defines the cases: short trainings, each of which executes a certain code path of a strategy. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from stepcheck.accept.release import unknown
+
+STEPS = 4
+"""Optimizer steps in a case. All are audited. A wrong gradient shows at the first, a stale state at the second."""
+
+MICRO_BATCH = 4
+"""Sequences in a micro-batch of a rank."""
+
+QUICK = 3
+"""The first rows, which --quick trains."""
+
+ZERO = {
+    "deepspeed_stage_0": (0, False),
+    "deepspeed_stage_1": (1, False),
+    "deepspeed_stage_1_offload": (1, True),
+    "deepspeed_stage_2": (2, False),
+    "deepspeed_stage_2_offload": (2, True),
+    "deepspeed_stage_3": (3, False),
+    "deepspeed_stage_3_offload": (3, True),
+}
+"""The ZeRO stage of each strategy with DeepSpeed, and whether the CPU updates the weights."""
+
+STRATEGIES = ("ddp", "fsdp2", *ZERO)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A short training. Travels between processes as JSON."""
+
+    row: str
+    strategy: str = ""
+    ranks: int = 1
+    seed: int = 0
+    model: Literal["edges", "experts"] = "edges"
+    ep_size: int = 1  # ranks over which the experts are spread
+    bfloat16: bool = False
+    optimizer: str = "SGD"  # a class of torch.optim
+    options: dict[str, Any] = field(default_factory=dict)  # of the optimizer
+    accumulate: int = 1  # micro-batches of a step on each rank
+    clip: float = 0.0
+    trained: tuple[str, ...] = ()  # beginnings of the names of the parameters that are trained; empty for all
+    rests: Literal["between", "first", "last", "step 2"] = "between"  # when a layer is not used (models.py)
+    plain_backward: bool = False  # `loss.backward()` instead of `engine.backward(loss)`
+    syncs_each: bool = False  # whether DDP and FSDP2 average the gradients of each micro-batch by themselves
+    config: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's keys
+
+    def __str__(self) -> str:
+        return f"{self.strategy}: {self.row}" + (f", seed {self.seed}" if self.seed or self.row == "random" else "")
+
+
+SGD = {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}}  # does not hide a wrong scale, as Adam does
+ADAMW = {"optimizer": "AdamW", "options": {"lr": 0.005, "weight_decay": 0.5}}  # only matrices decay: two groups
+CLIP = 0.1  # less than the gradient norm of each model
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case under several strategies."""
+
+    why: str  # the code path that it executes
+    case: Case
+    stages: tuple[int, ...] = ()  # ZeRO stages that train it; empty for all strategies, also of PyTorch
+    offload: bool = True  # whether the strategies with offload train it too
+    needs: tuple[str, ...] = ()  # what a release of DeepSpeed must have, besides the keys of the configuration
+    ranks: int = 1  # must divide the number of ranks
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+ROWS = (
+    Row("sums of micro-batches", Case("float32, accumulated", accumulate=4, **SGD)),
+    Row("sums in the low precision", Case("bfloat16, accumulated", accumulate=4, bfloat16=True, **SGD)),
+    Row(
+        "master weights, decay, norm",
+        Case("bfloat16, AdamW, clipped", bfloat16=True, clip=CLIP, **ADAMW),
+    ),
+    Row("the norm of all shards", Case("AdamW, clipped, accumulated", accumulate=4, clip=CLIP, **ADAMW)),
+    Row(
+        "a bucket that is reduced in mid-backward; a parameter larger than a bucket; the round-robin order",
+        Case(
+            "several buckets",
+            accumulate=4,
+            config=zero(reduce_bucket_size=2000, round_robin_gradients=True),
+            **SGD,
+        ),
+        stages=(1, 2, 3),
+    ),
+    Row(
+        "ZeRO 3: gathering, prefetching and releasing each parameter",
+        Case(
+            "all parameters sharded",
+            accumulate=4,
+            config=zero(
+                stage3_param_persistence_threshold=0,
+                stage3_prefetch_bucket_size=500,
+                stage3_max_live_parameters=20000,
+                sub_group_size=3000,
+            ),
+            **ADAMW,
+        ),
+        stages=(3,),
+    ),
+    Row(
+        "weights that no optimizer has; a batch norm in evaluation, whose statistics stay as they are",
+        Case("frozen layers", clip=CLIP, trained=("project", "twice", "bias"), **ADAMW),
+        stages=(1, 2, 3),
+        offload=False,
+    ),
+    Row("a gate, experts that every rank has", Case("experts", model="experts", accumulate=4, **ADAMW), (0, 1, 2)),
+    Row(
+        "experts on several ranks",
+        Case("experts, spread", model="experts", ep_size=2, **SGD),
+        stages=(0, 1, 2),
+        ranks=2,
+    ),
+    Row(
+        "gradients that are reduced one by one (DeepSpeed pull request 8382)",
+        Case("gradients not contiguous", accumulate=2, config=zero(contiguous_gradients=False), **SGD),
+        stages=(1, 2, 3),
+        offload=False,
+    ),
+    Row(
+        "another optimizer wrapper at ZeRO 1 (DeepSpeed pull request 7985)",
+        Case(
+            "gradients kept in float32",
+            accumulate=4,
+            bfloat16=True,
+            config={"data_types": {"grad_accum_dtype": "fp32"}},
+            **SGD,
+        ),
+        stages=(1, 2, 3),
+    ),
+    Row(
+        "ZeRO 3: all-reduce instead of all-gather (DeepSpeed pull request 8158)",
+        Case(
+            "fetched by all-reduce",
+            config=zero(stage3_param_persistence_threshold=0, stage3_use_all_reduce_for_fetch_params=True),
+            **SGD,
+        ),
+        stages=(3,),
+        offload=False,
+    ),
+    Row(
+        "gradients that are sent in another precision than their own",
+        Case("sent in float32", accumulate=2, bfloat16=True, config={"communication_data_type": "fp32"}, **SGD),
+        stages=(0, 1, 2, 3),
+        offload=False,
+    ),
+    Row(
+        "sums over the ranks, where everything else averages",
+        Case("summed over the ranks", accumulate=2, config={"gradient_allreduce_op": "sum"}, **SGD),
+        stages=(0, 1, 2),
+        offload=False,
+    ),
+    Row(
+        "division before the all-reduce",
+        Case(
+            "divided beforehand", accumulate=2, config={"prescale_gradients": True} | zero(reduce_scatter=False), **SGD
+        ),
+        stages=(0, 1, 2, 3),
+        offload=False,
+    ),
+    Row(
+        "division before and after the all-reduce",
+        Case(
+            "divided in two parts",
+            accumulate=2,
+            config={"gradient_predivide_factor": 4.0} | zero(reduce_scatter=False),
+            **SGD,
+        ),
+        stages=(0, 1, 2, 3),
+        offload=False,
+    ),
+    Row(
+        "steps that end where the script says",
+        Case("unmanaged accumulation", accumulate=2, config={"managed_gradient_accumulation": False}, **SGD),
+        stages=(0, 1, 2, 3),
+    ),
+    Row("no gradient in a whole step", Case("a layer rests, step 2", rests="step 2", **SGD)),
+    Row("no gradient in the first micro-batch", Case("a layer rests, first", rests="first", accumulate=2, **SGD)),
+    Row("no gradient in the last micro-batch", Case("a layer rests, last", rests="last", accumulate=2, **SGD)),
+    Row(
+        "the engine's hooks on a backward pass that it does not start",
+        Case("loss.backward()", accumulate=2, plain_backward=True, **SGD),
+        stages=(1, 2, 3),
+        offload=False,
+        needs=("register_grad_acc_post_hook",),
+    ),
+    Row(
+        "ZeRO 3: weights that groups of ranks keep (hpZ)",
+        Case("weights sharded twice", accumulate=2, config=zero(zero_hpz_partition_size=2), **SGD),
+        stages=(3,),
+        offload=False,
+        ranks=4,
+    ),
+)
+
+
+def plan(strategies: Sequence[str], ranks: int, quick: bool, seeds: int) -> tuple[list[Case], dict[str, str]]:
+    """Returns the cases, and the rows that are left out, with the reason of each."""
+    cases: list[Case] = []
+    left_out: dict[str, str] = {}
+    for row in ROWS[: QUICK if quick else None]:
+        reason = f"needs a multiple of {row.ranks} ranks" if ranks % row.ranks else unknown(row.case.config, row.needs)
+        chosen = [name for name in strategies if _trains(row, name)]
+        if chosen and reason:
+            left_out[row.case.row] = reason
+            continue
+        for name in chosen:
+            cases += [replace(row.case, strategy=name, ranks=ranks, seed=seed) for seed in range(seeds)]
+    return cases, left_out
+
+
+def _trains(row: Row, strategy: str) -> bool:
+    stage, offload = ZERO.get(strategy, (None, False))
+    return (not row.stages or stage in row.stages) and (row.offload or not offload)
+
+
+def stage_of(case: Case) -> int | None:
+    """Returns the ZeRO stage of a case with DeepSpeed."""
+    return ZERO.get(case.strategy, (None, False))[0]
+
+
+def deepspeed_config(case: Case) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration of a case."""
+    stage, offload = ZERO[case.strategy]
+    own: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 30000}
+    if stage == 3:
+        own["stage3_param_persistence_threshold"] = 200
+    if offload:
+        own["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            own["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": case.accumulate,
+        "gradient_clipping": case.clip,
+        "bf16": {"enabled": case.bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's optimizer also on the CPU: nothing to compile
+        "steps_per_print": 10**9,
+        **case.config,
+        "zero_optimization": own | case.config.get("zero_optimization", {}),
+    }

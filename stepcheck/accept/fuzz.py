@@ -1,0 +1,89 @@
+"""Draws random cases."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stepcheck.accept.cases import ADAMW, CLIP, SGD, ZERO, Case
+from stepcheck.accept.release import unknown
+
+DRAWN_OPTIMIZERS = (
+    SGD,
+    ADAMW,
+    *({"optimizer": name, "options": {"lr": 0.005}} for name in ("Adam", "NAdam", "RMSprop")),
+)
+
+Draw = Callable[[random.Random], Any]
+
+
+def number(low: int, high: int) -> Draw:
+    """Returns a function that draws an even number between two powers of ten."""
+    return lambda draw: int(10 ** draw.uniform(low, high)) // 2 * 2
+
+
+def one_of(*values: Any) -> Draw:
+    """Returns a function that draws one of some values."""
+    return lambda draw: draw.choice(values)
+
+
+DRAWN_KEYS: tuple[tuple[str, tuple[int, ...], Draw], ...] = (
+    ("reduce_bucket_size", (1, 2, 3), number(2, 5)),
+    ("contiguous_gradients", (1, 2, 3), one_of(False)),
+    ("overlap_comm", (1, 2, 3), one_of(True, False)),
+    ("reduce_scatter", (1, 2, 3), one_of(False)),
+    ("allgather_bucket_size", (1, 2), number(2, 5)),
+    ("round_robin_gradients", (1, 2), one_of(True)),
+    ("sub_group_size", (3,), number(2, 5)),
+    ("stage3_prefetch_bucket_size", (3,), number(2, 5)),
+    ("stage3_param_persistence_threshold", (3,), number(0, 5)),
+    ("stage3_max_live_parameters", (3,), number(2, 5)),
+    ("stage3_max_reuse_distance", (3,), number(2, 5)),
+    ("stage3_use_all_reduce_for_fetch_params", (3,), one_of(True)),
+)
+"""Keys of "zero_optimization" in random cases, the stages that have them, and their values."""
+
+
+def random_cases(count: int, strategies: Sequence[str], ranks: int) -> list[Case]:
+    """Returns random cases, the same ones each time."""
+    return [_random_case(seed, strategies, ranks) for seed in range(count)]
+
+
+def _random_case(seed: int, strategies: Sequence[str], ranks: int) -> Case:
+    draw = random.Random(seed)
+    stage, _ = ZERO.get(strategy := draw.choice(strategies), (None, False))
+    experts = stage in (0, 1, 2) and draw.random() < 0.2
+    case = Case(
+        "random",
+        strategy,
+        ranks,
+        seed,
+        model="experts" if experts else "edges",
+        ep_size=draw.choice((1, 2)) if experts and ranks % 2 == 0 else 1,
+        bfloat16=draw.random() < 0.5,
+        accumulate=draw.choice((1, 2, 4)),
+        clip=0.0 if experts else draw.choice((0.0, CLIP)),  # DeepSpeed's norm of experts is another one
+        syncs_each=draw.random() < 0.5,
+        **draw.choice(DRAWN_OPTIMIZERS),
+    )
+    return case if stage is None else replace(case, config=_random_config(draw, stage, experts, case.bfloat16))
+
+
+def _random_config(draw: random.Random, stage: int, experts: bool, bfloat16: bool) -> dict[str, Any]:
+    refused = ("reduce_scatter", "contiguous_gradients") if experts else ()  # by DeepSpeed
+    drawn = [each for each in DRAWN_KEYS if stage in each[1] and each[0] not in refused and draw.random() < 0.4]
+    own = {key: value(draw) for key, _, value in drawn}
+    config: dict[str, Any] = {"zero_optimization": own} if own else {}
+    others: list[dict[str, Any]] = [{"communication_data_type": draw.choice(("fp32", "bf16"))}]
+    if stage and bfloat16:
+        others.append({"data_types": {"grad_accum_dtype": "fp32"}})
+    if stage < 3:
+        others.append({"gradient_allreduce_op": "sum"})
+    if stage == 0 or not own.get("reduce_scatter", True):
+        others += [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}]
+    if not own.get("overlap_comm"):
+        others.append({"managed_gradient_accumulation": False})
+    for other in others:
+        if draw.random() < 0.25 and not unknown(other):
+            config |= other
+    return config

@@ -1,0 +1,50 @@
+"""Lists faults that each release of DeepSpeed up to 0.19.8 has. They do not make the acceptance fail."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stepcheck.accept.cases import Case, stage_of
+
+
+@dataclass(frozen=True)
+class Known:
+    """A fault that each release of DeepSpeed up to 0.19.8 has."""
+
+    shows: Callable[[Case], bool]  # in which cases
+    finding: str  # regular expression that each finding matches
+    what: str
+
+
+KNOWN = (
+    Known(
+        lambda case: case.strategy == "deepspeed_stage_0" and case.bfloat16 and "weight_decay" in case.options,
+        r"step 1: the weight .* is used with another value than the optimizer's",
+        "the engine lets the optimizer step once before the training (DeepSpeed pull request 5104)",
+    ),
+    Known(
+        lambda case: case.rests in ("first", "step 2") and (stage_of(case) == 3 or case.strategy.endswith("offload")),
+        r"step \d: the gradient of branch\..*",
+        "a layer without a gradient in the first micro-batch of a step gets its gradient of the step before",
+    ),
+    Known(
+        lambda case: (
+            case.rests == "last" and case.strategy in ("deepspeed_stage_2_offload", "deepspeed_stage_3_offload")
+        ),
+        r"step \d: the gradient of branch\..*",
+        "a layer without a gradient in the last micro-batch of a step loses its gradient",
+    ),
+    Known(
+        lambda case: stage_of(case) == 3 and case.config.get("gradient_predivide_factor") == case.ranks,
+        r"step \d: (all gradients together are|the gradient of .* is) .* times what autograd computed.*",
+        "a gradient_predivide_factor that equals the number of ranks is not multiplied back",
+    ),
+)
+
+
+def known_fault(case: Case, findings: Sequence[str]) -> str:
+    """Returns the known fault that explains all findings of a case, or ""."""
+    for known in KNOWN:
+        if findings and known.shows(case) and all(re.fullmatch(known.finding, finding) for finding in findings):
+            return known.what
+    return ""

@@ -1,0 +1,104 @@
+"""Starts the ranks, and reads the verdicts of the cases that they train."""
+
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from stepcheck.accept.cases import Case
+
+HANG_SECONDS = 180
+"""How long ranks may be silent. On an idle machine their imports take less than 10 seconds, and a case less than 1."""
+
+Processes = list[subprocess.Popen[bytes]]
+
+
+def train_cases(cases: Sequence[Case], ranks: int, report: Callable[[Case, dict[str, Any]], None]) -> None:
+    """Trains cases, and reports the verdict of each as it ends. A case in which a rank fails or hangs is reported with
+    an `error`, and new ranks train the rest."""
+    done = 0
+    while done < len(cases):
+        ready = False
+        with _started(cases[done:], ranks) as (processes, pipe, folder):
+            for result in _lines(processes, pipe):
+                if ready:
+                    report(cases[done], result)
+                    done += 1
+                ready = True  # the first line says that the imports have ended
+            error = _error(processes, folder)
+        for case in cases[done : done + 1] if ready else cases[done:]:
+            report(case, {"error": error})
+            done += 1
+
+
+@contextmanager
+def _started(cases: Sequence[Case], ranks: int) -> Iterator[tuple[Processes, int, Path]]:
+    """Starts ranks that train cases. Yields them, the pipe to which the first writes, and the folder of their logs."""
+    temporary = tempfile.TemporaryDirectory(prefix="stepcheck-")
+    folder = Path(temporary.name)
+    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
+    # No case compiles. Otherwise importing DeepSpeed's Muon would import the compiler.
+    shared = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **os.environ}
+    shared |= {"PYTHONPATH": path, "WORLD_SIZE": str(ranks)}
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "stepcheck.accept.rank", str(folder), str(writing)]
+    processes = []
+    try:
+        for rank in range(ranks):
+            with (folder / f"{rank}.log").open("wb") as log:
+                own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                pipes = [writing] if rank == 0 else []
+                processes.append(
+                    subprocess.Popen(command, env=own, pass_fds=pipes, stdout=log, stderr=subprocess.STDOUT)
+                )
+        os.close(writing)
+        yield processes, reading, folder
+    finally:
+        os.close(reading)
+        for process in processes:
+            process.kill()
+            process.wait()
+        temporary.cleanup()
+
+
+def _lines(processes: Processes, pipe: int) -> Iterator[dict[str, Any]]:
+    """Yields what the first rank writes, until it ends, or another rank fails, or all are silent for too long."""
+    waiting = selectors.DefaultSelector()
+    waiting.register(pipe, selectors.EVENT_READ)
+    text, heard = b"", time.monotonic()
+    while time.monotonic() - heard < HANG_SECONDS:
+        failed = any(process.poll() for process in processes)
+        if waiting.select(0.1):
+            read = os.read(pipe, 1 << 16)
+            if not read:
+                return
+            *lines, text = (text + read).split(b"\n")
+            yield from map(json.loads, lines)
+            heard = time.monotonic()
+        elif failed:
+            return
+
+
+def _error(processes: Processes, folder: Path) -> str:
+    """Returns the exception of the rank that failed first, or that the ranks hang."""
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+    failed = [folder / f"{rank}.log" for rank, process in enumerate(processes) if process.returncode]
+    if not failed:
+        return f"the ranks have been silent for {HANG_SECONDS} s"
+    first = min(failed, key=lambda log: log.stat().st_mtime)
+    lines = first.read_text(errors="replace").strip().splitlines() or ["it has written nothing"]
+    exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return f"rank {first.stem} failed: {(exceptions or lines)[-1]}"

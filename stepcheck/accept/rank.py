@@ -1,0 +1,56 @@
+"""The program of a rank: trains the cases of a file, one after the other."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from stepcheck.accept.cases import ZERO, Case
+from stepcheck.engines.plain import watch
+
+
+def main(folder: Path, pipe: int) -> None:
+    """Trains the cases in cases.json. The first rank writes a line to the pipe when its imports have ended, and then
+    the verdict of each case. An exception ends the rank."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
+    torch.set_num_threads(1)
+    on_gpus = torch.cuda.device_count() >= ranks
+    if not on_gpus:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    if any(case.strategy in ZERO for case in cases):
+        import deepspeed
+
+        deepspeed.init_distributed()
+    watch()
+
+    from stepcheck.accept.train import train
+
+    with open(pipe if rank == 0 else os.devnull, "w") as lines:
+        print(json.dumps("ready"), file=lines, flush=True)
+        dist.barrier()  # a rank that fails from now on has failed in a case
+        for case in cases:
+            began = time.perf_counter()
+            verdict = train(case, device)
+            result = {**verdict.as_dict(), "summary": str(verdict), "took": time.perf_counter() - began}
+            print(json.dumps(result), file=lines, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), int(sys.argv[2]))
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)  # a usual exit may wait for other ranks

@@ -1,0 +1,134 @@
+"""Trains one case on this rank, and audits each step."""
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from stepcheck.accept.cases import STEPS, ZERO, Case, deepspeed_config
+from stepcheck.accept.models import batches, build, loss_of
+from stepcheck.audit import audit
+from stepcheck.start import Start
+from stepcheck.verdict import Verdict
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def train(case: Case, device: torch.device) -> Verdict:
+    """Trains a case. Returns the audit's verdict."""
+    model = build(case).to(device)
+    torch.manual_seed(1000 * case.seed + dist.get_rank())  # dropout
+    training = (DeepSpeedTraining if case.strategy in ZERO else TorchTraining)(case, model)
+    data = batches(case, dist.get_rank(), device)
+    try:
+        with audit(*training.audited, weights_every=1, on_fault="warn", start=training.start) as audited:
+            for _ in range(STEPS):
+                training.step([next(data) for _ in range(case.accumulate)])
+    finally:
+        training.free()
+        del training, model
+        gc.collect()
+        gc.freeze()  # what lives now need not be searched after the next case
+    return audited.verdict
+
+
+class TorchTraining:
+    """DistributedDataParallel or FSDP2."""
+
+    def __init__(self, case: Case, model: Any):
+        self.case = case
+        self.model: Any
+        if case.strategy == "ddp":
+            for parameter in model.parameters() if case.bfloat16 else ():
+                parameter.data = parameter.to(torch.bfloat16)
+            optimizer = build_optimizer(case, model)
+            self.start = Start(model, optimizer)
+            self.model = DistributedDataParallel(model, find_unused_parameters=True)
+            self.set_sync: Callable[[bool], Any] = partial(setattr, self.model, "require_backward_grad_sync")
+        else:
+            self.start = Start(model)
+            precision = MixedPrecisionPolicy(torch.bfloat16 if case.bfloat16 else None)
+            fully_shard(model.block, mp_policy=precision)
+            self.model = fully_shard(model, mp_policy=precision)
+            self.set_sync = self.model.set_requires_gradient_sync
+            optimizer = build_optimizer(case, model)
+        self.optimizer, self.schedule = optimizer, build_schedule(optimizer)
+        self.audited: Any = self.model, optimizer
+
+    def step(self, micro_batches: Batches) -> None:
+        """Trains one step on some micro-batches."""
+        for number, batch in enumerate(micro_batches, 1):
+            self.set_sync(self.case.syncs_each or number == len(micro_batches))
+            (loss_of_batch(self.case, self.model, *batch) / len(micro_batches)).backward()
+        if self.case.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def free(self) -> None:
+        """Does nothing: references do not outlive the training."""
+
+
+class DeepSpeedTraining:
+    """DeepSpeed's engine."""
+
+    def __init__(self, case: Case, model: nn.Module):
+        import deepspeed
+
+        self.case = case
+        optimizer = build_optimizer(case, model)
+        self.start = Start(model, optimizer)
+        self.engine: Any = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=build_schedule(optimizer), config=deepspeed_config(case)
+        )[0]
+        self.audited: Any = (self.engine,)
+
+    def step(self, micro_batches: Batches) -> None:
+        """Trains one step on some micro-batches."""
+        managed = self.case.config.get("managed_gradient_accumulation", True)
+        for number, batch in enumerate(micro_batches, 1):
+            loss = loss_of_batch(self.case, self.engine, *batch)
+            if self.case.plain_backward:
+                loss.backward()
+            else:
+                self.engine.backward(loss)
+            if managed or number == len(micro_batches):
+                self.engine.step()
+
+    def free(self) -> None:
+        """Destroys the engine, which would otherwise keep its tensors and hooks."""
+        from stepcheck.engines.deepspeed import free
+
+        free(self.engine)
+
+
+def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """Returns the optimizer of a case. Weight decay holds only for matrices. Experts have groups of their own."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    matrices, vectors = ([each for each in trained if (each.dim() > 1) == matrix] for matrix in (True, False))
+    groups: Any = [
+        {"name": "matrices", "params": matrices},
+        {"name": "vectors", "params": vectors, "weight_decay": 0.0},
+    ]
+    if case.model == "experts":
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer(groups)
+    return getattr(torch.optim, case.optimizer)(groups, **case.options)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    """Returns a schedule in which each step has another learning rate."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.85)
+
+
+def loss_of_batch(case: Case, model: nn.Module, tokens: Tensor, wanted: Tensor) -> Tensor:
+    """Returns the loss of a batch. One model returns it itself."""
+    return model(tokens, wanted) if case.model == "experts" else loss_of(model(tokens), wanted)

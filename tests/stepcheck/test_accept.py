@@ -1,0 +1,155 @@
+"""Trains cases of `stepcheck accept` on real ranks, healthy and with planted faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepcheck.__main__ import main
+from stepcheck.verdict import Finding
+from tests.comparison.planted_faults import SITE, STEP
+from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all
+
+FAULTS = {
+    "gradients_halved": ("1", r"step 1: the loss of micro-batch 1 is scaled by 0\.125 instead of 0\.25"),
+    "micro_batch_lost": ("1", r"step 1: the loss of micro-batch 2 is scaled by 0 instead of 0\.25"),
+    "bfloat16_gradients_scaled": ("2", r"step 1: the loss of micro-batch 1 is scaled by 0\.3 instead of 0\.25"),
+    "bfloat16_micro_batch_lost": ("2", r"step 1: the loss of micro-batch 2 is scaled by 0 instead of 0\.25"),
+    "bfloat16_decay_dropped": ("2", r"step 1: weight_decay is 0.* in the update and was 0\.5"),
+    "all_reduce_left_out": ("1", rf"step {STEP}: the gradient of .*; the ranks have different gradients"),
+    "bucket_not_reduced": ("2", r"step 1: the gradient of "),
+    "shard_changed_at_release": ("3", r"step 1: the weight .* is used with another value than the optimizer's"),
+    "stale_weights_of_one_rank": ("1", rf"step {STEP + 1}: the weight .* is used with another value"),
+    "stale_state_of_one_shard": ("1", rf"step {STEP + 1}: momentum_buffer of .* is not what .* left \(rank 1\)"),
+    "dead_partition": ("1", rf"step {STEP}: the gradient of "),
+    "clipping_by_the_local_norm": ("1", r"step 1: the norm of all gradients is"),
+    "tied_weight_updated_on_one_side": ("1", r"step 0: .*(first|second).* is no longer tied"),
+    "weight_decay_on_all": ("1", r"step 1: weight_decay of .* is 0\.5, and 0\.0 was given"),
+    "learning_rate_one_step_late": ("1", r"step 2: lr is .* in the update and was"),
+    "module_changed_at_the_start": ("2", r"step 0: building the engine has changed head\.forward"),
+    "batch_norm_never_updated": ("2", r"step 1: the batch norm batch_norm has not counted each batch"),
+}
+"""For each fault, the ZeRO stage under which it is planted, and the text of a finding."""
+
+
+UNDIVIDED = """
+import os
+if "RANK" in os.environ:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    DeepSpeedEngine._backward_prologue_per_tensor = lambda self, gradient: gradient
+"""
+"""A plain `loss.backward()` is not divided by the micro-batches."""
+
+SLOW = {"shard_changed_at_release"}
+"""Faults that the rows of --quick do not execute."""
+
+FAILING = """
+import os
+from torch.nn.parallel import DistributedDataParallel as DDP
+initialize, calls = DDP.__init__, []
+def fail(*args, **options):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 2:
+        raise ValueError("planted")
+    initialize(*args, **options)
+if "RANK" in os.environ:
+    DDP.__init__ = fail
+"""
+"""Lets rank 1 fail in its second case."""
+
+
+def accept(folder: Path, *flags: str, site: str = "") -> tuple[int, str, dict[str, Any]]:
+    """Runs the command. `site` is code that its processes execute first. Returns the exit code, the output and the JSON
+    file."""
+    (folder / "sitecustomize.py").write_text(site)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "stepcheck", "accept", *flags, "--json", str(folder / "out.json")]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT, timeout=HANG_SECONDS
+    )
+    return done.returncode, done.stdout, json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("flags", ["--quick", *(pytest.param(each, marks=of_test_all) for each in ("--fuzz 40", ""))])
+def test_healthy_engines_pass(flags: str, tmp_path: Path):
+    code, output, result = accept(tmp_path, *flags.split())
+    assert code == 0, output
+    assert result["passed"]
+    assert len(result["engines"]) >= 27
+    assert all(each["steps"] == 4 and each["coverage"] > 0.8 for each in result["engines"]), output
+    assert "stepcheck accept: PASSED" in output
+    # FSDP2 adds and sends bfloat16 gradients in float32 (torch 2.15).
+    (low,) = [each for each in result["engines"] if each["engine"] == "fsdp2: bfloat16, accumulated"] or [None]
+    assert low is None or low["smallest_scale_error"] < 1e-6
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "fault",
+    [each if each == "stale_state_of_one_shard" else pytest.param(each, marks=of_test_all) for each in FAULTS],
+)
+def test_a_planted_fault_is_found_at_its_step_with_its_tensor(fault: str, tmp_path: Path):
+    stage, expected = FAULTS[fault]
+    flags = ["--strategies", f"deepspeed_stage_{stage}", *(() if fault in SLOW else ("--quick",))]
+    junit = tmp_path / "junit.xml"
+    code, output, result = accept(tmp_path, *flags, "--junit", str(junit), site=SITE.format(name=fault))
+    assert code == 1
+    found = [str(Finding(**each["findings"][0])) for each in result["engines"] if each["findings"]]
+    assert any(re.match(expected, text) for text in found), output
+    assert not [each for each in result["engines"] if each.get("error")], output
+    failed = [each for each in result["engines"] if not each["passed"]]
+    assert f'failures="{len(failed)}"' in junit.read_text()
+
+
+@of_test_all
+@pytest.mark.distributed
+def test_a_plain_backward_pass_that_is_not_divided_is_found(tmp_path: Path):
+    code, output, result = accept(tmp_path, "--strategies", "deepspeed_stage_2", site=UNDIVIDED)
+    assert code == 1
+    (failed,) = [each for each in result["engines"] if not each["passed"]]
+    assert failed["row"] == "loss.backward()", output
+    assert failed["findings"][0]["text"] == "the loss of micro-batch 1 is scaled by 1 instead of 0.5"
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_ends_its_case_and_not_the_others(tmp_path: Path):
+    code, output, result = accept(tmp_path, "--quick", "--strategies", "ddp", site=FAILING)
+    assert code == 1
+    errors = [each.get("error") for each in result["engines"]]
+    assert errors == [None, "rank 1 failed: ValueError: planted", None], output
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--strategies zero_7", "--strategies: invalid choice: 'zero_7'"),
+        ("--devices 0", "--devices: 0 is not positive"),
+        ("--fuzz 3 --quick", "--fuzz: its cases have seeds of their own"),
+        ("--json .", "--json: . is a folder"),
+    ],
+)
+def test_wrong_flags_end_with_exit_code_2(flags: str, named: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["accept", *flags.split()])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_the_command_imports_no_torch_and_lists_the_cases():
+    code = (
+        "import sys; from stepcheck.__main__ import main; "
+        "main(['accept', '--print_cases']); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "deepspeed_stage_3: all parameters sharded\n  ZeRO 3: gathering" in done.stdout

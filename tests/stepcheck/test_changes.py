@@ -1,0 +1,65 @@
+"""Tests what an audit compares with the model as it was given: modules, and the counts of batch norms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stepcheck.audit import audit
+from stepcheck.bounds import factor_tolerance
+from stepcheck.start import Start
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def step(engine: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    engine(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def uncount(module: Any, inputs: object, output: object) -> None:
+    module.num_batches_tracked -= 1
+
+
+def test_a_module_that_a_wrapper_has_changed_is_found(one_rank: None):
+    dropout = nn.Dropout(0.5)
+    model = nn.Sequential(nn.Linear(3, 3), dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = Start(model, optimizer)
+    dropout.p = 0.1
+    with audit(DistributedDataParallel(model), optimizer, on_fault="warn", start=start) as audited:
+        step(audited.view.module, optimizer)
+    assert str(audited.verdict.findings[0]) == "step 0: building the engine has changed 1.p (rank 0)"
+
+
+def test_a_batch_norm_that_keeps_its_statistics_is_found_at_the_first_step_but_not_one_that_is_loaded():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with audit(model, optimizer, on_fault="warn") as audited:
+        step(model, optimizer)
+        loaded = {name: value + 5 for name, value in model.state_dict().items()}
+        model.load_state_dict(loaded)
+        step(model, optimizer)
+        assert audited.verdict.findings == []
+    with audit(model, optimizer, on_fault="warn") as audited:
+        model[1].register_forward_hook(uncount)
+        step(model, optimizer)
+    assert str(audited.verdict.findings[0]).startswith("step 1: the batch norm 1 has not counted")
+
+
+def test_a_divisor_that_float32_rounds_is_no_fault():
+    for ranks in range(1, 100):
+        factor = torch.tensor(1 / ranks, dtype=torch.float32).double().item() * ranks
+        assert abs(factor - 1) <= factor_tolerance(strength=1e30, ranks=ranks)
