@@ -262,6 +262,7 @@ class Audit:
         if not self.running:
             return
         actual, square = self._columns["actual"], self._columns["square"]
+        clips = self.view.clip_limit() > 0
         for group in optimizer.param_groups:
             self._compare_options(group)
             for tensor in group["params"]:
@@ -271,10 +272,10 @@ class Audit:
                 flat = _dense(self.view.local(tensor.grad)).detach().reshape(-1)
                 for part in target.parts:
                     values = flat[part.offset : part.offset + part.length]
+                    sketch = project(values, part.start, measure=clips).to(self.view.device)
                     row = self.view.rows[part.index]
-                    actual[row] += project(values, part.start)[:K].to(self.view.device)
-                    norm = torch.linalg.vector_norm(values, dtype=torch.float32).to(self.view.device, torch.float64)
-                    square[row] += norm.square()
+                    actual[row] += sketch[:K]
+                    square[row] += sketch[K]
         self._updates.begin(optimizer, self.add)
 
     @guarded

@@ -23,7 +23,8 @@ PERIOD = 65537
 """Rows after which the signs repeat, which is a prime number so that the period is no multiple of a layer's size."""
 
 BLOCK = 16
-"""Rows that are added in float32 before the sums are converted to float64, so that a sketch loses little precision."""
+"""Rows that are added in one pass. The sums of up to eight blocks are added in float32 too, before a conversion to
+float64, so that a sketch loses little precision."""
 
 CHUNK_ROWS = {"cpu": 128}
 """Rows that are projected at a time, by device type. On a CPU they fit into the cache."""
@@ -40,16 +41,16 @@ def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.cat([rows, rows[:, :OTHER_CHUNK_ROWS]], 1).to(device), columns.to(device)
 
 
-def project(values: Tensor, start: int = 0, exact: bool = False) -> Tensor:
+def project(values: Tensor, start: int = 0, exact: bool = False, measure: bool = False) -> Tensor:
     """Returns the sketch of a part of a tensor, and the squared norm of this part: float64 (K + 1,).
-
-    The squared norm of more than one row is estimated from the row sums, to about one percent.
 
     Args:
         values: The part, of any floating dtype and shape, contiguous in the tensor.
         start: Position of the part in the flattened tensor, in elements.
         exact: Whether to compute in float64, for values that must agree to the last bit. Otherwise a CPU adds 16 rows
             in float32. Other devices always compute in float64, because their float32 may be TF32.
+        measure: Whether to compute the squared norm. Otherwise it is estimated from the sums of rows, to about one
+            percent for a tensor of more than one row.
     """
     flat = values.detach().reshape(-1)
     device = flat.device
@@ -67,26 +68,29 @@ def project(values: Tensor, start: int = 0, exact: bool = False) -> Tensor:
             sketch[:K] += (sums.view(ROW_SIGNS, -1) * rows[:, row, None]).view(-1)
             sketch[K] += part.dot(part)
     if body:
-        sums = _sum_rows(flat[head : head + body * WIDTH].view(body, WIDTH), (start + head) // WIDTH, dtype)
+        matrix = flat[head : head + body * WIDTH].view(body, WIDTH)
+        sums, square = _sum_rows(matrix, (start + head) // WIDTH, dtype, measure)
         sketch[:K] += torch.bmm(columns.view(ROW_SIGNS, COLUMN_SIGNS, WIDTH), sums[..., None]).view(-1)
-        sketch[K] += sums.view(-1).dot(sums.view(-1)) / ROW_SIGNS
+        sketch[K] += square if measure else sums.view(-1).dot(sums.view(-1)) / ROW_SIGNS
     return sketch
 
 
-def _sum_rows(matrix: Tensor, row: int, dtype: torch.dtype) -> Tensor:
-    """Returns the sums over the rows with each of the row signs, float64 (ROW_SIGNS, WIDTH). The first row of the
-    matrix is the tensor's row number `row`."""
+def _sum_rows(matrix: Tensor, row: int, dtype: torch.dtype, measure: bool) -> tuple[Tensor, Tensor | float]:
+    """Returns the sums over the rows with each of the row signs, float64 (ROW_SIGNS, WIDTH), and the squared norm if
+    `measure` is true. The first row of the matrix is the tensor's row number `row`."""
     signs = _signs(matrix.device)[0]
     chunk = CHUNK_ROWS.get(matrix.device.type, OTHER_CHUNK_ROWS)
     total: Any = 0.0
+    square: Any = 0.0
     for part in matrix.split(chunk):
         own, part = signs[:, row % PERIOD : row % PERIOD + len(part)].to(dtype), part.to(dtype)
         whole = len(part) // BLOCK * BLOCK
         if whole:
             blocks = own[:, :whole].view(ROW_SIGNS, -1, BLOCK).transpose(0, 1)
-            for sums in torch.bmm(blocks, part[:whole].view(-1, BLOCK, WIDTH)):
-                total = total + sums.double()
+            total = total + torch.bmm(blocks, part[:whole].view(-1, BLOCK, WIDTH)).sum(0).double()
         if whole < len(part):
             total = total + (own[:, whole:] @ part[whole:]).double()
+        if measure:
+            square = square + torch.linalg.vector_norm(part).double().square()
         row += len(part)
-    return total
+    return total, square

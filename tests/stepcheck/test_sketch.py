@@ -37,11 +37,11 @@ def test_signs_go_on_where_the_period_of_the_rows_ends() -> None:
 
 def test_rounding_of_a_sketch_is_as_assumed() -> None:
     errors = []
-    for seed in range(20):
-        values = normal(40 * WIDTH, seed)
+    for seed in range(6):
+        values = normal(1000 * WIDTH, seed)
         errors.append((project(values) - project(values[1:], 1) - project(values[:1]))[:K] / values.norm())
     deviation = float(torch.stack(errors).square().mean().sqrt())
-    assert SKETCH_EPS / 20 < deviation < SKETCH_EPS
+    assert SKETCH_EPS / 2 < deviation < SKETCH_EPS
 
 
 def test_a_changed_element_changes_the_sketch() -> None:
@@ -54,6 +54,7 @@ def test_a_changed_element_changes_the_sketch() -> None:
 def test_the_norm_is_estimated_from_the_rows() -> None:
     values = normal(300 * WIDTH)
     assert float(project(values)[K].sqrt()) == pytest.approx(float(values.norm()), rel=0.02)
+    assert float(project(values, measure=True)[K].sqrt()) == pytest.approx(float(values.double().norm()), rel=1e-5)
     assert float(project(values[:100])[K].sqrt()) == pytest.approx(float(values[:100].norm()), rel=1e-6)
 
 
