@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stepcheck.engines.view import NotAuditable, Part, Target, View
+from stepcheck.engines.view import Hook, NotAuditable, Part, Target, View
 
 LOSS = 1e-5
 """Relative error of the loss's scale: a few roundings of float32."""
@@ -191,7 +191,8 @@ class LossScales:
         self.outputs: list[Tensor] = []
 
     def watch_module(self) -> Any:
-        return self.engine.module.register_forward_hook(lambda module, inputs, output: self._watch(output, "incoming"))
+        watch = Hook(lambda module, inputs, output: self._watch(output, "incoming"))
+        return self.engine.module.register_forward_hook(watch)
 
     def forward(self, real: Any, *args: Any, **kwargs: Any) -> Any:
         self.outputs, self.incoming, self.outgoing = [], [], []
