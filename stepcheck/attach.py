@@ -9,8 +9,10 @@ import importlib
 import importlib.abc
 import importlib.util
 import json
+import multiprocessing.util
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -56,14 +58,18 @@ class Attached:
     def __init__(self, reports: str, every: int = 1, weights_every: int = 8, keep_going: bool = False):
         self.reports, self.keep_going = Path(reports), keep_going
         self.options = {"every": every, "weights_every": weights_every}
-        self.audits: list[Any] = []
+        self.verdicts: list[Any] = []  # of all audits; an audit itself must not outlive its model
         self.refused: dict[str, str] = {}  # engines that cannot be audited, and why
-        self.pending: list[weakref.ref[Any]] = []  # optimizers whose model has not been found yet
-        self.owned: set[int] = set()  # ids of optimizers that an engine calls
+        self.pending: Any = weakref.WeakSet()  # optimizers that are not audited yet
+        self.refused_once: Any = weakref.WeakSet()  # of these, those whose model had no wrapper at its forward pass
+        self.owned: Any = weakref.WeakSet()  # optimizers that an engine calls
+        self.building = False  # whether an engine is being built, which may call its optimizer once
         self.finder: Any = None  # handle of the hook that waits for the first forward pass
+        self.process = 0  # that trains; a process that it forks inherits this object
+        self.is_first_rank = False
 
     def patch_torch(self, torch: Any) -> None:
-        """Notes each optimizer that is built, and watches clipping and loss scaling."""
+        """Notes each optimizer that is built, and waits for its model's forward pass or for its step."""
         importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
         importlib.import_module("stepcheck.engines.plain").watch()
         initialize, attached = torch.optim.Optimizer.__init__, self
@@ -72,15 +78,16 @@ class Attached:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             initialize(self, *args, **kwargs)
             if any(hasattr(each, "placements") for group in self.param_groups for each in group["params"]):
-                attached.attach(self)  # FSDP2: `fully_shard` comes before the optimizer
+                attached.start(self)  # FSDP2: `fully_shard` comes before the optimizer
                 return
-            attached.pending.append(weakref.ref(self))
+            attached.pending.add(self)
             if attached.finder is None:
                 hook = torch.nn.modules.module.register_module_forward_pre_hook
                 attached.finder = hook(attached.before_forward)
 
         torch.optim.Optimizer.__init__ = __init__
-        atexit.register(self.finish)
+        hooks = importlib.import_module("torch.optim.optimizer")
+        hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
 
     def patch_deepspeed(self, deepspeed: Any) -> None:
         """Audits the engines that `deepspeed.initialize` returns."""
@@ -88,70 +95,110 @@ class Attached:
 
         @wraps(initialize)
         def audited(args: Any = None, model: Any = None, optimizer: Any = None, *others: Any, **named: Any) -> Any:
-            from stepcheck.start import Start
-
-            start = Start(model, optimizer)
-            result = initialize(args, model, optimizer, *others, **named)
+            start, before = self.before_engine(model, optimizer), {*self.pending}
+            if optimizer in before:
+                self.owned.add(optimizer)
+            self.building = True
+            try:
+                result = initialize(args, model, optimizer, *others, **named)
+            finally:
+                self.building = False
+                self.owned |= {*self.pending} - before
             engine = result[0]
-            self.owned |= {id(optimizer), id(getattr(engine, "basic_optimizer", None))}
             if engine.optimizer is not None:
                 self.audit(engine, start=start)
             return result
 
         deepspeed.initialize = audited
 
-    def audit(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts an audit, unless its engine cannot be audited."""
-        from stepcheck.audit import audit
-        from stepcheck.engines import NotAuditable
+    def before_engine(self, model: Any, optimizer: Any) -> Any:
+        """Records a model before an engine is built of it."""
+        from stepcheck.start import Start
 
         try:
-            started = audit(*args, **self.options, on_fault=self.on_fault, **kwargs)
-        except NotAuditable as error:
-            self.refused[type(args[0]).__name__] = str(error)
+            return Start(model, optimizer)
+        except Exception:  # not a module: DeepSpeed itself says what is wrong
             return None
-        self.audits.append(started)
+
+    def audit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Starts an audit, unless its engine cannot be audited. Never raises an error, because the script would end."""
+        try:
+            from stepcheck.audit import audit
+
+            started = audit(model, *args, **self.options, on_fault=self.on_fault, **kwargs)
+        except Exception as error:
+            known = type(error).__name__ == "NotAuditable"
+            self.refuse(model, str(error) if known else f"the audit failed: {type(error).__name__}: {error}")
+            return None
+        self.refused.pop(type(model).__name__, None)
+        self._report_at_exit()
+        self.verdicts.append(started.verdict)
         return started
 
+    def refuse(self, engine: Any, why: str) -> None:
+        self._report_at_exit()
+        self.refused[type(engine).__name__] = why
+
     def before_forward(self, module: Any, inputs: Any) -> None:
-        """Finds the models of the pending optimizers at the first forward pass of a training step, when all wrappers
+        """Starts the audits of the pending optimizers that train a module, at its first forward pass, when all wrappers
         have been built."""
         import torch
 
-        if not torch.is_grad_enabled() or not module.training:
+        if torch.compiler.is_compiling() or self.building or not torch.is_grad_enabled():
             return
-        self.finder.remove()
-        self.finder = None
-        pending, self.pending = [each() for each in self.pending], []
-        for optimizer in pending:
-            if optimizer is not None and id(optimizer) not in self.owned:
-                started = self.attach(optimizer)
-                if started is not None and started.view.module is module:
+        parameters = {id(each) for each in module.parameters()}
+        for optimizer in [*self.pending]:
+            if optimizer in self.owned:
+                self.pending.discard(optimizer)
+            elif optimizer not in self.refused_once and parameters & _ids(optimizer):
+                root, started = self.start(optimizer)
+                if started is None:
+                    self.refused_once.add(optimizer)
+                elif root is module:
                     started.before_forward(module, inputs, {})
+        if not self.pending and self.finder is not None:
+            self.finder.remove()
+            self.finder = None
 
-    def attach(self, optimizer: Any) -> Any:
-        """Audits an optimizer that no engine owns."""
-        root = find_model(optimizer)
-        if root is None:
-            self.refused[type(optimizer).__name__] = "no module holds all parameters of this optimizer"
-            return None
-        return self.audit(root, optimizer)
+    def before_step(self, optimizer: Any) -> None:
+        """Starts the audit of an optimizer at its first step, if no forward pass has started it: the model's was not
+        seen, or had not been wrapped yet."""
+        import torch
+
+        if not (torch.compiler.is_compiling() or self.building) and optimizer in self.pending:
+            self.pending.discard(optimizer)
+            if optimizer not in self.owned:
+                self.start(optimizer)
+
+    def start(self, optimizer: Any) -> tuple[Any, Any]:
+        """Starts the audit of a torch optimizer. Returns the model that was found, and the audit or None."""
+        try:
+            root = find_model(optimizer)
+        except Exception as error:
+            self.refuse(optimizer, f"its model was not found: {type(error).__name__}: {error}")
+            return None, None
+        started = self.audit(root, optimizer)
+        if started is not None:
+            self.pending.discard(optimizer)
+        return root, started
 
     def on_fault(self, finding: Any) -> None:
         """Ends all processes of the run at once, because ranks that go on would wait for those that have ended."""
-        first = all(len(each.verdict.findings) <= 1 for each in self.audits)
-        if is_first_rank() and first:
+        first = sum(len(each.findings) for each in self.verdicts) <= 1
+        if self.is_first_rank and first:
             print(f"stepcheck: {finding}", flush=True)
         if not self.keep_going:
+            if not self.is_first_rank:
+                time.sleep(1)  # rank 0 writes its report before the launcher finds that a rank has ended
             self.finish()
             sys.stdout.flush()
             os._exit(1)
 
     def finish(self) -> None:
         """Writes the verdicts, on the first rank."""
-        if not is_first_rank():
+        if not self.is_first_rank or os.getpid() != self.process:
             return
-        verdicts = [{**each.verdict.as_dict(), "summary": str(each.verdict)} for each in self.audits]
+        verdicts = [{**each.as_dict(), "summary": str(each)} for each in self.verdicts]
         for engine, why in self.refused.items():
             verdicts.append(
                 {"engine": engine, "steps": 0, "passed": False, "findings": [], "summary": f"not judged: {why}"}
@@ -159,27 +206,60 @@ class Attached:
         if verdicts:
             (self.reports / f"{os.getpid()}.json").write_text(json.dumps(verdicts))
 
+    def _report_at_exit(self) -> None:
+        """Makes this process write its verdicts at its end. A process that multiprocessing has forked ends without
+        atexit, and has inherited what its parent found."""
+        if self.process != os.getpid():
+            self.process, self.verdicts, self.refused = os.getpid(), [], {}
+            self.is_first_rank = _rank() == 0
+            atexit.register(self.finish)
+            multiprocessing.util.Finalize(None, self.finish, exitpriority=0)
 
-def is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+
+def _rank() -> int:
+    """Returns the rank of this process, which a script may give without environment variables."""
+    import torch.distributed as dist
+
+    initialized = dist.is_available() and dist.is_initialized()
+    return dist.get_rank() if initialized else int(os.environ.get("RANK", "0"))
+
+
+def _ids(optimizer: Any) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 def find_model(optimizer: Any) -> Any:
     """Returns the smallest module that holds all parameters of an optimizer, or its outermost wrapper (DDP, or what
-    torch.compile returns). Returns None if there is none."""
+    torch.compile returns). If several modules hold them, or none, returns a module made of these parts."""
     import torch
 
-    ids = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    modules = [each for each in gc.get_objects() if isinstance(each, torch.nn.Module)]
-    holders = [each for each in modules if ids <= {id(parameter) for parameter in each.parameters()}]
-    if not holders:
-        return None
-    sizes = {id(each): sum(1 for _ in each.modules()) for each in holders}
-    root = min(holders, key=lambda each: sizes[id(each)])
-    wrappers = [
-        each
-        for each in holders
-        if type(each).__name__ in ("DistributedDataParallel", "OptimizedModule")
-        and any(m is root for m in each.modules())
-    ]
-    return max(wrappers, key=lambda each: sizes[id(each)], default=root)
+    # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    held = {id(each): {id(parameter) for parameter in each.parameters()} for each in modules}
+    missing = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    roots = []
+    while missing:
+        most = max((len(missing.keys() & ids) for ids in held.values()), default=0)
+        if not most:
+            break
+        holders = [each for each in modules if len(missing.keys() & held[id(each)]) == most]
+        roots.append(_outermost(min(holders, key=_size), holders))
+        missing = {key: each for key, each in missing.items() if key not in held[id(roots[-1])]}
+    if len(roots) == 1 and not missing:
+        return roots[0]
+    parts = torch.nn.Module()
+    for number, root in enumerate(roots):
+        parts.add_module(str(number), root)
+    parts._parameters.update({f"tensor {number}": each for number, each in enumerate(missing.values())})
+    return parts
+
+
+def _outermost(root: Any, modules: list[Any]) -> Any:
+    """Returns the outermost wrapper of a module, or the module."""
+    names = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
+    wrappers = [each for each in modules if type(each).__name__ in names and any(m is root for m in each.modules())]
+    return max(wrappers, key=_size, default=root)
+
+
+def _size(module: Any) -> int:
+    return sum(1 for _ in module.modules())

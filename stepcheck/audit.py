@@ -8,7 +8,7 @@ repeats slices of each update. Nothing is gathered or computed twice. A step cos
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, unit_roundoff
 from stepcheck.engines import View, view_of
+from stepcheck.engines.view import Hook
 from stepcheck.sketch import K, project
 from stepcheck.start import Start
 from stepcheck.updates import UpdateCheck
@@ -34,6 +35,8 @@ COLUMNS = {
     "used_contrast": K,
     "uses": 1,
     "moved": 1,  # largest change of `used` within the step
+    "trained": 1,  # whether this rank's optimizer updates it
+    "foreign": 1,  # whether the script itself has changed the gradient between the backward pass and the step
 }
 """What each rank contributes for each parameter: widths of the columns of one matrix, whose sums over the ranks are
 judged."""
@@ -51,7 +54,7 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
     def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
         start = time.perf_counter()
         try:
-            if not self.error:
+            if not self.error and not self.stopped:
                 method(self, *args, **kwargs)
         except Exception as error:  # the audit's own, or what a user's tensor raises
             self.error = f"the audit failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -79,6 +82,7 @@ class Audit:
         self.micro_batches = 0
         self.depth = 0  # calls of the optimizer's step that have not returned
         self.error = ""  # why a hook of this rank failed
+        self.stopped = False  # whether all ranks have ended the audit
         self._unit = unit_roundoff(view.rounding_dtypes())
         self._optimizer_unit = unit_roundoff({target.tensor.dtype for target in view.targets()} or {torch.float32})
         self._updates = UpdateCheck(view)
@@ -102,10 +106,17 @@ class Audit:
         self._used: dict[int, Tensor] = {}  # sketches of the weights as first used in this step, by index
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
+        self._noted: list[tuple[Tensor, Callable[[], str]]] = []  # weights that the script may have rewritten
         self._options: dict[int, dict[str, Any]] = {}
         self._last_audited = 0
         self._began = 0.0
+        self._hooked: dict[int, Any] = {}  # handles of the hooks on parameters, by id of the parameter
+        self._in_backward = False
         self._batches = _NormCounts(view.module)
+        if self._updates.kind is None:
+            self.verdict.not_judged["updates"] = (
+                f"{type(view.optimizer).__name__} is not known to update each element on its own"
+            )
         if start:
             for text in start.changes(view.module):
                 self.add("start", 2.0, text)
@@ -122,13 +133,21 @@ class Audit:
         """Removes all hooks. The training continues without the audit."""
         for undo in self._undo:
             undo()
-        self._undo = []
+        for handle in self._hooked.values():
+            handle.remove()
+        self._undo, self._hooked, self.stopped = [], {}, True
+
+    def stop(self, what: str, why: str) -> None:
+        """Ends the audit on a rank whose hooks run, and that therefore cannot remove them. Every rank must call it at
+        the same place."""
+        self.verdict.not_judged[what] = why
+        self.running, self.stopped = False, True
 
     def forget(self) -> None:
         """Forgets what earlier steps left, because a checkpoint is about to be loaded."""
         self._updates.forget()
         self._frozen = {}
-        self._batches.counts = {}
+        self._batches.left = {}
 
     def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
         """Adds a value that only this rank compares.
@@ -144,31 +163,43 @@ class Audit:
     # Hooks
     def _watch(self) -> list[Callable[[], None]]:
         """Registers hooks on the module and its parameters."""
-        view = self.view
-        handles = [view.module.register_forward_pre_hook(self.before_forward, with_kwargs=True)]
-        handles.append(view.module.register_load_state_dict_pre_hook(lambda *_: self.forget()))
+        view, before, loading = self.view, Hook(self.before_forward), Hook(lambda *_: self.forget())
+        handles = [each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(view.module)]
+        handles += [each.register_load_state_dict_pre_hook(loading) for each in view.module.modules()]
         if view.gathers:
             index_of = {id(each): index for index, each in enumerate(view.parameters)}
             for module in view.module.modules():
                 own = {name: index_of[id(each)] for name, each in module._parameters.items() if id(each) in index_of}
                 if own:
-                    handles.append(module.register_forward_pre_hook(partial(self._before_module, own)))
-        for index in view.trained:
-            if view.parameters[index].requires_grad:
-                parameter = view.parameters[index]
-                handles.append(parameter.register_hook(partial(self._saw_gradient, index, parameter)))
-        self._hooked = {id(each) for each in view.parameters}
+                    handles.append(module.register_forward_pre_hook(Hook(partial(self._before_module, own))))
+        self._watch_gradients()
         return [handle.remove for handle in handles]
+
+    def _watch_gradients(self) -> None:
+        """Registers hooks on the trained parameters, also on those that have been unfrozen since, after the hooks of
+        the script, which may change a gradient."""
+        for index in self.view.trained:
+            if self.view.parameters[index].requires_grad:
+                self._watch_gradient(index, self.view.parameters[index])
+
+    def _watch_gradient(self, index: int, parameter: Any) -> None:
+        handle = self._hooked.get(id(parameter))
+        if handle is None:
+            self._hooked[id(parameter)] = parameter.register_hook(partial(self._saw_gradient, index, parameter))
+        elif next(reversed(parameter._backward_hooks)) != handle.id:
+            parameter._backward_hooks[handle.id] = parameter._backward_hooks.pop(handle.id)
 
     @guarded
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        self._watch_gradients()
         if not self.running:
             self._begin_step()
         if not self.running:
             return
-        self.view.begin_micro_batch()
+        if why := self.view.begin_micro_batch():
+            return self.stop(f"step {self.step} and later steps", why)
         for index in self._in_turn() if not self.view.gathers else ():
             self._saw_weight(index, self.view.parameters[index])
 
@@ -181,9 +212,8 @@ class Audit:
             parameter = module._parameters[name]
             if parameter is None:
                 continue
-            if id(parameter) not in self._hooked and parameter.requires_grad:  # FSDP2's unsharded parameter
-                self._hooked.add(id(parameter))
-                self._undo.append(parameter.register_hook(partial(self._saw_gradient, index, parameter)).remove)
+            if parameter is not self.view.parameters[index] and parameter.requires_grad:  # FSDP2's unsharded one
+                self._watch_gradient(index, parameter)
             if self._is_in_turn(index):
                 self._saw_weight(index, parameter)
 
@@ -200,15 +230,25 @@ class Audit:
             expected[row], summands[row], self._counts[index] = 0.0, 0.0, 0
         earlier = view.accumulated(index)
         if earlier is not None:
-            sketch = project(_dense(earlier)).to(view.device)
+            sketch = project(earlier).to(view.device)
             expected[row], summands[row] = sketch[:K], sketch[K].sqrt()
-        sketch = project(_dense(gradient)).to(view.device)
+        sketch = project(gradient).to(view.device)
         expected[row] += sketch[:K]
         summands[row] += sketch[K].sqrt()
+        if not self._in_backward:
+            self._in_backward = True
+            engine = torch.autograd.Variable._execution_engine
+            # A callback that an engine has queued in this backward pass, such as DDP's, runs before the inner one.
+            engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
         self._counts[index] = self._counts.get(index, 0) + 1
         self.micro_batches = max(self.micro_batches, self._counts[index])
         if self._is_in_turn(index):
             self._saw_weight(index, parameter)
+
+    @guarded
+    def _after_backward(self) -> None:
+        self._in_backward = False
+        self.view.after_backward()
 
     def _saw_weight(self, index: int, parameter: Any) -> None:
         """Compares a weight, as a forward or backward pass uses it, with its first use in this step."""
@@ -225,7 +265,7 @@ class Audit:
     def _begin_step(self) -> None:
         if self.step % self.every:
             return
-        self.running, self.micro_batches, self.depth = True, 0, 0
+        self.running, self.micro_batches = True, 0
         if self._last_audited != self.step - 1:
             self._updates.forget()
         self._last_audited = self.step
@@ -259,24 +299,38 @@ class Audit:
     @guarded
     def before_update(self, optimizer: Any) -> None:
         """Sees the gradients that reach the optimizer."""
+        if not self.running and not self.view.owns_step:  # the script sets gradients that autograd has not accumulated
+            self._begin_step()
         if not self.running:
             return
+        if not self.view.owns_step:
+            self.scale = self.view.loss_scale()
+        for index in self.view.foreign_gradients():
+            self._columns["foreign"][self.view.rows[index]] = 1
+        for index in self.view.trained:
+            self._columns["trained"][self.view.rows[index]] = 1
         actual, square = self._columns["actual"], self._columns["square"]
         clips = self.view.clip_limit() > 0
         for group in optimizer.param_groups:
             self._compare_options(group)
             for tensor in group["params"]:
                 target = self._targets.get(id(tensor))
+                if target is None and not self.view.owns_step:
+                    self.verdict.not_judged["some parameters"] = "the optimizer was given them after its first step"
                 if target is None or tensor.grad is None:
                     continue
-                flat = _dense(self.view.local(tensor.grad)).detach().reshape(-1)
+                gradient = self.view.local(tensor.grad).detach()
+                flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
                 for part in target.parts:
                     values = flat[part.offset : part.offset + part.length]
                     sketch = project(values, part.start, measure=clips).to(self.view.device)
                     row = self.view.rows[part.index]
                     actual[row] += sketch[:K]
                     square[row] += sketch[K]
-        self._updates.begin(optimizer, self.add)
+        self._updates.begin(optimizer, self.add, self._note_weights)
+
+    def _note_weights(self, kind: Kind, shares: Tensor, text: Callable[[], str]) -> None:
+        self._noted.append((shares.max(), text))
 
     @guarded
     def after_update(self, optimizer: Any) -> None:
@@ -316,7 +370,7 @@ class Audit:
 
     def _judge(self, skipped: bool) -> list[Finding]:
         view, verdict = self.view, self.verdict
-        self._batches.compare(self.add)
+        self._batches.report(self.add)
         for index, sketch in self._used.items():
             row = view.rows[index]
             self._columns["used"][row] += sketch
@@ -339,8 +393,7 @@ class Audit:
             values[name] = flat[at : at + count].view(-1, width)
             at += count
         if flat[at:].max() == FAILED:
-            verdict.not_judged[f"step {self.step} and later steps"] = next(filter(None, self._everywhere(self.error)))
-            self.detach()
+            self.stop(f"step {self.step} and later steps", next(filter(None, self._everywhere(self.error))))
             return []
         findings: list[Finding] = []
         if skipped:
@@ -353,12 +406,18 @@ class Audit:
             findings = self._gather_local() + findings
         for kind, share, _ in self._local:
             verdict.record(kind, float(share))
-        self._local = []
+        for share, text in self._noted:
+            if share > 0:
+                verdict.notes["weights that change between steps"] = f"{text()} (step {self.step})"
+        self._local, self._noted = [], []
         verdict.training_seconds = time.perf_counter() - self._began
         return findings
 
     def _judge_gradients(self, values: dict[str, Tensor]) -> list[Finding]:
-        view, verdict, trained = self.view, self.verdict, self._trained
+        view, verdict = self.view, self.verdict
+        trained = self._trained & self._are_comparable(values)
+        if not trained.any():
+            return []
         factor_of_mean = view.reduction_factor() / self.scale / view.ranks.size
         expected = values["expected"] * factor_of_mean
         summands = values["summands"][:, 0] * factor_of_mean
@@ -382,9 +441,7 @@ class Audit:
         shares = (error / (SIGMAS * scaled * deviation)).amax(1)[trained].nan_to_num(nan=torch.inf)
         visible = (SIGMAS * deviation[:, 0] / expected.abs().amax(1).clamp(min=1e-30))[trained]
         judged = (visible < 0.5) | (summands[trained] == 0)
-        sizes = self._sizes[trained]
-        verdict.values += int(sizes[judged].sum())
-        verdict.values_in_all += int(sizes.sum())
+        verdict.values += int(self._sizes[trained][judged].sum())
         if (summands[trained] > 0).any():
             verdict.smallest_scale_error = max(tolerance, verdict.smallest_scale_error or 0.0)
             median = float(visible[summands[trained] > 0].median())
@@ -414,6 +471,22 @@ class Audit:
                 findings = [each for each in findings if each.kind != "scale"]
             findings.append(self._finding("gradient", text, float(shares[worst])))
         return findings
+
+    def _are_comparable(self, values: dict[str, Tensor]) -> Tensor:
+        """Returns for each row whether what autograd computed is what the optimizer should get."""
+        view, verdict = self.view, self.verdict
+        verdict.values_in_all += int(self._sizes[self._trained].sum())
+        foreign = values["foreign"][:, 0] > 0
+        if foreign.any():
+            verdict.not_judged["some gradients"] = (
+                "autograd was not seen to compute them, or the script has changed them before the step "
+                f"({int(foreign.sum())} of {len(foreign)} in step {self.step})"
+            )
+        updaters = values["trained"][:, 0]
+        if not view.owns_step and ((updaters > 0) & (updaters < view.ranks.size)).any():
+            verdict.not_judged["gradients"] = "the optimizers of the ranks update different parameters"
+            return torch.zeros_like(foreign)
+        return ~foreign
 
     def _judge_factor(self, factor: float, tolerance: float, norm: float) -> list[Finding]:
         """Judges the factor that all gradients have in common, which clipping may make smaller than 1."""
@@ -459,7 +532,12 @@ class Audit:
         contrast = values["used_contrast"][used].abs().amax(1) * (uses[used, 0] == view.ranks.size)
         size = reference.norm(dim=1).clamp(min=1e-30)
         error = (mean - reference).abs().amax(1) / (EXACT * size)
-        error = torch.maximum(error, values["moved"][used, 0] / (EXACT * size))
+        moved = values["moved"][used, 0] / (EXACT * size)
+        if view.owns_step or view.gathers:
+            error = torch.maximum(error, moved)
+        elif (moved > 1).any():
+            name = view.row_names[int(used[int(moved.argmax())])]
+            self.verdict.notes["weights that change within a step"] = f"{name} did in step {self.step}"
         error = torch.maximum(error, contrast / (EXACT * size)).nan_to_num(nan=torch.inf)
         findings = []
         worst = int(error.argmax())
@@ -474,7 +552,9 @@ class Audit:
                 if (before - reference[place]).abs().max() > EXACT * size[
                     place
                 ]:  # the script may do this, as MoCo does
-                    self.verdict.notes["weights that no optimizer updates"] = f"{view.row_names[row]} has changed"
+                    self.verdict.notes["weights that the optimizer does not update"] = (
+                        f"{view.row_names[row]} has changed"
+                    )
                 self._frozen[row] = reference[place].clone()
         return findings
 
@@ -521,37 +601,46 @@ class Audit:
 
 
 class _NormCounts:
-    """Checks that batch norms in training mode update their running statistics."""
+    """Checks that batch norms in training mode count each batch, as they do when they update their statistics."""
 
     def __init__(self, module: nn.Module):
-        compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
         norms = {
             name: each
             for name, each in module.named_modules()
-            if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.num_batches_tracked is not None
+            if isinstance(each, nn.modules.batchnorm._BatchNorm)
+            and type(each).__module__.startswith("torch.nn.")  # a user's class may count in another way
+            and each.num_batches_tracked is not None
         }
-        self.norms = {} if compiled else norms  # a hook would break the compiled graph
-        self.calls = dict.fromkeys(self.norms, 0)
-        counts: dict[str, Any] = {name: each.num_batches_tracked for name, each in self.norms.items()}
-        self.counts = {name: count.clone() for name, count in counts.items()}
-        self.handles = [each.register_forward_hook(partial(self._called, name)) for name, each in self.norms.items()]
+        self.versions: dict[str, tuple[int, int]] = {}
+        self.left: dict[str, tuple[tuple[int, int], Tensor]] = {}  # version and count after the last forward pass
+        self.rewritten: list[tuple[str, Tensor]] = []
+        self.missed: set[str] = set()
+        self.handles = [
+            each.register_forward_pre_hook(Hook(partial(self._before, name))) for name, each in norms.items()
+        ]
+        self.handles += [each.register_forward_hook(Hook(partial(self._after, name))) for name, each in norms.items()]
 
-    def _called(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if module.training:
-            self.calls[name] += 1
+    def _before(self, name: str, module: Any, inputs: Any) -> None:
+        count = module.num_batches_tracked
+        self.versions[name] = id(count), count._version
+        version, left = self.left.get(name, (None, count))
+        if version == self.versions[name]:  # a script that resets the statistics changes the version
+            self.rewritten.append((name, count != left))
 
-    def compare(self, add: Callable[..., None]) -> None:
-        """Compares the number of batches that each batch norm counted with the calls since the last comparison."""
-        for name, module in self.norms.items():
-            now: Any = module.num_batches_tracked
-            if name in self.counts:
-                missed = (now - self.counts[name] - self.calls[name]).abs()
-                add(
-                    "buffer",
-                    2.0 * (missed != 0),
-                    f"the batch norm {name} has not counted each batch that it normalised",
-                )
-            self.counts[name], self.calls[name] = now.clone(), 0
+    def _after(self, name: str, module: Any, inputs: Any, output: Any) -> None:
+        count = module.num_batches_tracked
+        now = id(count), count._version
+        if module.training and self.versions.get(name) == now:
+            self.missed.add(name)
+        self.left[name] = now, count.clone()
+
+    def report(self, add: Callable[..., None]) -> None:
+        """Reports the batch norms that have missed a batch since the last report, or whose count was rewritten."""
+        for name in sorted(self.missed):
+            add("buffer", 2.0, f"the batch norm {name} has not counted a batch that it normalised")
+        for name, changed in self.rewritten:
+            add("buffer", 2.0 * changed, f"the count of batches of the batch norm {name} was rewritten")
+        self.missed, self.rewritten = set(), []
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -582,13 +671,18 @@ def audit(
     return Audit(view_of(model, optimizer), every, weights_every, on_fault, start)
 
 
+def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost modules that have a forward pass of their own. A ModuleList has none."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from _called_modules(child)
+    else:
+        yield module
+
+
 def _contrast(replica: int, replicas: int) -> float:
     """Returns the weight of a replica. The weights of all replicas differ and add up to 0."""
     return (2 * replica - replicas + 1) / replicas
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -41,18 +41,25 @@ def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.cat([rows, rows[:, :OTHER_CHUNK_ROWS]], 1).to(device), columns.to(device)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """Returns a tensor that is neither sparse nor complex. Each complex number becomes two numbers."""
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def project(values: Tensor, start: int = 0, exact: bool = False, measure: bool = False) -> Tensor:
     """Returns the sketch of a part of a tensor, and the squared norm of this part: float64 (K + 1,).
 
     Args:
-        values: The part, of any floating dtype and shape, contiguous in the tensor.
+        values: The part, of any floating or complex dtype and shape, contiguous in the tensor.
         start: Position of the part in the flattened tensor, in elements.
         exact: Whether to compute in float64, for values that must agree to the last bit. Otherwise a CPU adds 16 rows
             in float32. Other devices always compute in float64, because their float32 may be TF32.
         measure: Whether to compute the squared norm. Otherwise it is estimated from the sums of rows, to about one
             percent for a tensor of more than one row.
     """
-    flat = values.detach().reshape(-1)
+    start = 2 * start if values.is_complex() else start
+    flat = dense(values.detach()).reshape(-1)
     device = flat.device
     dtype = torch.float32 if device.type == "cpu" and not exact else torch.float64
     rows, columns = _signs(device)

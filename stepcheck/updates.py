@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepcheck.bounds import UPDATE
+from stepcheck.sketch import dense
 from stepcheck.verdict import Kind
 
 SLICE = 1024
@@ -68,13 +69,14 @@ class UpdateCheck:
         """Forgets what the last update left, before a checkpoint is loaded."""
         self.kept = {}
 
-    def begin(self, optimizer: Any, report: Report) -> None:
+    def begin(self, optimizer: Any, report: Report, note: Report) -> None:
         """Updates copies of slices, before the optimizer updates its tensors. Compares weights and state with what the
-        last update left."""
+        last update left. Weights that differ are only noted, unless an engine owns the step: a script may clip them."""
         self.slices = []
-        if self.kind is None:
+        scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if self.kind is None or (overflow is not None and overflow > 0):  # a fused optimizer leaves such a step out
             return
-        kept = Pairs()
+        kept, weights = Pairs(), Pairs()
         groups, states = [], []
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key in self.known}
@@ -83,10 +85,10 @@ class UpdateCheck:
                 if target.grad is None or chosen is None:
                     continue
                 state = optimizer.state.get(target, {})
-                self._compare_kept(target, state, kept)
+                self._compare_kept(target, state, kept, weights)
                 name, part = chosen
                 copy = nn.Parameter(self._cut(target, part))
-                copy.grad = self._cut(target.grad, part).to(copy.dtype)
+                copy.grad = self._cut(target.grad, part).to(copy.dtype) / (1.0 if scale is None else scale)
                 self.slices.append(Slice(target, name, part, copy.detach().clone(), copy))
                 groups.append({**options, "params": [copy]})
                 own = {key: self._cut(value, part) for key, value in state.items() if value is not None}
@@ -95,6 +97,7 @@ class UpdateCheck:
                     own["step"] = torch.tensor(max(_steps(optimizer, group)))
                 states.append(own)
         kept.report(report, 0.0, "is not what the last update left")
+        weights.report(report if self.view.owns_step else note, 0.0, "is not what the last update left")
         if groups:
             self._step(groups, states)
 
@@ -129,13 +132,14 @@ class UpdateCheck:
         states.report(report, UPDATE, "is wrong after the update")
         self.slices, self.expected_state = [], {}
 
-    def _compare_kept(self, target: Tensor, state: dict[str, Any], pairs: "Pairs") -> None:
+    def _compare_kept(self, target: Tensor, state: dict[str, Any], pairs: "Pairs", weights: "Pairs") -> None:
         if id(target) not in self.kept:
             return
         last, kept = self.kept.pop(id(target))
         for key, before in kept.items():
             now = target if key == "weight" else state.get(key)
-            pairs.add(f"{key} of {last.name}", None if now is None else self._cut(now, last.part), before)
+            own = weights if key == "weight" else pairs
+            own.add(f"{key} of {last.name}", None if now is None else self._cut(now, last.part), before)
 
     def _choose(self, target: Tensor) -> tuple[str, slice] | None:
         """Returns a slice within one parameter's part of a target, and the parameter's name. Padding is left out,
@@ -145,13 +149,15 @@ class UpdateCheck:
             return None
         part = self.coin.choices(parts, [each.length for each in parts])[0]
         first = part.offset + self.coin.randrange(max(1, part.length - SLICE + 1))
-        return self.view.names[part.index], slice(first, min(first + SLICE, part.offset + part.length))
+        last = min(first + SLICE, part.offset + part.length)
+        numbers = 2 if target.is_complex() else 1  # in an element
+        return self.view.names[part.index], slice(numbers * first, numbers * last)
 
     def _cut(self, value: Any, part: slice) -> Tensor:
         """Returns a copy of a slice of a tensor, or of the whole if it has no dimensions."""
         if not isinstance(value, Tensor):
             return torch.as_tensor(value)
-        local = self.view.local(value).detach()
+        local = dense(self.view.local(value).detach())
         return local.reshape(-1)[part].clone() if local.dim() else local.clone()
 
 

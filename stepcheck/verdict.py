@@ -80,6 +80,8 @@ class Verdict:
                 f"a scale error of {self.smallest_scale_error:.1e} of all gradients, "
                 f"or of {self.smallest_tensor_error:.1e} of one, would be seen"
             )
+        if not (self.steps or self.not_judged or self.findings):
+            yield "not judged: the step of its optimizer was not called, or was compiled by torch.compile"
         for what, why in self.not_judged.items():
             yield f"not judged: {what}, because {why}"
         for what, why in self.notes.items():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stepcheck.engines.view import NotAuditable, Part, Target, View
+from stepcheck.engines.view import Hook, NotAuditable, Part, Target, View
 
 LOSS = 1e-5
 """Relative error of the loss's scale: a few roundings of float32."""
@@ -201,7 +201,8 @@ class LossScales:
         self.outputs: list[Tensor] = []
 
     def watch_module(self) -> Any:
-        return self.engine.module.register_forward_hook(lambda module, inputs, output: self._watch(output, "incoming"))
+        watch = Hook(lambda module, inputs, output: self._watch(output, "incoming"))
+        return self.engine.module.register_forward_hook(watch)
 
     def forward(self, real: Any, *args: Any, **kwargs: Any) -> Any:
         self.outputs, self.incoming, self.outgoing = [], [], []
@@ -271,9 +272,9 @@ def _stage_3_part(parameter: Any) -> tuple[int, int]:
 
 
 def _stage(engine: Any) -> int:
-    """Returns the ZeRO stage as which the optimizer shards. In bfloat16 it may differ from the configured one: ZeRO 0 of
-    0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does, and ZeRO 1 of 0.18.1 with grad_accum_dtype fp32 has
-    FP16_UnfusedOptimizer, which does not shard."""
+    """Returns the ZeRO stage as which the optimizer shards. In bfloat16 it may differ from the configured stage: ZeRO 0
+    of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does, and ZeRO 1 of 0.18.1 with grad_accum_dtype fp32
+    has FP16_UnfusedOptimizer, which does not shard."""
     if hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         return 1
     sharded = ("round_robin_bit16_groups", "fp32_partitioned_groups_flat")  # ZeRO 1 and 2, ZeRO 3

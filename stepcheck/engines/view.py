@@ -1,16 +1,39 @@
 """Defines what an audit reads from an engine."""
 
+import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+TRANSFORMS: Any = importlib.import_module("torch._C._functorch")
+"""Has the stack of torch.func's transforms, such as `grad` and `vmap`."""
+
 
 class NotAuditable(ValueError):
     """Raised for an engine that the audit cannot read."""
+
+
+class Hook:
+    """A hook of an audit on a module or an optimizer. A copy or a pickle of the module has a hook that does nothing
+    instead, because it belongs to another training, or to a program without stepcheck."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        # Neither torch.compile nor torch.func can trace an audit.
+        if torch.compiler.is_compiling() or TRANSFORMS.peek_interpreter_stack() is not None:
+            return None
+        return self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
 
 
 @dataclass(frozen=True)
@@ -89,8 +112,8 @@ class View:
         """Returns the gradient to which autograd will add, or None if the audit adds the gradients itself."""
         return None
 
-    def begin_micro_batch(self) -> None:
-        """Is called before each forward pass of the module."""
+    def begin_micro_batch(self) -> str | None:
+        """Is called before each forward pass of the module. Returns why the audit must end here, on all ranks."""
 
     def begin_step(self) -> None:
         """Forgets what happened to the gradients of the last step."""
@@ -139,18 +162,49 @@ class View:
         """Returns this rank's part of a tensor of the optimizer."""
         return tensor
 
+    def after_backward(self) -> None:
+        """Is called after each backward pass."""
+
+    def foreign_gradients(self) -> set[int]:
+        """Returns the parameters whose gradients the script itself has changed since the backward pass, by index."""
+        return set()
+
     def attach(self, audit: Any) -> list[Callable[[], None]]:
         """Makes the engine call the audit at each step. Returns functions that undo it."""
+        before = self.optimizer.register_step_pre_hook(Hook(partial(_before_update, audit)))
+        after = self.optimizer.register_step_post_hook(Hook(partial(_after_update, audit)))
+        loading = self.optimizer.register_load_state_dict_pre_hook(lambda *_: audit.forget())
+        return [before.remove, after.remove, loading.remove]
 
-        def before(optimizer: Any, *_: Any) -> None:
-            audit.depth += 1  # a step that calls the step of its base class runs the hooks twice
-            if audit.depth == 1:
-                audit.before_update(optimizer)
 
-        def after(optimizer: Any, *_: Any) -> None:
-            audit.depth -= 1
-            if audit.depth == 0:
-                audit.after_update(optimizer)
+def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Shows the audit the gradients that reach an optimizer: those at its step, or those that its closure computes, as
+    in Lightning. Returns the arguments of the step if they are to be replaced."""
+    audit.depth += 1  # a step that calls the step of its base class runs the hooks twice
+    if audit.depth > 1:
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        audit.before_update(optimizer)
+        return None
+    calls = 0
 
-        hooks = self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)
-        return [hook.remove for hook in hooks]
+    def audited() -> Any:
+        nonlocal calls
+        calls += 1
+        result = closure()
+        if calls == 1:
+            audit.before_update(optimizer)
+        elif calls == 2:
+            audit.stop("this optimizer", f"{type(optimizer).__name__} calls its closure several times in a step")
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": audited}
+    return (args[0], audited, *args[2:]), kwargs
+
+
+def _after_update(audit: Any, optimizer: Any, *_: Any) -> None:
+    audit.depth -= 1
+    if audit.depth == 0:
+        audit.after_update(optimizer)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 Patch = pytest.MonkeyPatch
+
+OPTIMIZER_MODULE: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim deletes this name
 
 
 def wrap(patch: Patch, owner: Any, name: str, broken: Callable[..., Any]) -> None:
@@ -258,7 +260,7 @@ def before_each_update(patch: Patch, change: Callable[[Any], None]) -> None:
     def hook(optimizer: Any, *_: Any) -> None:
         change(optimizer)
 
-    patch.setitem(cast(Any, _global_optimizer_pre_hooks), -1, hook)
+    patch.setitem(OPTIMIZER_MODULE._global_optimizer_pre_hooks, -1, hook)
 
 
 def gradient_zeroed_before_the_step(patch: Patch) -> None:

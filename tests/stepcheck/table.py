@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def train(row: dict[str, Any], out: Path) -> dict[str, Any]:
             continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
+            patch.setattr(faults.OPTIMIZER_MODULE, "_global_optimizer_pre_hooks", OrderedDict())
             attached = Attached(
                 str(out.parent), weights_every=options.__dict__.pop("weights_every", 4), keep_going=True
             )
@@ -59,9 +61,8 @@ def train(row: dict[str, Any], out: Path) -> dict[str, Any]:
             engine: Any = loop.train(options)
             key = "audited" if audited else "alone"
             result[key] = [float(each.detach().double().sum()) for each in engine.parameters() if each.numel()]
-            for audit in attached.audits:
-                result |= {**audit.verdict.as_dict(), "summary": str(audit.verdict)}
-                audit.detach()
+            for verdict in attached.verdicts:
+                result |= {**verdict.as_dict(), "summary": str(verdict)}
             if hasattr(engine, "destroy"):
                 engine.destroy()
     return result
