@@ -57,7 +57,8 @@ class Attached:
     def __init__(self, reports: str, every: int = 1, weights_every: int = 8, keep_going: bool = False):
         self.reports, self.keep_going = Path(reports), keep_going
         self.options = {"every": every, "weights_every": weights_every}
-        self.verdicts: list[Any] = []  # of all audits; an audit itself must not outlive its model
+        self.audits: Any = weakref.WeakSet()  # an audit must not outlive its model
+        self.verdicts: list[Any] = []  # of all audits
         self.refused: dict[str, str] = {}  # engines that cannot be audited, and why
         self.pending: Any = weakref.WeakSet()  # optimizers that are not audited yet
         self.refused_once: Any = weakref.WeakSet()  # of these, those whose model had no wrapper at its forward pass
@@ -69,6 +70,7 @@ class Attached:
 
     def patch_torch(self, torch: Any) -> None:
         """Notes each optimizer that is built, and waits for its model's forward pass or for its step."""
+        importlib.import_module("stepcheck.engines.plain").watch()
         initialize, attached = torch.optim.Optimizer.__init__, self
 
         @wraps(initialize)
@@ -126,6 +128,7 @@ class Attached:
             return None
         self.refused.pop(type(model).__name__, None)
         self._report_at_exit()
+        self.audits.add(started)
         self.verdicts.append(started.verdict)
         return started
 

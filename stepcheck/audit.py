@@ -36,7 +36,7 @@ COLUMNS = {
     "uses": 1,
     "moved": 1,  # largest change of `used` within the step
     "trained": 1,  # whether this rank's optimizer updates it
-    "foreign": 1,  # whether the script itself has changed the gradient between the backward pass and the step
+    "foreign": 1,  # whether the gradient at the step is not the one that the backward pass has left
 }
 """What each rank contributes for each parameter: widths of the columns of one matrix, whose sums over the ranks are
 judged."""
@@ -461,7 +461,7 @@ class Audit:
         foreign = values["foreign"][:, 0] > 0
         if foreign.any():
             verdict.not_judged["some gradients"] = (
-                "autograd was not seen to compute them, or the script has changed them before the step "
+                "the script has set them, or clipped them other than by the norm of all "
                 f"({int(foreign.sum())} of {len(foreign)} in step {self.step})"
             )
         updaters = values["trained"][:, 0]
