@@ -185,10 +185,9 @@ class Attached:
         if self.is_first_rank and first:
             print(f"stepcheck: {finding}", flush=True)
         if not self.keep_going:
-            if not self.is_first_rank:
-                time.sleep(1)  # rank 0 writes its report before the launcher finds that a rank has ended
             self.finish()
             sys.stdout.flush()
+            time.sleep(1)  # the first rank that ends breaks the connections of the others, which write reports
             os._exit(1)
 
     def finish(self) -> None:
