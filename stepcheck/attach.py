@@ -58,7 +58,8 @@ class Attached:
     def __init__(self, reports: str, every: int = 1, weights_every: int = 8, keep_going: bool = False):
         self.reports, self.keep_going = Path(reports), keep_going
         self.options = {"every": every, "weights_every": weights_every}
-        self.verdicts: list[Any] = []  # of all audits; an audit itself must not outlive its model
+        self.audits: Any = weakref.WeakSet()  # an audit must not outlive its model
+        self.verdicts: list[Any] = []  # of all audits
         self.refused: dict[str, str] = {}  # engines that cannot be audited, and why
         self.pending: Any = weakref.WeakSet()  # optimizers that are not audited yet
         self.refused_once: Any = weakref.WeakSet()  # of these, those whose model had no wrapper at its forward pass
@@ -132,6 +133,7 @@ class Attached:
             return None
         self.refused.pop(type(model).__name__, None)
         self._report_at_exit()
+        self.audits.add(started)
         self.verdicts.append(started.verdict)
         return started
 
@@ -188,10 +190,9 @@ class Attached:
         if self.is_first_rank and first:
             print(f"stepcheck: {finding}", flush=True)
         if not self.keep_going:
-            if not self.is_first_rank:
-                time.sleep(1)  # rank 0 writes its report before the launcher finds that a rank has ended
             self.finish()
             sys.stdout.flush()
+            time.sleep(1)  # the first rank that ends breaks the connections of the others, which write reports
             os._exit(1)
 
     def finish(self) -> None:

@@ -36,7 +36,7 @@ COLUMNS = {
     "uses": 1,
     "moved": 1,  # largest change of `used` within the step
     "trained": 1,  # whether this rank's optimizer updates it
-    "foreign": 1,  # whether the script itself has changed the gradient between the backward pass and the step
+    "foreign": 1,  # whether the gradient at the step is not the one that the backward pass has left
 }
 """What each rank contributes for each parameter: widths of the columns of one matrix, whose sums over the ranks are
 judged."""
@@ -147,7 +147,7 @@ class Audit:
         """Forgets what earlier steps left, because a checkpoint is about to be loaded."""
         self._updates.forget()
         self._frozen = {}
-        self._batches.left = {}
+        self._batches.counts = {}
 
     def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
         """Adds a value that only this rank compares.
@@ -370,7 +370,7 @@ class Audit:
 
     def _judge(self, skipped: bool) -> list[Finding]:
         view, verdict = self.view, self.verdict
-        self._batches.report(self.add)
+        self._batches.compare(self.add)
         for index, sketch in self._used.items():
             row = view.rows[index]
             self._columns["used"][row] += sketch
@@ -479,7 +479,7 @@ class Audit:
         foreign = values["foreign"][:, 0] > 0
         if foreign.any():
             verdict.not_judged["some gradients"] = (
-                "autograd was not seen to compute them, or the script has changed them before the step "
+                "the script has set them, or clipped them other than by the norm of all "
                 f"({int(foreign.sum())} of {len(foreign)} in step {self.step})"
             )
         updaters = values["trained"][:, 0]
@@ -604,47 +604,48 @@ class _NormCounts:
     """Checks that batch norms in training mode count each batch, as they do when they update their statistics."""
 
     def __init__(self, module: nn.Module):
-        norms = {
+        self.norms = {
             name: each
             for name, each in module.named_modules()
             if isinstance(each, nn.modules.batchnorm._BatchNorm)
             and type(each).__module__.startswith("torch.nn.")  # a user's class may count in another way
             and each.num_batches_tracked is not None
         }
-        self.versions: dict[str, tuple[int, int]] = {}
-        self.left: dict[str, tuple[tuple[int, int], Tensor]] = {}  # version and count after the last forward pass
-        self.rewritten: list[tuple[str, Tensor]] = []
-        self.missed: set[str] = set()
-        self.handles = [
-            each.register_forward_pre_hook(Hook(partial(self._before, name))) for name, each in norms.items()
-        ]
-        self.handles += [each.register_forward_hook(Hook(partial(self._after, name))) for name, each in norms.items()]
+        self.seen: dict[str, Any] = {}  # the buffer and its version after the last call, by name
+        self.counts: dict[str, Tensor] = {}
+        self.calls: dict[str, int] = {}  # since `counts`
+        self.handles = []
+        for name, each in self.norms.items():
+            self.handles.append(each.register_forward_pre_hook(Hook(partial(self._before, name))))
+            self.handles.append(each.register_forward_hook(Hook(partial(self._after, name))))
 
     def _before(self, name: str, module: Any, inputs: Any) -> None:
-        count = module.num_batches_tracked
-        self.versions[name] = id(count), count._version
-        version, left = self.left.get(name, (None, count))
-        if version == self.versions[name]:  # a script that resets the statistics changes the version
-            self.rewritten.append((name, count != left))
+        if self.seen.get(name) != _version(module.num_batches_tracked):  # reset, loaded or broadcast in between
+            self._begin(name, module.num_batches_tracked)
 
     def _after(self, name: str, module: Any, inputs: Any, output: Any) -> None:
-        count = module.num_batches_tracked
-        now = id(count), count._version
-        if module.training and self.versions.get(name) == now:
-            self.missed.add(name)
-        self.left[name] = now, count.clone()
+        self.calls[name] = self.calls.get(name, 0) + module.training
+        self.seen[name] = _version(module.num_batches_tracked)
 
-    def report(self, add: Callable[..., None]) -> None:
-        """Reports the batch norms that have missed a batch since the last report, or whose count was rewritten."""
-        for name in sorted(self.missed):
-            add("buffer", 2.0, f"the batch norm {name} has not counted a batch that it normalised")
-        for name, changed in self.rewritten:
-            add("buffer", 2.0 * changed, f"the count of batches of the batch norm {name} was rewritten")
-        self.missed, self.rewritten = set(), []
+    def _begin(self, name: str, count: Tensor) -> None:
+        self.counts[name], self.calls[name] = count.clone(), 0
+
+    def compare(self, add: Callable[..., None]) -> None:
+        """Compares the number of batches that each batch norm has counted with its calls since the last comparison."""
+        for name, module in self.norms.items():
+            count: Any = module.num_batches_tracked
+            if name in self.counts and self.seen.get(name) == _version(count):
+                text = f"the batch norm {name} has not counted each batch that it normalised"
+                add("buffer", 2.0 * (count != self.counts[name] + self.calls[name]), text)
+                self._begin(name, count)
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), tensor._version
 
 
 def audit(

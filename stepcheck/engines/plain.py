@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class PlainView(View):
         watch()
         handles = super().attach(audit)
         ends = self.optimizer.register_step_post_hook(Hook(lambda *_: audit.depth or audit.end_step()))
-        self.kept: dict[int, tuple[Any, int]] = {}  # gradients after the backward pass, and their versions, by index
+        self.left: dict[int, Any] = {}  # references to the gradients that the last backward pass has left, by index
+        self.reshaped: set[int] = set()  # gradients that torch has clipped in a way that the audit does not repeat
         WATCHED[id(self.optimizer)] = self
         return [*handles, ends.remove, self._forget]
 
@@ -61,33 +62,19 @@ class PlainView(View):
         return self.clipped_to or 0.0
 
     def after_backward(self) -> None:
-        self.scaled_by = self.clipped_to = None
-        self._keep(self.trained)
-
-    def _keep(self, indices: set[int]) -> None:
-        """Remembers which gradients the backward pass, or a function that is known, has left."""
-        self.kept = {index: each for index, each in self.kept.items() if index not in indices}
-        for index in indices:
-            gradient = self.parameters[index].grad
-            if gradient is not None and not self.parameters[index]._post_accumulate_grad_hooks:
-                self.kept[index] = weakref.ref(gradient), self.local(gradient)._version
+        self.scaled_by, self.clipped_to, self.reshaped = None, None, set()
+        gradients = ((index, self.parameters[index].grad) for index in self.trained)
+        self.left = {index: weakref.ref(gradient) for index, gradient in gradients if gradient is not None}
 
     def foreign_gradients(self) -> set[int]:
-        """Returns the gradients that are other tensors than after the backward pass, or were written to since."""
-        foreign = set()
+        foreign = set(self.reshaped)
         for index in self.trained:
-            gradient = self.parameters[index].grad
-            known, version = self.kept.get(index, (lambda: None, 0))
-            if gradient is not None and (known() is not gradient or self.local(gradient)._version != version):
+            parameter, left = self.parameters[index], self.left.get(index)
+            if parameter.grad is None:
+                continue
+            if left is None or left() is not parameter.grad or parameter._post_accumulate_grad_hooks:
                 foreign.add(index)
         return foreign
-
-    @contextmanager
-    def known_change(self) -> Iterator[None]:
-        """Within this context, a function changes gradients in a way that the audit expects."""
-        intact = self.trained - self.foreign_gradients()
-        yield
-        self._keep(intact)
 
 
 class DDPView(PlainView):
@@ -128,38 +115,35 @@ WATCHED: MutableMapping[int, PlainView] = weakref.WeakValueDictionary()
 
 def watch() -> None:
     """Makes torch's functions that clip and unscale gradients report to the views. A second call does nothing."""
-    clipping: Any = nn.utils.clip_grad
+    utils: Any = nn.utils
     scaler = torch.amp.GradScaler
     if hasattr(scaler.step, "watched"):
         return
-    # Global names of torch's module, because a script may have imported its functions by name.
-    get_norm, clip = clipping._get_total_norm, clipping._clip_grads_with_norm_
-    unscale, step = scaler.unscale_, scaler.step
+    clip, unscale, step = utils.clip_grad_norm_, scaler.unscale_, scaler.step
 
-    def _get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        norm = get_norm(tensors, norm_type, *args, **kwargs)
-        norm.is_euclidean = norm_type == 2
-        return norm
-
-    def _clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> None:
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-        given = {id(each) for each in parameters}
-        with ExitStack() as known:
-            for view in [*WATCHED.values()]:
-                whole = given >= {id(view.parameters[index]) for index in view.trained}
-                if whole and getattr(total_norm, "is_euclidean", False) and view.clipped_to is None:
-                    known.enter_context(view.known_change())
-                    view.clipped_to = float(max_norm)
-            clip(parameters, max_norm, total_norm, *args, **kwargs)
+        for view, clipped in _views_of(parameters):
+            if norm_type == 2 and clipped == view.trained and view.clipped_to is None:
+                view.clipped_to = float(max_norm)
+            else:
+                view.reshaped |= clipped
+        return clip(parameters, max_norm, norm_type, *args, **kwargs)
+
+    def reshaping(function: Any) -> Any:
+        @wraps(function)
+        def reshape(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+            for view, clipped in _views_of(parameters):
+                view.reshaped |= clipped
+            return function(parameters, *args, **kwargs)
+
+        return reshape
 
     def unscale_(self: Any, optimizer: Any) -> None:
-        view = WATCHED.get(id(optimizer)) if self.is_enabled() else None
-        if view is None:
-            return unscale(self, optimizer)
-        with view.known_change():
-            unscale(self, optimizer)
-        view.scaled_by = self.get_scale()
-        return None
+        unscale(self, optimizer)
+        if id(optimizer) in WATCHED and self.is_enabled():
+            WATCHED[id(optimizer)].scaled_by = self.get_scale()
 
     def scaler_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if id(optimizer) in WATCHED and self.is_enabled():
@@ -167,5 +151,18 @@ def watch() -> None:
         return step(self, optimizer, *args, **kwargs)
 
     scaler_step.watched = True
-    clipping._get_total_norm, clipping._clip_grads_with_norm_ = _get_total_norm, _clip_grads_with_norm_
     scaler.unscale_, scaler.step = unscale_, scaler_step
+    utils.clip_grad_norm_ = utils.clip_grad.clip_grad_norm_ = wraps(clip)(clip_grad_norm_)
+    for name in ("clip_grad_value_", "clip_grads_with_norm_"):
+        if hasattr(utils, name):
+            setattr(utils, name, reshaping(getattr(utils, name)))
+    utils.clip_grad.clip_grad_value_ = utils.clip_grad_value_
+
+
+def _views_of(parameters: list[Any]) -> Iterator[tuple[PlainView, set[int]]]:
+    """Yields each view that has some of the parameters, and their indices."""
+    given = {id(each) for each in parameters}
+    for view in [*WATCHED.values()]:
+        own = {index for index in view.trained if id(view.parameters[index]) in given}
+        if own:
+            yield view, own

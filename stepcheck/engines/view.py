@@ -166,7 +166,8 @@ class View:
         """Is called after each backward pass."""
 
     def foreign_gradients(self) -> set[int]:
-        """Returns the parameters whose gradients the script itself has changed since the backward pass, by index."""
+        """Returns the parameters whose gradients at the step are not those that the backward pass has left, because the
+        script has set them, or torch has clipped them in a way that the audit does not repeat, by index."""
         return set()
 
     def attach(self, audit: Any) -> list[Callable[[], None]]:

@@ -263,10 +263,6 @@ def before_each_update(patch: Patch, change: Callable[[Any], None]) -> None:
     patch.setitem(OPTIMIZER_MODULE._global_optimizer_pre_hooks, -1, hook)
 
 
-def gradient_zeroed_before_the_step(patch: Patch) -> None:
-    before_each_update(patch, lambda optimizer: optimizer.param_groups[0]["params"][1].grad.zero_())
-
-
 def gradients_multiplied(patch: Patch) -> None:
     """The script multiplies all gradients by more than 1, which no clipping does."""
 
