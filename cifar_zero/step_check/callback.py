@@ -95,6 +95,7 @@ class StepCheck(Guarded):
         self._replays: tuple[Replay, Replay] | None = None  # in the training's precision, and in float64
         self._can_check = self._overflows = False
         self._gradient_hooks: Any = None  # a GradientHooks
+        self._later_hooks = ""  # explains how the user's hooks change gradients after the check has read them
         self._plain_optimizer: PlainOptimizer | None = None
         self._first_options: dict[str, Options] = {}  # by weight, at the start of the training
         self._options: dict[str, Options] = {}  # by weight, which the step must use
@@ -221,9 +222,7 @@ class StepCheck(Guarded):
         if self._overflows:
             return
         low, exact = self._replays
-        explain = explain_factor
-        if self._gradient_hooks.before_check:
-            explain = partial(self._explain_hooks, pl_module, before_hooks[0])
+        explain = partial(self._explain_hooks, pl_module, before_hooks[0])
         self._findings.compare_gradients(gradients, low, exact, dtypes, explain=explain)
 
     def on_train_batch_end(
@@ -352,9 +351,10 @@ class StepCheck(Guarded):
 
     def _explain_hooks(self, module: LightningModule, before: Replay, name: str, found: Tensor, low: Tensor) -> str:
         """Returns a text that explains a wrong gradient. `before` is the replay before the last hooks of the user."""
-        if torch.equal(low, before.gradients[name]):
-            return explain_factor(name, found, low)
-        return ignored(self._gradient_hooks.before_check, module)
+        if not torch.equal(low, before.gradients[name]):
+            return ignored(self._gradient_hooks.before_check, module)
+        # Under DeepSpeed, these hooks run after each micro-batch, and ZeRO 1 sums up the gradients that they leave.
+        return explain_factor(name, found, low) or self._later_hooks
 
     def _forget(self) -> None:
         self._micro_batches, self._losses, self._expected, self._replays = [], [], [], None
@@ -407,7 +407,7 @@ class StepCheck(Guarded):
         if hooks.clips:
             gradients = hooks.run(hooks.clips, gradients, tensors)
         changed = any(gradients.get(name) is not gradient for name, gradient in given.items())
-        why = ignored([*hooks.after_check, *hooks.clips], module) if changed else ""
+        self._later_hooks = why = ignored([*hooks.after_check, *hooks.clips], module) if changed else ""
         scale = 1.0 if hooks.clips else clip_factor(gradients, hooks_of(trainer.strategy).clip_limit(trainer))
         clipped = {name: gradient.float() * scale for name, gradient in gradients.items()}
         hooks = hooks_of(trainer.strategy)

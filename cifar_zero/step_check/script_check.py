@@ -104,7 +104,7 @@ class ScriptCheck(StepCheck):
         for updated, names in updated_by(hooks, module, optimizer):
             trained = [name for name in names if name in step.options]
             for name in trained:
-                self._compare_options(name, updated.group, step.options[name])
+                self._compare_with_script(name, updated.group, step.options[name])
             # Only whole tensors are compared. The step check compares the updates of shards.
             if len(trained) == 1 and updated.target.shape == step.weights[trained[0]].shape:
                 self._compare_update(trained[0], updated, step)
@@ -132,7 +132,9 @@ class ScriptCheck(StepCheck):
         factor = constant_factor(ours, theirs)
         return self._hint if factor is None else f"the module has {factor:.3g} times the script's{self._hint}"
 
-    def _compare_options(self, name: str, group: Mapping[str, Any], theirs: Mapping[str, tuple[float, ...]]) -> None:
+    def _compare_with_script(
+        self, name: str, group: Mapping[str, Any], theirs: Mapping[str, tuple[float, ...]]
+    ) -> None:
         ours = options_of(group)
         for key in ours.keys() & theirs.keys():
             off, pattern = 0.0, ""
