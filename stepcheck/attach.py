@@ -66,6 +66,7 @@ class Attached:
         self.owned: Any = weakref.WeakSet()  # optimizers that an engine calls
         self.building = False  # whether an engine is being built, which may call its optimizer once
         self.finder: Any = None  # handle of the hook that waits for the first forward pass
+        self.found = False  # whether a fault was printed
         self.process = 0  # that trains; a process that it forks inherits this object
         self.is_first_rank = False
 
@@ -186,9 +187,9 @@ class Attached:
 
     def on_fault(self, finding: Any) -> None:
         """Ends all processes of the run at once, because ranks that go on would wait for those that have ended."""
-        first = sum(len(each.findings) for each in self.verdicts) <= 1
-        if self.is_first_rank and first:
+        if self.is_first_rank and not self.found:
             print(f"stepcheck: {finding}", flush=True)
+        self.found = True
         if not self.keep_going:
             self.finish()
             sys.stdout.flush()

@@ -49,7 +49,7 @@ FAULTS: list[tuple[str, str, int, str, dict[str, Any]]] = [
     ("weights_stale_on_one_rank", "zero2", 2, "weight", {}),
     ("module_changed_by_the_engine", "zero2", 0, "start", {}),
     ("untied_by_the_engine", "zero1", 0, "start", {}),
-    ("batch_norm_frozen", "zero2", 2, "buffer", {}),
+    ("batch_norm_frozen", "zero2", 1, "buffer", {}),
     ("shard_changed_by_zero_3", "zero3", 1, "weight", {}),
     ("gradients_scaled_in_zero_3", "zero3", 1, "scale", {}),
     ("all_reduce_of_ddp_left_out", "ddp", 1, "gradient", {}),

@@ -30,7 +30,7 @@ def step(engine: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def uncount(module: Any, inputs: object, output: object) -> None:
-    module.num_batches_tracked -= 1
+    module.num_batches_tracked.data -= 1  # behind autograd: the version stays
 
 
 def test_a_module_that_a_wrapper_has_changed_is_found(one_rank: None):
