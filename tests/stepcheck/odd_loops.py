@@ -1,0 +1,376 @@
+"""Healthy training scripts that know nothing of stepcheck, each with a habit that an audit may mistake for a fault.
+
+`odd_loops.py` runs those of one process one after the other, `torchrun odd_loops.py` those of several ranks. Each line
+printed is the name of a script and its losses.
+"""
+
+import copy
+import io
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+STEPS = 4
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    for _ in range(STEPS):
+        yield torch.randn(8, 16, generator=draw), torch.randint(0, 4, (8,), generator=draw)
+
+
+def network() -> Any:
+    return nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 4))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def fit(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    before_step: Callable[[], Any] = lambda: None,
+    after_step: Callable[[int], Any] = lambda step: None,
+) -> list[float]:
+    """Trains, calls the functions around each optimizer step, and returns the losses."""
+    losses = []
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        before_step()
+        optimizer.step()
+        after_step(step)
+        losses.append(float(loss))
+    return losses
+
+
+def closure() -> list[float]:
+    """Computes the gradients within the step, as Lightning does."""
+    model = network()
+    optimizer = adam(model)
+    losses = []
+    for x, y in batches():
+
+        def compute(x: Tensor = x, y: Tensor = y) -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return float(loss)
+
+        losses.append(optimizer.step(compute))
+    return losses
+
+
+def several_closures() -> list[float]:
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    (x, y), *_ = batches()
+
+    def compute() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return [float(optimizer.step(compute)) for _ in range(STEPS)]
+
+
+def scaled_loss() -> list[float]:
+    """Scales the loss, clips, and leaves two steps out because they overflow."""
+    model = network()
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(4 * loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss))
+    return losses
+
+
+def clipped_by_value() -> list[float]:
+    model = network()
+    return fit(model, adam(model), lambda: clip_grad_value_(model.parameters(), 1e-3))
+
+
+def clipped_in_two_parts() -> list[float]:
+    model = network()
+    return fit(model, adam(model), lambda: [clip_grad_norm_(each.parameters(), 0.02) for each in (model[0], model[2])])
+
+
+def own_gradients() -> list[float]:
+    """Sets gradients that autograd has not accumulated, computed by torch.func."""
+    model = network()
+    optimizer = adam(model)
+
+    def loss_of(weights: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+
+    losses = []
+    for x, y in batches():
+        weights = {name: each.detach() for name, each in model.named_parameters()}
+        gradients, loss = torch.func.grad_and_value(loss_of)(weights, x, y)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def late_hooks() -> list[float]:
+    """Registers hooks that change gradients after the first step."""
+    model = network()
+
+    def register(step: int) -> None:
+        for parameter in model.parameters() if step == 0 else ():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+
+    return fit(model, adam(model), after_step=register)
+
+
+def two_passes() -> list[float]:
+    """Perturbs the weights between two passes of a step, as sharpness-aware minimization does."""
+    model = network()
+    optimizer = adam(model)
+    losses = []
+    for x, y in batches():
+        F.cross_entropy(model(x), y).backward()
+        moves = [1e-3 * parameter.grad for parameter in model.parameters()]
+        for sign in (1, -1):
+            with torch.no_grad():
+                for parameter, move in zip(model.parameters(), moves, strict=True):
+                    parameter.add_(sign * move)
+            if sign == 1:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def bounded_weights() -> list[float]:
+    model = network()
+
+    def bound(step: int) -> None:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
+
+    return fit(model, adam(model), after_step=bound)
+
+
+def several_modules() -> list[float]:
+    """One optimizer over two modules and a tensor."""
+    first, last, scale = nn.Linear(16, 33), nn.Linear(33, 4), torch.ones((), requires_grad=True)
+    optimizer = torch.optim.AdamW([*first.parameters(), *last.parameters(), scale], lr=1e-2)
+    return fit(lambda x: scale * last(first(x).relu()), optimizer)
+
+
+def fine_tuned_in_evaluation_mode() -> list[float]:
+    model = network().eval()
+    return fit(model, adam(model))
+
+
+def copied() -> list[float]:
+    """Copies and pickles the model while it trains, and uses the copies."""
+    model = network()
+    optimizer = adam(model)
+
+    def use_copies(step: int) -> None:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            other(torch.ones(2, 16)).sum().backward()
+
+    return fit(model, optimizer, after_step=use_copies)
+
+
+def resumed() -> list[float]:
+    """Loads the state of the optimizer and of a layer of an earlier step."""
+    model = network()
+    optimizer = adam(model)
+    kept: list[Any] = []
+
+    def resume(step: int) -> None:
+        if step == 0:
+            kept.extend(copy.deepcopy([optimizer.state_dict(), model[0].state_dict()]))
+        if step == 2:
+            optimizer.load_state_dict(kept[0])
+            model[0].load_state_dict(kept[1])
+
+    return fit(model, optimizer, after_step=resume)
+
+
+def unfrozen() -> list[float]:
+    model = network()
+    model[0].requires_grad_(False)
+    return fit(model, adam(model), after_step=lambda step: model[0].requires_grad_(step > 0))
+
+
+def grown() -> list[float]:
+    """Gives the optimizer a layer after the first step."""
+    model = network()
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+
+    def grow(step: int) -> None:
+        if step == 0:
+            optimizer.add_param_group({"params": [*model[0].parameters()]})
+
+    return fit(model, optimizer, after_step=grow)
+
+
+class Unusual(nn.Module):
+    """Has sparse gradients, and complex and float64 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16, sparse=True)
+        self.filter = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
+        self.head = nn.Linear(16, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.embedding((8 * x[:, 0]).long() % 64)
+        return self.head(torch.fft.irfft(self.filter * torch.fft.rfft(x)).double())
+
+
+def unusual_tensors() -> list[float]:
+    model = Unusual()
+    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def reset_statistics() -> list[float]:
+    model: Any = nn.Sequential(network(), nn.BatchNorm1d(4))
+    return fit(model, adam(model), after_step=lambda step: model[1].reset_running_stats())
+
+
+def compiled() -> list[float]:
+    """Compiles a function that calls the model, which no hook may break."""
+    model: Any = nn.Sequential(network(), nn.BatchNorm1d(4))
+    return fit(torch.compile(lambda x: model(x), backend="eager", fullgraph=True), adam(model))
+
+
+def compiled_step() -> list[float]:
+    model = network()
+    optimizer = adam(model)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    return fit(model, optimizer)
+
+
+def forked() -> list[float]:
+    """Trains in a process that ends without atexit."""
+    process = multiprocessing.get_context("fork").Process(target=fine_tuned_in_evaluation_mode)
+    process.start()
+    process.join()
+    return [float(process.exitcode or 0)]
+
+
+def wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, **options)
+
+
+def one_optimizer_for_two_wrappers() -> list[float]:
+    first, last = wrapped(nn.Linear(16, 33)), wrapped(nn.Linear(33, 4))
+    return fit(lambda x: last(first(x).relu()), torch.optim.AdamW([*first.parameters(), *last.parameters()], lr=1e-2))
+
+
+def uneven_inputs() -> list[float]:
+    """One rank has no batches."""
+    model = wrapped(network())
+    optimizer = adam(model)
+    with model.join():
+        return fit(model, optimizer) if dist.get_rank() else []
+
+
+def groups_of_one_rank() -> list[float]:
+    """Each rank trains on its own, and one rank a little longer."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = wrapped(network(), process_group=groups[dist.get_rank()])
+    optimizer = adam(model)
+    return fit(model, optimizer) + (fit(model, optimizer) if dist.get_rank() else [])
+
+
+def sharded_optimizer() -> list[float]:
+    """The optimizers of the ranks update different parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = wrapped(network())
+    return fit(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2))
+
+
+def probe_of_one_rank() -> list[float]:
+    model = wrapped(network())
+    losses = fit(model, adam(model))
+    if dist.get_rank() == 0:
+        probe = nn.Linear(16, 4)
+        losses += fit(probe, adam(probe))
+    return losses
+
+
+SCRIPTS: list[Callable[[], list[float]]] = [
+    closure,
+    several_closures,
+    scaled_loss,
+    clipped_by_value,
+    clipped_in_two_parts,
+    own_gradients,
+    late_hooks,
+    two_passes,
+    bounded_weights,
+    several_modules,
+    fine_tuned_in_evaluation_mode,
+    copied,
+    resumed,
+    unfrozen,
+    grown,
+    unusual_tensors,
+    reset_statistics,
+    compiled,
+    compiled_step,
+    forked,
+]
+
+SCRIPTS_OF_SEVERAL_RANKS: list[Callable[[], list[float]]] = [
+    one_optimizer_for_two_wrappers,
+    uneven_inputs,
+    groups_of_one_rank,
+    sharded_optimizer,
+    probe_of_one_rank,
+]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group("gloo")
+    for script in SCRIPTS_OF_SEVERAL_RANKS if distributed else SCRIPTS:
+        torch.manual_seed(0)
+        losses = script()
+        if distributed:
+            dist.barrier()
+        if not distributed or dist.get_rank() == 0:
+            print(script.__name__, *(loss.hex() for loss in losses), flush=True)
+    if distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

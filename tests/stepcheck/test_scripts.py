@@ -1,0 +1,87 @@
+"""`stepcheck run` on healthy scripts with odd habits: it neither ends nor changes a training, and says what it does not
+judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "tests/stepcheck/odd_loops.py"
+
+FOREIGN = "some gradients"
+
+ENGINES: list[tuple[str, int, set[str]]] = [
+    # script, audited steps, what is not judged; in the order in which the audits start
+    ("closure", 4, set()),
+    ("several_closures", 0, {"this optimizer", "updates"}),
+    ("scaled_loss", 2, set()),
+    ("clipped_by_value", 4, {FOREIGN}),
+    ("clipped_in_two_parts", 4, {FOREIGN}),
+    ("own_gradients", 4, {FOREIGN}),
+    ("late_hooks", 4, set()),
+    ("two_passes", 4, set()),
+    ("bounded_weights", 4, set()),
+    ("several_modules", 4, set()),
+    ("fine_tuned_in_evaluation_mode", 4, set()),
+    ("copied", 4, set()),
+    ("resumed", 4, set()),
+    ("unfrozen", 4, set()),
+    ("grown", 4, {"some parameters"}),
+    ("unusual_tensors", 4, set()),
+    ("reset_statistics", 4, set()),
+    ("compiled", 4, {FOREIGN}),  # in the first step, at which the audit starts
+    ("compiled_step", 0, set()),
+]
+
+ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
+    ("one_optimizer_for_two_wrappers", 4, set()),
+    ("uneven_inputs", 0, {"step 1 and later steps"}),
+    ("sharded_optimizer", 4, {"gradients"}),
+    ("sharded_optimizer, as a whole", 4, {"updates"}),
+    ("probe_of_one_rank", 4, set()),
+    ("DistributedDataParallel", 0, set()),  # refused: groups_of_one_rank
+    ("Linear", 0, set()),  # refused: the probe
+]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: str) -> list[dict[str, Any]]:
+    """Runs the scripts with and without the audit, and compares outputs and verdicts. Returns the verdicts."""
+    report = folder / "verdict.json"
+    options = ["-m", "stepcheck", "run", "--weights_every", "1", "--json", str(report)]
+    audited = run(*options, *launcher, SCRIPT)
+    alone = run(*(["-m", "torch.distributed.run", *launcher[1:]] if launcher else []), SCRIPT)
+    assert audited.returncode == alone.returncode == 0, audited.stdout[-3000:] + audited.stderr[-3000:]
+    printed = [line for line in audited.stdout.splitlines() if not line.startswith("stepcheck: ")]
+    assert printed == alone.stdout.splitlines()
+    engines = json.loads(report.read_text())["engines"]
+    assert len(engines) == len(expected), [each["engine"] for each in engines]
+    for (name, steps, not_judged), each in zip(expected, engines, strict=True):
+        assert (name, each["steps"], set(each.get("not_judged", ()))) == (name, steps, not_judged), each["summary"]
+    assert not any(each["findings"] for each in engines)
+    return engines
+
+
+def test_odd_scripts_of_one_process(tmp_path: Path) -> None:
+    *engines, of_the_fork = check([*ENGINES, ("forked", 4, set())], tmp_path)
+    coverage = {name: each["coverage"] for (name, _, _), each in zip(ENGINES, engines, strict=True)}
+    unjudged = {"several_closures", "clipped_by_value", "clipped_in_two_parts", "own_gradients", "compiled_step"}
+    assert {name for name, share in coverage.items() if share == 0} == unjudged
+    assert {name for name, share in coverage.items() if 0 < share < 1} == {"compiled"}
+    assert of_the_fork["coverage"] == 1
+
+
+@pytest.mark.distributed
+def test_odd_scripts_of_several_ranks(tmp_path: Path) -> None:
+    check(ENGINES_OF_SEVERAL_RANKS, tmp_path, "torchrun", "--nproc_per_node", "2", "--master_port", "0")
