@@ -26,7 +26,7 @@ class DeepSpeedView(View):
     owns_step = True
 
     def __init__(self, engine: Any):
-        self.engine, self.stage = engine, engine.zero_optimization_stage()
+        self.engine, self.stage = engine, _stage(engine)
         self._refuse_unreadable()
         super().__init__(engine.module, engine.basic_optimizer)
         self.gathers = self.stage == 3
@@ -68,7 +68,8 @@ class DeepSpeedView(View):
     @property
     def label(self) -> str:
         dtype = str(self.engine.get_data_types()[0]).removeprefix("torch.")
-        return f"DeepSpeed {deepspeed.__version__}, ZeRO {self.stage}, {dtype}, {self.ranks.size} ranks"
+        stage = self.engine.zero_optimization_stage()
+        return f"DeepSpeed {deepspeed.__version__}, ZeRO {stage}, {dtype}, {self.ranks.size} ranks"
 
     @property
     def device(self) -> torch.device:
@@ -269,6 +270,16 @@ def _stage_3_part(parameter: Any) -> tuple[int, int]:
     return start, max(0, min(size, parameter.ds_numel - start))
 
 
+def _stage(engine: Any) -> int:
+    """Returns the ZeRO stage as which the optimizer shards. In bfloat16 it may differ from the configured one. ZeRO 0
+    of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does. ZeRO 1 of 0.18.1 with grad_accum_dtype fp32
+    has FP16_UnfusedOptimizer, which does not shard."""
+    if hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        return 1
+    sharded = ("round_robin_bit16_groups", "fp32_partitioned_groups_flat")  # ZeRO 1 and 2, ZeRO 3
+    return engine.zero_optimization_stage() if any(hasattr(engine.optimizer, name) for name in sharded) else 0
+
+
 def _bit16_groups(engine: Any) -> Any:
     """Returns the parameters that a ZeRO optimizer trains, by group, including those of which this rank has no part."""
     names = ("bit16_groups", "bf16_groups", "fp16_groups")  # ZeRO 1 and 2, BF16_Optimizer, ZeRO 3
@@ -278,7 +289,7 @@ def _bit16_groups(engine: Any) -> Any:
 def _flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
     """Yields each tensor that the inner optimizer updates, and its parts: the parameter, its start in the parameter and
     in the tensor, and its length."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    optimizer, stage = engine.optimizer, _stage(engine)
     if stage == 3:
         yield from _stage_3_groups(optimizer)
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
