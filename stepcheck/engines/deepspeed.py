@@ -272,8 +272,8 @@ def _stage_3_part(parameter: Any) -> tuple[int, int]:
 
 
 def _stage(engine: Any) -> int:
-    """Returns the ZeRO stage as which the optimizer shards. In bfloat16 it may differ from the configured stage: ZeRO 0
-    of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does, and ZeRO 1 of 0.18.1 with grad_accum_dtype fp32
+    """Returns the ZeRO stage as which the optimizer shards. In bfloat16 it may differ from the configured one. ZeRO 0
+    of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does. ZeRO 1 of 0.18.1 with grad_accum_dtype fp32
     has FP16_UnfusedOptimizer, which does not shard."""
     if hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         return 1
