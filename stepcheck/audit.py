@@ -16,31 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, unit_roundoff
+from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.engines import View, view_of
 from stepcheck.engines.view import Hook
+from stepcheck.judge import COLUMNS, Judge, Step
 from stepcheck.sketch import K, project
 from stepcheck.start import Start
 from stepcheck.updates import UpdateCheck
 from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
-
-COLUMNS = {
-    "expected": K,  # sketch of what autograd computed
-    "summands": 1,  # sum of the norms of these gradients
-    "actual": K,  # sketch of this rank's part of what reaches the optimizer
-    "square": 1,  # its squared norm
-    "contrast": K,  # the same sketch, weighted by the replica: 0 in sum if all replicas are equal
-    "reference": K,  # sketch of this rank's part of the optimizer's weights
-    "used": K,  # sketch of the weights that this rank has used
-    "used_contrast": K,
-    "uses": 1,
-    "moved": 1,  # largest change of `used` within the step
-    "trained": 1,  # whether this rank's optimizer updates it
-    "foreign": 1,  # whether the gradient at the step is not the one that the backward pass has left
-}
-"""What each rank contributes for each parameter: widths of the columns of one matrix, whose sums over the ranks are
-judged."""
-
 
 FAILED = 1e300
 """Stands for a rank whose audit failed, in place of its largest share of a tolerance."""
@@ -83,26 +66,14 @@ class Audit:
         self.depth = 0  # calls of the optimizer's step that have not returned
         self.error = ""  # why a hook of this rank failed
         self.stopped = False  # whether all ranks have ended the audit
-        self._unit = unit_roundoff(view.rounding_dtypes())
-        self._optimizer_unit = unit_roundoff({target.tensor.dtype for target in view.targets()} or {torch.float32})
+        self._judge = Judge(view, self.verdict)
         self._updates = UpdateCheck(view)
         self._targets = {id(target.tensor): target for target in view.targets()}
         self._given = {**view.given_options(), **(start.options_by_index(view) if start else {})}
         self._columns = {name: self._zeros(width) for name, width in COLUMNS.items()}
-        self._trained = torch.zeros(len(view.row_names), dtype=torch.bool)
-        self._replicas, self._weight_replicas = torch.ones(2, len(view.row_names), dtype=torch.float64)
-        self._sizes = torch.zeros(len(view.row_names), dtype=torch.float64)
-        self._rank_weight = _contrast(view.ranks.rank, view.ranks.size)
-        for index, row in self._rows():
-            self._trained[row] = index in view.trained
-            self._replicas[row] = view.gradient_replicas(index)
-            self._weight_replicas[row] = view.weight_replicas(index)
-            self._sizes[row] = getattr(view.parameters[index], "ds_numel", view.parameters[index].numel())
-        own = torch.zeros(len(view.row_names), 1, dtype=torch.float64)
+        self._contrasts = self._zeros(1)
         for index, row in enumerate(view.rows):
-            own[row] = _contrast(view.replica(index), view.gradient_replicas(index))
-        self._contrasts = own.to(view.device)
-        self._frozen: dict[int, Tensor] = {}  # last sketches of frozen weights, by row
+            self._contrasts[row] = _contrast(view.replica(index), view.gradient_replicas(index))
         self._used: dict[int, Tensor] = {}  # sketches of the weights as first used in this step, by index
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
@@ -112,7 +83,7 @@ class Audit:
         self._began = 0.0
         self._hooked: dict[int, Any] = {}  # handles of the hooks on parameters, by id of the parameter
         self._in_backward = False
-        self._batches = _NormCounts(view.module)
+        self._batches = BatchNormCounts(view.module)
         if self._updates.kind is None:
             self.verdict.not_judged["updates"] = (
                 f"{type(view.optimizer).__name__} is not known to update each element on its own"
@@ -146,7 +117,7 @@ class Audit:
     def forget(self) -> None:
         """Forgets what earlier steps left, because a checkpoint is about to be loaded."""
         self._updates.forget()
-        self._frozen = {}
+        self._judge.frozen = {}
         self._batches.counts = {}
 
     def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
@@ -341,7 +312,7 @@ class Audit:
     def end_step(self, skipped: bool = False) -> None:
         """Judges the step that has ended. If it has a fault, raises StepCheckError or calls `on_fault` on all ranks."""
         start = time.perf_counter()
-        findings = self._judge(skipped) if self.running else []
+        findings = self._judge_step(skipped) if self.running else []
         self.verdict.seconds += time.perf_counter() - start
         self.running, self.step = False, self.step + 1
         for finding in findings:
@@ -368,205 +339,75 @@ class Audit:
                         text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
                         self.add("options", 2.0, text)
 
-    def _judge(self, skipped: bool) -> list[Finding]:
+    def _judge_step(self, skipped: bool) -> list[Finding]:
+        """Adds up what the ranks contribute, and returns the findings, which are the same on all ranks."""
         view, verdict = self.view, self.verdict
         self._batches.compare(self.add)
-        for index, sketch in self._used.items():
-            row = view.rows[index]
-            self._columns["used"][row] += sketch
-            self._columns["used_contrast"][row] += self._rank_weight * sketch
-            self._columns["uses"][row] += 1
-        self._columns["contrast"].copy_(self._contrasts * self._columns["actual"])
-        own = torch.zeros(view.ranks.size, dtype=torch.float64, device=view.device)
-        if self.error:
-            own[view.ranks.rank] = FAILED
-        elif self._local:
-            worst = torch.stack([share.to(view.device) for _, share, _ in self._local])
-            own[view.ranks.rank] = worst.nan_to_num(nan=torch.inf).clamp(max=FAILED / 2).max()
-        flat = torch.cat([*(column.view(-1) for column in self._columns.values()), own])
-        if view.ranks.size > 1:
-            dist.all_reduce(flat)
-        flat = flat.cpu()  # the only synchronisation of a step
-        values, at = {}, 0
+        shares = [share.to(view.device) for _, share, _ in self._local]
+        notes = [share.to(view.device) for share, _ in self._noted]
+        own = torch.stack([*shares, *notes]) if shares or notes else self._zeros(1)[:0, 0]
+        flat = self._sum_over_ranks(own[: len(shares)])
+        both = torch.cat([flat, own]).cpu()  # the only synchronisation of a step
+        flat, shares, notes = both.split([len(flat), len(shares), len(notes)])
+        shares = shares.nan_to_num(nan=torch.inf)
+        sums, at = {}, 0
         for name, width in COLUMNS.items():
             count = len(view.row_names) * width
-            values[name] = flat[at : at + count].view(-1, width)
+            sums[name] = flat[at : at + count].view(-1, width)
             at += count
-        if flat[at:].max() == FAILED:
+        worst = flat[at:].max()
+        if worst == FAILED:
             self.stop(f"step {self.step} and later steps", next(filter(None, self._everywhere(self.error))))
             return []
-        findings: list[Finding] = []
+        findings = self._gather_local(shares) if worst > 1 else []
+        for (kind, _, _), share in zip(self._local, shares.tolist(), strict=True):
+            verdict.record(kind, share)
+        for (_, text), share in zip(self._noted, notes.tolist(), strict=True):
+            if share > 0:
+                verdict.notes["weights that change between steps"] = f"{text()} (step {self.step})"
+        step = Step(self.step, self.micro_batches, self.scale, sums)
         if skipped:
             verdict.skipped += 1
         else:
             verdict.steps += 1
-            findings += self._judge_gradients(values)
-        findings += self._judge_weights(values)
-        if flat[at:].max() > 1:
-            findings = self._gather_local() + findings
-        for kind, share, _ in self._local:
-            verdict.record(kind, float(share))
-        for share, text in self._noted:
-            if share > 0:
-                verdict.notes["weights that change between steps"] = f"{text()} (step {self.step})"
+            findings += self._judge.gradients(step)
+        findings += self._judge.weights(step)
         self._local, self._noted = [], []
         verdict.training_seconds = time.perf_counter() - self._began
         return findings
 
-    def _judge_gradients(self, values: dict[str, Tensor]) -> list[Finding]:
-        view, verdict = self.view, self.verdict
-        trained = self._trained & self._are_comparable(values)
-        if not trained.any():
-            return []
-        factor_of_mean = view.reduction_factor() / self.scale / view.ranks.size
-        expected = values["expected"] * factor_of_mean
-        summands = values["summands"][:, 0] * factor_of_mean
-        replicas = self._replicas[:, None]
-        actual = values["actual"] / replicas
-        norm = float((values["square"][:, 0] / self._replicas)[trained].sum().sqrt())
-        if not expected[trained].isfinite().all():
-            verdict.notes["gradients that are not finite"] = f"autograd computed them in step {self.step}"
-            return []
-        deviation = gradient_deviation(summands, self._sizes, self._unit, max(1, self.micro_batches), view.ranks.size)[
-            :, None
-        ]
-        signal = (expected / deviation)[trained]
-        strength = float(signal.norm()) or 1e-30
-        factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
-        tolerance = factor_tolerance(strength, view.ranks.size)
-        findings = self._judge_factor(factor, tolerance, norm) if strength > SIGMAS else []
-        limit = view.clip_limit()
-        scaled = factor if abs(factor - 1) > tolerance and (limit or not view.owns_step) and 0 < factor < 1 else 1.0
-        error = (actual - scaled * expected).abs() + values["contrast"].abs()
-        shares = (error / (SIGMAS * scaled * deviation)).amax(1)[trained].nan_to_num(nan=torch.inf)
-        visible = (SIGMAS * deviation[:, 0] / expected.abs().amax(1).clamp(min=1e-30))[trained]
-        judged = (visible < 0.5) | (summands[trained] == 0)
-        verdict.values += int(self._sizes[trained][judged].sum())
-        if (summands[trained] > 0).any():
-            verdict.smallest_scale_error = max(tolerance, verdict.smallest_scale_error or 0.0)
-            median = float(visible[summands[trained] > 0].median())
-            verdict.smallest_tensor_error = max(median, verdict.smallest_tensor_error or 0.0)
-        worst = int(shares.argmax())
-        verdict.record("gradient", float(shares[worst]))
-        if findings and findings[0].kind == "scale":
-            # One tensor that is far off also moves the common factor. Only one of the two explains the other.
-            rest = (actual - factor * expected).abs() / (SIGMAS * deviation)
-            if float(rest[trained].max()) < 0.5 * float(shares[worst]):
-                return findings
-            findings = []
-        if shares[worst] > 1:
-            row = int(trained.nonzero()[worst])
-            size = float((scaled * expected[row]).norm().clamp(min=1e-30))
-            own = float(actual[row] @ (scaled * expected[row])) / size**2
-            off = float((error[row]).norm()) / size
-            text = (
-                f"the gradient of {view.row_names[row]} is {own:.5g} times what autograd computed, and off by "
-                f"{off:.2g} of its norm (tolerance {float(SIGMAS * scaled * deviation[row] * K**0.5) / size:.1e})"
-            )
-            if values["contrast"][row].norm() > 0.1 * error[row].norm():
-                text += "; the ranks have different gradients"
-            rest = (actual - factor * expected).abs() + values["contrast"].abs()
-            uniform = bool((rest <= SIGMAS * abs(factor) * deviation)[trained].all())
-            if not uniform:  # one factor does not explain all gradients
-                findings = [each for each in findings if each.kind != "scale"]
-            findings.append(self._finding("gradient", text, float(shares[worst])))
-        return findings
+    def _sum_over_ranks(self, shares: Tensor) -> Tensor:
+        """Returns the sums of all columns over the ranks, followed by the largest of each rank's own shares of
+        tolerances, or FAILED."""
+        view, columns = self.view, self._columns
+        for index, sketch in self._used.items():
+            row = view.rows[index]
+            columns["used"][row] += sketch
+            columns["used_contrast"][row] += _contrast(view.ranks.rank, view.ranks.size) * sketch
+            columns["uses"][row] += 1
+        columns["contrast"].copy_(self._contrasts * columns["actual"])
+        worst = torch.zeros(view.ranks.size, dtype=torch.float64, device=view.device)
+        if self.error:
+            worst[view.ranks.rank] = FAILED
+        elif len(shares):
+            worst[view.ranks.rank] = shares.nan_to_num(nan=torch.inf).clamp(max=FAILED / 2).max()
+        flat = torch.cat([*(column.view(-1) for column in columns.values()), worst])
+        if view.ranks.size > 1:
+            dist.all_reduce(flat)
+        return flat
 
-    def _are_comparable(self, values: dict[str, Tensor]) -> Tensor:
-        """Returns for each row whether what autograd computed is what the optimizer should get."""
-        view, verdict = self.view, self.verdict
-        verdict.values_in_all += int(self._sizes[self._trained].sum())
-        foreign = values["foreign"][:, 0] > 0
-        if foreign.any():
-            verdict.not_judged["some gradients"] = (
-                "the script has set them, or clipped them other than by the norm of all "
-                f"({int(foreign.sum())} of {len(foreign)} in step {self.step})"
-            )
-        updaters = values["trained"][:, 0]
-        if not view.owns_step and ((updaters > 0) & (updaters < view.ranks.size)).any():
-            verdict.not_judged["gradients"] = "the optimizers of the ranks update different parameters"
-            return torch.zeros_like(foreign)
-        return ~foreign
-
-    def _judge_factor(self, factor: float, tolerance: float, norm: float) -> list[Finding]:
-        """Judges the factor that all gradients have in common, which clipping may make smaller than 1."""
-        limit, share = self.view.clip_limit(), abs(factor - 1) / tolerance
-        allowed = CLIPPING + 2 * self._optimizer_unit
-        if limit and norm > limit * (1 - allowed):
-            self.verdict.record("clipping", error := abs(norm / limit - 1) / allowed)
-            if error > 1:
-                return [
-                    self._finding("clipping", f"the norm of all gradients is {norm:.6g} and the limit {limit}", error)
-                ]
-            share = max(0.0, factor - 1) / (tolerance + allowed)
-        elif not self.view.owns_step and share > 1 and 0 < factor < 1 and not limit:
-            self.verdict.not_judged["the scale of all gradients"] = (
-                f"something other than torch's clip_grad_norm_ multiplied them by {factor:.5g} in step {self.step}"
-            )
-            return []
-        self.verdict.record("scale", share)
-        if share <= 1:
-            return []
-        text = f"all gradients together are {factor:.7g} times what autograd computed (tolerance {tolerance:.1e})"
-        return [self._finding("scale", text + self._meaning(factor), share)]
-
-    def _meaning(self, factor: float) -> str:
-        """Names what a wrong factor may come from."""
-        ranks, parts = self.view.ranks.size, self.micro_batches
-        causes = {
-            1 / parts: f"divided by the {parts} micro-batches once too often",
-            float(parts): f"not divided by the {parts} micro-batches",
-            1 / ranks: f"divided by the {ranks} ranks once too often",
-            float(ranks): f"not divided by the {ranks} ranks",
-        }
-        found = [cause for value, cause in causes.items() if value != 1 and abs(factor / value - 1) < 0.01]
-        return f", as if {' or '.join(found)}" if found else ""
-
-    def _judge_weights(self, values: dict[str, Tensor]) -> list[Finding]:
-        uses, view = values["uses"], self.view
-        used = (uses[:, 0] > 0).nonzero()[:, 0]
-        if not len(used):
-            return []
-        reference = (values["reference"] / self._weight_replicas[:, None])[used]
-        mean = (values["used"] / uses)[used]
-        contrast = values["used_contrast"][used].abs().amax(1) * (uses[used, 0] == view.ranks.size)
-        size = reference.norm(dim=1).clamp(min=1e-30)
-        error = (mean - reference).abs().amax(1) / (EXACT * size)
-        moved = values["moved"][used, 0] / (EXACT * size)
-        if view.owns_step or view.gathers:
-            error = torch.maximum(error, moved)
-        elif (moved > 1).any():
-            name = view.row_names[int(used[int(moved.argmax())])]
-            self.verdict.notes["weights that change within a step"] = f"{name} did in step {self.step}"
-        error = torch.maximum(error, contrast / (EXACT * size)).nan_to_num(nan=torch.inf)
-        findings = []
-        worst = int(error.argmax())
-        if bool(mean[worst].isfinite().all()):
-            self.verdict.record("weight", float(error[worst]))
-            if error[worst] > 1:
-                text = f"the weight {view.row_names[int(used[worst])]} is used with another value than the optimizer's"
-                findings.append(self._finding("weight", text, float(error[worst])))
-        for place, row in enumerate(used.tolist()):
-            if not self._trained[row]:
-                before = self._frozen.get(row, reference[place])
-                if (before - reference[place]).abs().max() > EXACT * size[
-                    place
-                ]:  # the script may do this, as MoCo does
-                    self.verdict.notes["weights that the optimizer does not update"] = (
-                        f"{view.row_names[row]} has changed"
-                    )
-                self._frozen[row] = reference[place].clone()
-        return findings
-
-    def _gather_local(self) -> list[Finding]:
-        """Returns the findings of all ranks. Called on all ranks if one has any."""
+    def _gather_local(self, shares: Tensor) -> list[Finding]:
+        """Returns the findings that single ranks have made, of all ranks."""
         own = [
-            (kind, str(text() if callable(text) else text), float(share.nan_to_num(nan=torch.inf)))
-            for kind, share, text in self._local
-            if not share <= 1
+            (kind, str(text() if callable(text) else text), share)
+            for (kind, _, text), share in zip(self._local, shares.tolist(), strict=True)
+            if share > 1
         ]
-        everyone = enumerate(self._everywhere(own))
-        return [self._finding(kind, text, share, rank) for rank, each in everyone for kind, text, share in each]
+        return [
+            self._judge.finding(self.step, kind, text, share, rank)
+            for rank, found in enumerate(self._everywhere(own))
+            for kind, text, share in found
+        ]
 
     def _everywhere(self, own: Any) -> list[Any]:
         """Returns an object of each rank."""
@@ -576,20 +417,6 @@ class Audit:
             dist.all_gather_object(everyone, own)
         return everyone
 
-    def _finding(self, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
-        self.verdict.record(kind, share)
-        return Finding(0 if kind == "start" else self.step, kind, text, share, rank)
-
-    # Helpers
-    def _rows(self) -> list[tuple[int, int]]:
-        """Returns (index of a parameter, row) for each row."""
-        view = self.view
-        index_of_name = {name: index for index, name in enumerate(view.names)}
-        pairs = []
-        for row, name in enumerate(view.row_names):
-            pairs.append((index_of_name[name.split(" of expert rank ")[0]], row))
-        return pairs
-
     def _is_in_turn(self, index: int) -> bool:
         return (index + self.step) % self.weights_every == 0
 
@@ -598,54 +425,6 @@ class Audit:
 
     def _zeros(self, width: int) -> Tensor:
         return torch.zeros(len(self.view.row_names), width, dtype=torch.float64, device=self.view.device)
-
-
-class _NormCounts:
-    """Checks that batch norms in training mode count each batch, as they do when they update their statistics."""
-
-    def __init__(self, module: nn.Module):
-        self.norms = {
-            name: each
-            for name, each in module.named_modules()
-            if isinstance(each, nn.modules.batchnorm._BatchNorm)
-            and type(each).__module__.startswith("torch.nn.")  # a user's class may count in another way
-            and each.num_batches_tracked is not None
-        }
-        self.seen: dict[str, Any] = {}  # the buffer and its version after the last call, by name
-        self.counts: dict[str, Tensor] = {}
-        self.calls: dict[str, int] = {}  # since `counts`
-        self.handles = []
-        for name, each in self.norms.items():
-            self.handles.append(each.register_forward_pre_hook(Hook(partial(self._before, name))))
-            self.handles.append(each.register_forward_hook(Hook(partial(self._after, name))))
-
-    def _before(self, name: str, module: Any, inputs: Any) -> None:
-        if self.seen.get(name) != _version(module.num_batches_tracked):  # reset, loaded or broadcast in between
-            self._begin(name, module.num_batches_tracked)
-
-    def _after(self, name: str, module: Any, inputs: Any, output: Any) -> None:
-        self.calls[name] = self.calls.get(name, 0) + module.training
-        self.seen[name] = _version(module.num_batches_tracked)
-
-    def _begin(self, name: str, count: Tensor) -> None:
-        self.counts[name], self.calls[name] = count.clone(), 0
-
-    def compare(self, add: Callable[..., None]) -> None:
-        """Compares the number of batches that each batch norm has counted with its calls since the last comparison."""
-        for name, module in self.norms.items():
-            count: Any = module.num_batches_tracked
-            if name in self.counts and self.seen.get(name) == _version(count):
-                text = f"the batch norm {name} has not counted each batch that it normalised"
-                add("buffer", 2.0 * (count != self.counts[name] + self.calls[name]), text)
-                self._begin(name, count)
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    return id(tensor), tensor._version
 
 
 def audit(

@@ -1,0 +1,57 @@
+"""Checks that batch norms count each batch that they normalise."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from stepcheck.engines.view import Hook
+
+
+class BatchNormCounts:
+    """Checks that batch norms in training mode count each batch, as they do when they update their statistics."""
+
+    def __init__(self, module: nn.Module):
+        self.norms = {
+            name: each
+            for name, each in module.named_modules()
+            if isinstance(each, nn.modules.batchnorm._BatchNorm)
+            and type(each).__module__.startswith("torch.nn.")  # a user's class may count in another way
+            and each.num_batches_tracked is not None
+        }
+        self.seen: dict[str, Any] = {}  # the buffer and its version after the last call, by name
+        self.counts: dict[str, Tensor] = {}
+        self.calls: dict[str, int] = {}  # since `counts`
+        self.handles = []
+        for name, each in self.norms.items():
+            self.handles.append(each.register_forward_pre_hook(Hook(partial(self._before, name))))
+            self.handles.append(each.register_forward_hook(Hook(partial(self._after, name))))
+
+    def _before(self, name: str, module: Any, inputs: Any) -> None:
+        if self.seen.get(name) != _version(module.num_batches_tracked):  # reset, loaded or broadcast in between
+            self._begin(name, module.num_batches_tracked)
+
+    def _after(self, name: str, module: Any, inputs: Any, output: Any) -> None:
+        self.calls[name] = self.calls.get(name, 0) + module.training
+        self.seen[name] = _version(module.num_batches_tracked)
+
+    def _begin(self, name: str, count: Tensor) -> None:
+        self.counts[name], self.calls[name] = count.clone(), 0
+
+    def compare(self, add: Callable[..., None]) -> None:
+        """Compares the number of batches that each batch norm has counted with its calls since the last comparison."""
+        for name, module in self.norms.items():
+            count: Any = module.num_batches_tracked
+            if name in self.counts and self.seen.get(name) == _version(count):
+                text = f"the batch norm {name} has not counted each batch that it normalised"
+                add("buffer", 2.0 * (count != self.counts[name] + self.calls[name]), text)
+                self._begin(name, count)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), tensor._version

@@ -1,0 +1,211 @@
+"""Judges a step by the sums over all ranks of what each rank contributed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, unit_roundoff
+from stepcheck.engines import View
+from stepcheck.sketch import K
+from stepcheck.verdict import Finding, Kind, Verdict
+
+COLUMNS = {
+    "expected": K,  # sketch of what autograd computed
+    "summands": 1,  # sum of the norms of these gradients
+    "actual": K,  # sketch of this rank's part of what reaches the optimizer
+    "square": 1,  # its squared norm
+    "contrast": K,  # the same sketch, weighted by the replica: 0 in sum if all replicas are equal
+    "reference": K,  # sketch of this rank's part of the optimizer's weights
+    "used": K,  # sketch of the weights that this rank has used
+    "used_contrast": K,
+    "uses": 1,
+    "moved": 1,  # largest change of `used` within the step
+    "trained": 1,  # whether this rank's optimizer updates it
+    "foreign": 1,  # whether the gradient at the step is not the one that the backward pass has left
+}
+"""What each rank contributes for each parameter: widths of the columns of one matrix, whose sums over the ranks are
+judged."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as all ranks see it."""
+
+    number: int  # from 1
+    micro_batches: int
+    scale: float  # the loss scale that is in autograd's gradients, and not in the optimizer's
+    sums: dict[str, Tensor]  # of COLUMNS over the ranks, float64 (rows, width) on the CPU
+
+
+class Judge:
+    """Compares the sums with their tolerances, and writes what it finds into a verdict."""
+
+    def __init__(self, view: View, verdict: Verdict):
+        self.view, self.verdict = view, verdict
+        self.unit = unit_roundoff(view.rounding_dtypes())
+        self.optimizer_unit = unit_roundoff({target.tensor.dtype for target in view.targets()} or {torch.float32})
+        rows = len(view.row_names)
+        self.trained = torch.zeros(rows, dtype=torch.bool)
+        self.replicas, self.weight_replicas, self.sizes = torch.ones(3, rows, dtype=torch.float64)
+        index_of_name = {name: index for index, name in enumerate(view.names)}
+        for row, name in enumerate(view.row_names):
+            index = index_of_name[name.split(" of expert rank ")[0]]
+            self.trained[row] = index in view.trained
+            self.replicas[row] = view.gradient_replicas(index)
+            self.weight_replicas[row] = view.weight_replicas(index)
+            self.sizes[row] = getattr(view.parameters[index], "ds_numel", view.parameters[index].numel())
+        self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
+
+    def finding(self, step: int, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
+        """Records a share of a tolerance that exceeds 1, and returns the finding."""
+        self.verdict.record(kind, share)
+        return Finding(0 if kind == "start" else step, kind, text, share, rank)
+
+    def gradients(self, step: Step) -> list[Finding]:
+        """Compares the gradients that reach the optimizer with what autograd computed."""
+        view, verdict = self.view, self.verdict
+        trained = self.trained & self._comparable(step)
+        if not trained.any():
+            return []
+        factor_of_mean = view.reduction_factor() / step.scale / view.ranks.size
+        expected = step.sums["expected"] * factor_of_mean
+        summands = step.sums["summands"][:, 0] * factor_of_mean
+        actual = step.sums["actual"] / self.replicas[:, None]
+        contrast = step.sums["contrast"].abs()
+        if not expected[trained].isfinite().all():
+            verdict.notes["gradients that are not finite"] = f"autograd computed them in step {step.number}"
+            return []
+        micro_batches = max(1, step.micro_batches)
+        deviation = gradient_deviation(summands, self.sizes, self.unit, micro_batches, view.ranks.size)[:, None]
+        signal = (expected / deviation)[trained]
+        strength = float(signal.norm()) or 1e-30
+        factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
+        tolerance = factor_tolerance(strength, view.ranks.size)
+        norm = float((step.sums["square"][:, 0] / self.replicas)[trained].sum().sqrt())
+        findings = self._factor(step, factor, tolerance, norm) if strength > SIGMAS else []
+        may_be_clipped = view.clip_limit() or not view.owns_step
+        scaled = factor if may_be_clipped and abs(factor - 1) > tolerance and 0 < factor < 1 else 1.0
+        error = (actual - scaled * expected).abs() + contrast
+        shares = (error / (SIGMAS * scaled * deviation)).amax(1)[trained].nan_to_num(nan=torch.inf)
+        self._measure(trained, expected, summands, deviation, tolerance)
+        worst = int(shares.argmax())
+        verdict.record("gradient", float(shares[worst]))
+        if shares[worst] <= 1:
+            return findings
+        rest = (actual - factor * expected).abs() + contrast
+        if findings and (rest <= SIGMAS * abs(factor) * deviation)[trained].all():
+            return findings  # one factor explains all gradients
+        row = int(trained.nonzero()[worst])
+        aim = scaled * expected[row]
+        size = float(aim.norm().clamp(min=1e-30))
+        text = (
+            f"the gradient of {view.row_names[row]} is {float(actual[row] @ aim) / size**2:.5g} times what autograd "
+            f"computed, and off by {float(error[row].norm()) / size:.2g} of its norm "
+            f"(tolerance {float(SIGMAS * scaled * deviation[row] * K**0.5) / size:.1e})"
+        )
+        if contrast[row].norm() > 0.1 * error[row].norm():
+            text += "; the ranks have different gradients"
+        findings = [each for each in findings if each.kind != "scale"]  # one tensor far off moves the factor too
+        return [*findings, self.finding(step.number, "gradient", text, float(shares[worst]))]
+
+    def _measure(
+        self, trained: Tensor, expected: Tensor, summands: Tensor, deviation: Tensor, tolerance: float
+    ) -> None:
+        """Adds to the verdict what was judged, and how small an error would have been seen. A gradient counts as judged
+        if half of it would be seen to be missing, or if autograd computed 0."""
+        visible = (SIGMAS * deviation[:, 0] / expected.abs().amax(1).clamp(min=1e-30))[trained]
+        computed = summands[trained] > 0
+        self.verdict.values += int(self.sizes[trained][(visible < 0.5) | ~computed].sum())
+        if computed.any():
+            median = float(visible[computed].median())
+            self.verdict.smallest_scale_error = max(tolerance, self.verdict.smallest_scale_error or 0.0)
+            self.verdict.smallest_tensor_error = max(median, self.verdict.smallest_tensor_error or 0.0)
+
+    def _comparable(self, step: Step) -> Tensor:
+        """Returns for each row whether what autograd computed is what the optimizer should get."""
+        view, verdict = self.view, self.verdict
+        verdict.values_in_all += int(self.sizes[self.trained].sum())
+        foreign = step.sums["foreign"][:, 0] > 0
+        if foreign.any():
+            verdict.not_judged["some gradients"] = (
+                "the script has set them, or clipped them other than by the norm of all "
+                f"({int(foreign.sum())} of {len(foreign)} in step {step.number})"
+            )
+        updaters = step.sums["trained"][:, 0]
+        if not view.owns_step and ((updaters > 0) & (updaters < view.ranks.size)).any():
+            verdict.not_judged["gradients"] = "the optimizers of the ranks update different parameters"
+            return torch.zeros_like(foreign)
+        return ~foreign
+
+    def _factor(self, step: Step, factor: float, tolerance: float, norm: float) -> list[Finding]:
+        """Judges the factor that all gradients have in common, which clipping may make smaller than 1."""
+        limit, share = self.view.clip_limit(), abs(factor - 1) / tolerance
+        allowed = CLIPPING + 2 * self.optimizer_unit
+        if limit and norm > limit * (1 - allowed):
+            self.verdict.record("clipping", error := abs(norm / limit - 1) / allowed)
+            if error > 1:
+                return [
+                    self.finding(
+                        step.number, "clipping", f"the norm of all gradients is {norm:.6g} and the limit {limit}", error
+                    )
+                ]
+            share = max(0.0, factor - 1) / (tolerance + allowed)
+        elif not self.view.owns_step and share > 1 and 0 < factor < 1 and not limit:
+            self.verdict.not_judged["the scale of all gradients"] = (
+                f"something other than torch's clip_grad_norm_ multiplied them by {factor:.5g} in step {step.number}"
+            )
+            return []
+        self.verdict.record("scale", share)
+        if share <= 1:
+            return []
+        text = f"all gradients together are {factor:.7g} times what autograd computed (tolerance {tolerance:.1e})"
+        return [self.finding(step.number, "scale", text + self._meaning(step, factor), share)]
+
+    def _meaning(self, step: Step, factor: float) -> str:
+        """Names what a wrong factor may come from."""
+        ranks, parts = self.view.ranks.size, step.micro_batches
+        causes = {
+            1 / parts: f"divided by the {parts} micro-batches once too often",
+            float(parts): f"not divided by the {parts} micro-batches",
+            1 / ranks: f"divided by the {ranks} ranks once too often",
+            float(ranks): f"not divided by the {ranks} ranks",
+        }
+        found = [cause for value, cause in causes.items() if value != 1 and abs(factor / value - 1) < 0.01]
+        return f", as if {' or '.join(found)}" if found else ""
+
+    def weights(self, step: Step) -> list[Finding]:
+        """Compares the weights that forward and backward passes used with the optimizer's weights."""
+        uses, view = step.sums["uses"], self.view
+        used = (uses[:, 0] > 0).nonzero()[:, 0]
+        if not len(used):
+            return []
+        reference = (step.sums["reference"] / self.weight_replicas[:, None])[used]
+        mean = (step.sums["used"] / uses)[used]
+        contrast = step.sums["used_contrast"][used].abs().amax(1) * (uses[used, 0] == view.ranks.size)
+        size = reference.norm(dim=1).clamp(min=1e-30)
+        error = (mean - reference).abs().amax(1) / (EXACT * size)
+        moved = step.sums["moved"][used, 0] / (EXACT * size)
+        if view.owns_step or view.gathers:
+            error = torch.maximum(error, moved)
+        elif (moved > 1).any():
+            name = view.row_names[int(used[int(moved.argmax())])]
+            self.verdict.notes["weights that change within a step"] = f"{name} did in step {step.number}"
+        error = torch.maximum(error, contrast / (EXACT * size)).nan_to_num(nan=torch.inf)
+        findings = []
+        worst = int(error.argmax())
+        if bool(mean[worst].isfinite().all()):
+            self.verdict.record("weight", float(error[worst]))
+            if error[worst] > 1:
+                text = f"the weight {view.row_names[int(used[worst])]} is used with another value than the optimizer's"
+                findings.append(self.finding(step.number, "weight", text, float(error[worst])))
+        for place, row in enumerate(used.tolist()):
+            if not self.trained[row]:
+                before = self.frozen.get(row, reference[place])
+                if (before - reference[place]).abs().max() > EXACT * size[place]:
+                    # The script may do this, as MoCo does.
+                    self.verdict.notes["weights that the optimizer does not update"] = (
+                        f"{view.row_names[row]} has changed"
+                    )
+                self.frozen[row] = reference[place].clone()
+        return findings
