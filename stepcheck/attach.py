@@ -60,7 +60,7 @@ class Attached:
         self.options = {"every": every, "weights_every": weights_every}
         self.audits: Any = weakref.WeakSet()  # an audit must not outlive its model
         self.verdicts: list[Any] = []  # of all audits
-        self.refused: dict[str, str] = {}  # engines that cannot be audited, and why
+        self.refused: dict[int, tuple[str, str]] = {}  # engines that cannot be audited, and why, by their id
         self.pending: Any = weakref.WeakSet()  # optimizers that are not audited yet
         self.refused_once: Any = weakref.WeakSet()  # of these, those whose model had no wrapper at its forward pass
         self.owned: Any = weakref.WeakSet()  # optimizers that an engine calls
@@ -132,7 +132,7 @@ class Attached:
             known = type(error).__name__ == "NotAuditable"
             self.refuse(model, str(error) if known else f"the audit failed: {type(error).__name__}: {error}")
             return None
-        self.refused.pop(type(model).__name__, None)
+        self.refused.pop(id(model), None)
         self._report_at_exit()
         self.audits.add(started)
         self.verdicts.append(started.verdict)
@@ -140,7 +140,7 @@ class Attached:
 
     def refuse(self, engine: Any, why: str) -> None:
         self._report_at_exit()
-        self.refused[type(engine).__name__] = why
+        self.refused[id(engine)] = type(engine).__name__, why
 
     def before_forward(self, module: Any, inputs: Any) -> None:
         """Starts the audits of the pending optimizers that train a module, at its first forward pass, when all wrappers
@@ -201,7 +201,7 @@ class Attached:
         if not self.is_first_rank or os.getpid() != self.process:
             return
         verdicts = [{**each.as_dict(), "summary": str(each)} for each in self.verdicts]
-        for engine, why in self.refused.items():
+        for engine, why in self.refused.values():
             verdicts.append(
                 {"engine": engine, "steps": 0, "passed": False, "findings": [], "summary": f"not judged: {why}"}
             )

@@ -193,7 +193,7 @@ WRONG = {
     "sweep --search seed=0,1 --out file": "--out file: Not a directory (file/net)",
     "sweep --search name=a,b": "--search name=a,b: the sweep sets --name of each run: leave it out",
     "predict 64.safetensors pipe.png": "pipe.png is neither a file nor a folder",
-    "predict 64.safetensors file --delta pipe.png": "pipe.png is not a file",
+    "predict 64.safetensors file --delta pipe.png": "pipe.png does not exist, or is not a file",
     "predict ./-1.safetensors file": "image_size must be at least 32 and at most 8192, not -1",
     "predict 0.safetensors file": "image_size must be at least 32 and at most 8192, not 0",
     "predict 64.safetensors file": "its model does not fit its image_size 64",

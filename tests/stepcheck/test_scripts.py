@@ -42,7 +42,6 @@ ENGINES: list[tuple[str, int, set[str]]] = [
 
 ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
     ("one_optimizer_for_two_wrappers", 4, set()),
-    ("uneven_inputs", 0, {"step 1 and later steps"}),
     ("sharded_optimizer", 4, {"gradients"}),
     ("sharded_optimizer, as a whole", 4, {"updates"}),
     ("probe_of_one_rank", 4, set()),
@@ -84,4 +83,4 @@ def test_odd_scripts_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_odd_scripts_of_several_ranks(tmp_path: Path) -> None:
-    check(ENGINES_OF_SEVERAL_RANKS, tmp_path, "torchrun", "--nproc_per_node", "2", "--master_port", "0")
+    check(ENGINES_OF_SEVERAL_RANKS, tmp_path, "torchrun", "--standalone", "--nproc_per_node", "2")
