@@ -30,9 +30,8 @@ by "training mode" and its name."""
 class BetweenSteps:
     """Keeps checksums of the weights and of this rank's optimizer state after a step, and the modes before a step."""
 
-    def __init__(self, modes: Modes):
-        """Takes the modes at the start of the training."""
-        self._modes = modes
+    def __init__(self) -> None:
+        self._modes: Modes = {}  # before the last checked step, when all hooks of the start have set them
         self._step, self._epoch = 0, 0  # of the checksums
         self._sums: Sums = {}
 

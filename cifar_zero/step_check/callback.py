@@ -156,7 +156,7 @@ class StepCheck(Guarded):
         self._plain_copy.build(trainer)
         self._plain_optimizer = self._build_optimizer(trainer, pl_module)
         own = self._plain_optimizer and self._plain_optimizer.optimizer
-        self._between = BetweenSteps(self._modes)
+        self._between = BetweenSteps()
         self._gradient_hooks = GradientHooks(self, trainer, pl_module, self._plain_copy, own)
         shape = hooks_of(trainer.strategy).shape
         elements = sum(math.prod(shape(each)) for each in pl_module.parameters())
