@@ -62,6 +62,20 @@ def test_the_first_fault_ends_all_ranks(tmp_path: Path) -> None:
     assert "torchrun" in str(failure.text)
 
 
+@pytest.mark.distributed
+def test_the_ranks_that_a_script_starts_are_audited(tmp_path: Path) -> None:
+    """This repository's train.py starts its ranks itself, and has a training loop of its own."""
+    pytest.importorskip("lightning")
+    flags = ["--data.source", "synthetic", "--data.synthetic_size", "64", "--data.root", str(tmp_path), "--out"]
+    flags += [str(tmp_path), "--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu"]
+    flags += ["--batch_size", "8", "--accumulate", "2", "--max_steps", "3", "--test_figures", "false"]
+    done = stepcheck("run", "--json", str(tmp_path / "verdict.json"), "train.py", *flags)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (engine,) = json.loads((tmp_path / "verdict.json").read_text())["engines"]
+    assert (engine["steps"], engine["coverage"]) == (3, 1)
+    assert engine["engine"].endswith("ZeRO 2, float32, 2 ranks")
+
+
 def test_keep_going_lets_the_script_end(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(PLANT)
     done = stepcheck("run", "--keep_going", SCRIPT, path=tmp_path)
