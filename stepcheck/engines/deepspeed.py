@@ -69,7 +69,7 @@ class DeepSpeedView(View):
     def label(self) -> str:
         dtype = str(self.engine.get_data_types()[0]).removeprefix("torch.")
         stage = self.engine.zero_optimization_stage()
-        return f"DeepSpeed {deepspeed.__version__}, ZeRO {stage}, {dtype}, {self.ranks.size} ranks"
+        return f"DeepSpeed {deepspeed.__version__}, ZeRO {stage}, {dtype}, {self.ranks}"
 
     @property
     def device(self) -> torch.device:

@@ -37,7 +37,7 @@ class FSDP2View(PlainView):
 
     @property
     def label(self) -> str:
-        return f"FSDP2, {self.ranks.size} ranks"
+        return f"FSDP2, {self.ranks}"
 
     @property
     def device(self) -> torch.device:

@@ -97,7 +97,7 @@ class DDPView(PlainView):
 
     @property
     def label(self) -> str:
-        return f"DDP, {self.ranks.size} ranks"
+        return f"DDP, {self.ranks}"
 
     def gradient_replicas(self, index: int) -> int:
         return self.ranks.size

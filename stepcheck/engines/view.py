@@ -67,6 +67,9 @@ class RankInfo:
             return cls(dist.get_rank(), dist.get_world_size())
         return cls(0, 1)
 
+    def __str__(self) -> str:
+        return "1 rank" if self.size == 1 else f"{self.size} ranks"
+
 
 class View:
     """Reads a model and a torch optimizer in one process. Engines override what they do differently."""
