@@ -335,7 +335,7 @@ class Audit:
         for tensor in group["params"]:
             for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
                 for key, value in self._given.get(part.index, {}).items():
-                    if key in group and group[key] != value:
+                    if key in group and _plain(group[key]) != _plain(value):
                         text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
                         self.add("options", 2.0, text)
 
@@ -463,6 +463,11 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
 def _contrast(replica: int, replicas: int) -> float:
     """Returns the weight of a replica. The weights of all replicas differ and add up to 0."""
     return (2 * replica - replicas + 1) / replicas
+
+
+def _plain(value: Any) -> Any:
+    """Returns an option as a tuple if it is a list, as in JSON."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -63,3 +63,13 @@ def test_a_divisor_that_float32_rounds_is_no_fault():
     for ranks in range(1, 100):
         factor = torch.tensor(1 / ranks, dtype=torch.float32).double().item() * ranks
         assert abs(factor - 1) <= factor_tolerance(strength=1e30, ranks=ranks)
+
+
+def test_an_option_that_json_gives_as_a_list_is_no_fault() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.8, 0.999))
+    start = Start(model, optimizer)
+    optimizer.param_groups[0]["betas"] = [0.8, 0.999]
+    with audit(model, optimizer, on_fault="warn", start=start) as audited:
+        step(model, optimizer)
+    assert audited.verdict.findings == []
