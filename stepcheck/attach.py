@@ -61,7 +61,7 @@ class Attached:
         self.audits: Any = weakref.WeakSet()  # an audit must not outlive its model
         self.verdicts: list[Any] = []  # of all audits
         self.refused: dict[int, tuple[str, str]] = {}  # engines that cannot be audited, and why, by their id
-        self.pending: Any = weakref.WeakSet()  # optimizers that are not audited yet
+        self.pending: Any = weakref.WeakKeyDictionary()  # optimizers that are not audited yet, in order
         self.refused_once: Any = weakref.WeakSet()  # of these, those whose model had no wrapper at its forward pass
         self.owned: Any = weakref.WeakSet()  # optimizers that an engine calls
         self.building = False  # whether an engine is being built, which may call its optimizer once
@@ -82,7 +82,7 @@ class Attached:
             if any(hasattr(each, "placements") for group in self.param_groups for each in group["params"]):
                 attached.start(self)  # FSDP2: `fully_shard` comes before the optimizer
                 return
-            attached.pending.add(self)
+            attached.pending[self] = None
             if attached.finder is None:
                 hook = torch.nn.modules.module.register_module_forward_pre_hook
                 attached.finder = hook(attached.before_forward)
@@ -152,7 +152,7 @@ class Attached:
         parameters = {id(each) for each in module.parameters()}
         for optimizer in [*self.pending]:
             if optimizer in self.owned:
-                self.pending.discard(optimizer)
+                self.pending.pop(optimizer, None)
             elif optimizer not in self.refused_once and parameters & _ids(optimizer):
                 root, started = self.start(optimizer)
                 if started is None:
@@ -169,7 +169,7 @@ class Attached:
         import torch
 
         if not (torch.compiler.is_compiling() or self.building) and optimizer in self.pending:
-            self.pending.discard(optimizer)
+            self.pending.pop(optimizer, None)
             if optimizer not in self.owned:
                 self.start(optimizer)
 
@@ -182,7 +182,7 @@ class Attached:
             return None, None
         started = self.audit(root, optimizer)
         if started is not None:
-            self.pending.discard(optimizer)
+            self.pending.pop(optimizer, None)
         return root, started
 
     def on_fault(self, finding: Any) -> None:

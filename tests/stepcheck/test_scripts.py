@@ -42,8 +42,8 @@ ENGINES: list[tuple[str, int, set[str]]] = [
 
 ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
     ("one_optimizer_for_two_wrappers", 4, set()),
-    ("sharded_optimizer", 4, {"gradients"}),
     ("sharded_optimizer, as a whole", 4, {"updates"}),
+    ("sharded_optimizer", 4, {"gradients"}),
     ("probe_of_one_rank", 4, set()),
     ("DistributedDataParallel", 0, set()),  # refused: groups_of_one_rank
     ("Linear", 0, set()),  # refused: the probe
