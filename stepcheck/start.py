@@ -23,7 +23,6 @@ class Start:
             for group in getattr(optimizer, "param_groups", ())
             for parameter in group["params"]
         }
-        self.scheduled = True
 
     def options_by_index(self, view: View) -> dict[int, dict[str, Any]]:
         """Returns the options of each parameter as the user gave them, without the learning rate, which a schedule may
