@@ -109,7 +109,7 @@ class PlainCopy:
                 start(random_state)
                 with torch.enable_grad(), Exact(self.lowest) if exact else nullcontext():
                     loss = compute(self.module)
-                    (loss / divisor * scale).backward()
+                    _backward(loss / divisor * scale)
                 found.losses.append(loss.detach())
                 self.module.zero_grad(set_to_none=True)
             found.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
@@ -168,6 +168,14 @@ def _forward(norm: Any, forward: Callable[..., Tensor], *args: Any) -> Tensor:
         return forward(*args)
     finally:
         norm._parameters = own
+
+
+def _backward(loss: Tensor) -> None:
+    """Does what `loss.backward()` does, which would leave the context of `Exact` during recomputation (torch 2.15)."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _is_state(value: Any) -> bool:
