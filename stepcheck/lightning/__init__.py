@@ -1,0 +1,1 @@
+"""What stepcheck adds to PyTorch Lightning."""
