@@ -82,6 +82,7 @@ class Audit:
         self._noted: list[tuple[Tensor, Callable[[], str]]] = []  # weights that the script may have rewritten
         self._options: dict[int, dict[str, Any]] = {}
         self._last_audited = 0
+        self._trains: bool | None = None  # whether the module was in training mode in the last step
         self._began = 0.0
         self._hooked: dict[int, Any] = {}  # handles of the hooks on parameters, by id of the parameter
         self._in_backward = False
@@ -261,6 +262,9 @@ class Audit:
             column.zero_()
         self._used, self._counts = {}, {}
         self._batches.begin_step()
+        if self._trains and not self.view.module.training:
+            self.add("state", 2.0, "the module is in evaluation mode, unlike in the step before")
+        self._trains = self.view.module.training
         self.scale = self.view.loss_scale()
         self.view.begin_step()
         reference = self._columns["reference"]
