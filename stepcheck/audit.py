@@ -303,6 +303,7 @@ class Audit:
             self._columns["trained"][self.view.rows[index]] = 1
         actual, square = self._columns["actual"], self._columns["square"]
         clips = self.view.clip_limit() > 0
+        self.compare_given_options()
         for group in optimizer.param_groups:
             self._compare_options(group)
             for tensor in group["params"]:
@@ -348,19 +349,22 @@ class Audit:
             print(f"stepcheck: {findings[0]}", flush=True)
 
     def _compare_options(self, group: dict[str, Any]) -> None:
-        """Compares the options of a parameter group with those before the engine's step, and at the first step with
-        those that the user gave."""
+        """Compares the options of a parameter group with those before the engine's step."""
         for key, value in self._options.get(id(group), {}).items():
             if group.get(key, value) != value:
                 self.add("options", 2.0, f"{key} is {group[key]} in the update and was {value} before the step")
-        if self.verdict.steps:
-            return
-        for tensor in group["params"]:
-            for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
-                for key, value in self._given.get(part.index, {}).items():
-                    if key in group and _plain(group[key]) != _plain(value):
-                        text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
-                        self.add("options", 2.0, text)
+
+    def compare_given_options(self) -> None:
+        """Compares the options of the parameter groups with those that the user gave. The first step does it, unless
+        it was done before."""
+        for group in self.view.optimizer.param_groups if self._given else ():
+            for tensor in group["params"]:
+                for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
+                    for key, value in self._given.get(part.index, {}).items():
+                        if key in group and _plain(group[key]) != _plain(value):
+                            text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
+                            self.add("options", 2.0, text)
+        self._given = {}
 
     def _judge_step(self, skipped: bool) -> list[Finding]:
         """Adds up what the ranks contribute, and returns the findings, which are the same on all ranks."""

@@ -116,6 +116,8 @@ class StepCheck(Callback):
             self._note(what, why)
 
     def _audit(self, trainer: Trainer, module: LightningModule, model: Any, optimizer: Any = None) -> None:
+        if trainer.ckpt_path is not None and self._start is not None:
+            self._start.options.clear()  # the checkpoint has set the options
         replay = self._replay if len(trainer.optimizers) == 1 else None
         try:
             audited = audit(model, optimizer, on_fault=self.on_fault, start=self._start, replay=replay)
@@ -126,6 +128,7 @@ class StepCheck(Callback):
             return
         self._audits.append(audited)
         self.verdicts.append(audited.verdict)
+        audited.compare_given_options()  # before a callback changes them
         limit = float(trainer.gradient_clip_val or 0.0)
         if audited.view.owns_step:
             audited.view.divides_loss = False  # Lightning has divided it
