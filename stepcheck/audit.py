@@ -22,7 +22,7 @@ from stepcheck.engines import View, view_of
 from stepcheck.engines.view import Hook
 from stepcheck.judge import COLUMNS, Judge, Step
 from stepcheck.sketch import K, project
-from stepcheck.start import Start
+from stepcheck.start import Start, plain
 from stepcheck.updates import UpdateCheck
 from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
 
@@ -303,7 +303,6 @@ class Audit:
             self._columns["trained"][self.view.rows[index]] = 1
         actual, square = self._columns["actual"], self._columns["square"]
         clips = self.view.clip_limit() > 0
-        self.compare_given_options()
         for group in optimizer.param_groups:
             self._compare_options(group)
             for tensor in group["params"]:
@@ -349,22 +348,19 @@ class Audit:
             print(f"stepcheck: {findings[0]}", flush=True)
 
     def _compare_options(self, group: dict[str, Any]) -> None:
-        """Compares the options of a parameter group with those before the engine's step."""
+        """Compares the options of a parameter group with those before the engine's step, and at the first step with
+        those that the user gave."""
         for key, value in self._options.get(id(group), {}).items():
             if group.get(key, value) != value:
                 self.add("options", 2.0, f"{key} is {group[key]} in the update and was {value} before the step")
-
-    def compare_given_options(self) -> None:
-        """Compares the options of the parameter groups with those that the user gave. The first step does it, unless
-        it was done before."""
-        for group in self.view.optimizer.param_groups if self._given else ():
-            for tensor in group["params"]:
-                for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
-                    for key, value in self._given.get(part.index, {}).items():
-                        if key in group and _plain(group[key]) != _plain(value):
-                            text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
-                            self.add("options", 2.0, text)
-        self._given = {}
+        if self.verdict.steps:
+            return
+        for tensor in group["params"]:
+            for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
+                for key, value in self._given.get(part.index, {}).items():
+                    if key in group and plain(group[key]) != plain(value):
+                        text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
+                        self.add("options", 2.0, text)
 
     def _judge_step(self, skipped: bool) -> list[Finding]:
         """Adds up what the ranks contribute, and returns the findings, which are the same on all ranks."""
@@ -493,11 +489,6 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
 def _contrast(replica: int, replicas: int) -> float:
     """Returns the weight of a replica. The weights of all replicas differ and add up to 0."""
     return (2 * replica - replicas + 1) / replicas
-
-
-def _plain(value: Any) -> Any:
-    """Returns an option as a tuple if it is a list, as in JSON."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,9 @@ class Start:
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self.ties = _ties(model)
         self.trained = {name: each.requires_grad for name, each in model.named_parameters()}
+        self.groups = [_options(group) for group in getattr(optimizer, "param_groups", ())]
         self.options = {
-            id(parameter): {
-                key: value for key, value in group.items() if key != "lr" and isinstance(value, (*PLAIN, tuple))
-            }
+            id(parameter): _options(group)
             for group in getattr(optimizer, "param_groups", ())
             for parameter in group["params"]
         }
@@ -33,6 +32,16 @@ class Start:
             for index, parameter in enumerate(view.parameters)
             if id(parameter) in self.options
         }
+
+    def changed_options(self, optimizer: Any) -> list[str]:
+        """Returns which options of parameter groups have changed since, one sentence each."""
+        pairs = enumerate(zip(self.groups, optimizer.param_groups, strict=False))
+        return [
+            f"{key} of parameter group {number} is {after[key]}, and {value} was given"
+            for number, (before, after) in pairs
+            for key, value in before.items()
+            if key in after and plain(after[key]) != plain(value)
+        ]
 
     def changes(self, model: nn.Module) -> list[str]:
         """Returns what has changed since, one sentence each."""
@@ -49,6 +58,16 @@ class Start:
         ties = _ties(model)
         untied = [name for name, before in self.ties.items() if ties.get(name, before) != before]
         return texts + [f"{name} is no longer tied as before the engine was built" for name in untied[:1]]
+
+
+def plain(value: Any) -> Any:
+    """Returns an option as a tuple if it is a list, as in JSON."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options without the learning rate, which a schedule may change before the first step."""
+    return {key: value for key, value in group.items() if key != "lr" and isinstance(value, (*PLAIN, tuple))}
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

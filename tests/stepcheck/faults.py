@@ -14,8 +14,6 @@ from torch import nn
 
 Patch = pytest.MonkeyPatch
 
-OPTIMIZER_MODULE: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim deletes this name
-
 
 def wrap(patch: Patch, owner: Any, name: str, broken: Callable[..., Any]) -> None:
     """Replaces a method by a function whose first argument is the original method."""
@@ -254,25 +252,17 @@ def ddp_weights_drift(patch: Patch) -> None:
     wrap(patch, torch.optim.AdamW, "step", step)
 
 
-def before_each_update(patch: Patch, change: Callable[[Any], None]) -> None:
-    """Calls `change` with the optimizer between the backward pass and the step, as a script may do."""
+def shards_multiplied_by_fsdp2(patch: Patch) -> None:
+    """FSDP2 multiplies the gradients that it has reduced by more than 1, which no clipping does."""
+    groups: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 
-    def hook(optimizer: Any, *_: Any) -> None:
-        change(optimizer)
+    def finalize(real: Any, self: Any, *args: Any) -> None:
+        real(self, *args)
+        for each in self.fsdp_params:
+            if each.sharded_param.grad is not None:
+                each.sharded_param.grad.mul_(2.0)
 
-    patch.setitem(OPTIMIZER_MODULE._global_optimizer_pre_hooks, -1, hook)
-
-
-def gradients_multiplied(patch: Patch) -> None:
-    """The script multiplies all gradients by more than 1, which no clipping does."""
-
-    def change(optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    each.grad.mul_(2.0)
-
-    before_each_update(patch, change)
+    wrap(patch, groups.FSDPParamGroup, "finalize_backward", finalize)
 
 
 def rate_restarts(patch: Patch) -> None:

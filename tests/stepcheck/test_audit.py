@@ -54,7 +54,7 @@ FAULTS: list[tuple[str, str, int, str, dict[str, Any]]] = [
     ("gradients_scaled_in_zero_3", "zero3", 1, "scale", {}),
     ("all_reduce_of_ddp_left_out", "ddp", 1, "gradient", {}),
     ("ddp_weights_drift", "ddp", 1, "update", {}),
-    ("gradients_multiplied", "fsdp2", 1, "scale", {}),
+    ("shards_multiplied_by_fsdp2", "fsdp2", 1, "scale", {}),
 ]
 
 NOT_LOW = {
