@@ -10,7 +10,6 @@ import os
 import sys
 import warnings
 from argparse import Namespace
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def train(row: dict[str, Any], out: Path) -> dict[str, Any]:
             continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
-            patch.setattr(faults.OPTIMIZER_MODULE, "_global_optimizer_pre_hooks", OrderedDict())
             attached = Attached(
                 str(out.parent), weights_every=options.__dict__.pop("weights_every", 4), keep_going=True
             )

@@ -38,7 +38,7 @@ class Two(LightningModule):
 
     def __init__(self, optimizer: Any = torch.optim.AdamW) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 10))
+        self.net: Any = nn.Sequential(nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 10))
         self.optimizer = optimizer
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -102,7 +102,7 @@ class Momentum(Two):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Linear(24, 16).requires_grad_(False)
+        self.encoder: Any = nn.Linear(24, 16).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         for mine, other in zip(self.encoder.parameters(), self.net[0].parameters(), strict=True):
