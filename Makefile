@@ -80,7 +80,7 @@ test-all-nodes: FILES := $(RANKS)/test_two_nodes.py $(RANKS)/test_faults.py
 
 test-all: $(NAMES)  ## every test in its long form, in the parts that `make parts` lists
 
-test-all-comparison: .venv/other_libraries
+test-all-packages: .venv/other_libraries
 
 # Libraries whose scripts a test compares; they are in no requirements.
 .venv/other_libraries: .venv/dev

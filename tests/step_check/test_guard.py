@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 from cifar_zero import strategies
-from cifar_zero.comparison import StepCheck, own_module
+from cifar_zero.config.placement import Placement
+from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.replay import PlainCopy
 from tests.step_check.test_callback import Module, verdict_on
 from tests.support.helpers import on_ranks
@@ -140,9 +141,8 @@ def _trainer(check: StepCheck, strategy: Any) -> Trainer:
 
 def fit_twice() -> None:
     check, module = StepCheck(every=1), Module()
-    flags = ["--module", "a.py:A", "--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu"]
+    placement = Placement("deepspeed_stage_2", accelerator="cpu", devices=2)
     for _ in range(2):
-        placement = own_module.resolved([*flags, "--max_steps", "3"]).placement
         _trainer(check, strategies.build(placement, 250)).fit(module)
         assert check.verdict.outcome in ("bit-identical", "within rounding"), str(check.verdict)
         assert check.verdict.steps == [1, 2, 3]

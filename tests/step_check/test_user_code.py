@@ -22,8 +22,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
-from cifar_zero.comparison import StepCheck
 from cifar_zero.optimizers import torch_updates
+from cifar_zero.step_check.callback import StepCheck
 from cifar_zero.step_check.updates import is_elementwise
 from cifar_zero.step_check.verdict import Verdict
 from cifar_zero.strategies import hooks_of
