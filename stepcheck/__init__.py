@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepcheck.audit import Audit, audit
     from stepcheck.engines import NotAuditable
+    from stepcheck.replay import Replay
     from stepcheck.start import Start
     from stepcheck.verdict import Finding, StepCheckError, Verdict
 
-__all__ = ["Audit", "Finding", "NotAuditable", "Start", "StepCheckError", "Verdict", "audit"]
+__all__ = ["Audit", "Finding", "NotAuditable", "Replay", "Start", "StepCheckError", "Verdict", "audit"]
 
-_HOMES = {"Audit": "audit", "audit": "audit", "NotAuditable": "engines", "Start": "start"}
+_HOMES = {"Audit": "audit", "audit": "audit", "NotAuditable": "engines", "Replay": "replay", "Start": "start"}
 
 
 def __getattr__(name: str) -> Any:

@@ -57,6 +57,7 @@ class Audit:
         weights_every: int = 8,
         on_fault: Literal["raise", "warn"] | Callable[[Finding], None] = "raise",
         start: Start | None = None,
+        replay: Any = None,
     ):
         self.view, self.every, self.weights_every, self.on_fault = view, every, weights_every, on_fault
         self.verdict = Verdict(engine=view.label)
@@ -91,6 +92,9 @@ class Audit:
         if start:
             for text in start.changes(view.module):
                 self.add("start", 2.0, text)
+        self.replay = replay
+        if replay is not None:
+            replay.attach(self)
         self._undo = [*view.attach(self), *self._watch(), self._batches.remove]
         self.verdict.bytes = sum(each.numel() * each.element_size() for each in self._columns.values())
 
@@ -189,12 +193,20 @@ class Audit:
                 self._saw_weight(index, parameter)
 
     @guarded
+    def begin(self) -> None:
+        """Begins a step, unless it has begun or is not audited."""
+        if not self.running:
+            self._begin_step()
+
+    @guarded
     def _saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
         """Sees what autograd computes for a parameter, before the engine does."""
         if not self.running:  # the module itself was not called, only parts of it
             self._begin_step()
         if not self.running:
             return
+        if self.replay is not None:
+            self.replay.saw_gradient(index, gradient)
         view, row = self.view, self.view.rows[index]
         expected, summands = self._columns["expected"], self._columns["summands"]
         if view.starts_anew(index):
@@ -311,6 +323,8 @@ class Audit:
 
     def end_step(self, skipped: bool = False) -> None:
         """Judges the step that has ended. If it has a fault, raises StepCheckError or calls `on_fault` on all ranks."""
+        if self.running and self.replay is not None:
+            self.replay.judge()
         start = time.perf_counter()
         findings = self._judge_step(skipped) if self.running else []
         self.verdict.seconds += time.perf_counter() - start
@@ -357,7 +371,7 @@ class Audit:
             at += count
         worst = flat[at:].max()
         if worst == FAILED:
-            self.stop(f"step {self.step} and later steps", next(filter(None, self._everywhere(self.error))))
+            self.stop(f"step {self.step} and later steps", next(filter(None, self.everywhere(self.error))))
             return []
         findings = self._gather_local(shares) if worst > 1 else []
         for (kind, _, _), share in zip(self._local, shares.tolist(), strict=True):
@@ -405,11 +419,11 @@ class Audit:
         ]
         return [
             self._judge.finding(self.step, kind, text, share, rank)
-            for rank, found in enumerate(self._everywhere(own))
+            for rank, found in enumerate(self.everywhere(own))
             for kind, text, share in found
         ]
 
-    def _everywhere(self, own: Any) -> list[Any]:
+    def everywhere(self, own: Any) -> list[Any]:
         """Returns an object of each rank."""
         everyone: list[Any] = [own]
         if self.view.ranks.size > 1:
@@ -434,6 +448,7 @@ def audit(
     weights_every: int = 8,
     on_fault: Literal["raise", "warn"] | Callable[[Finding], None] = "raise",
     start: Start | None = None,
+    replay: Any = None,
 ) -> Audit:
     """Audits each step from now on. Every rank must call it, after the engine or wrapper was built.
 
@@ -444,11 +459,12 @@ def audit(
         weights_every: Compare each weight in every so many steps. Gradients and updates are compared in each step.
         on_fault: Whether to raise StepCheckError at the first step with a fault or to print it, or what to call.
         start: What `Start` recorded before the engine was built.
+        replay: Computes chosen steps again on a copy of the module.
 
     Raises:
         NotAuditable: If the audit cannot read the engine. The message says why.
     """
-    return Audit(view_of(model, optimizer), every, weights_every, on_fault, start)
+    return Audit(view_of(model, optimizer), every, weights_every, on_fault, start, replay)
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -16,6 +16,7 @@ class Start:
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self.ties = _ties(model)
+        self.trained = {name: each.requires_grad for name, each in model.named_parameters()}
         self.options = {
             id(parameter): {
                 key: value for key, value in group.items() if key != "lr" and isinstance(value, (*PLAIN, tuple))
@@ -42,6 +43,9 @@ class Start:
             changed = [key for key in before if after.get(name, before).get(key) != before[key]]
             if name and changed:
                 texts.append(f"building the engine has changed {name}.{changed[0]}")
+        for name, parameter in model.named_parameters():
+            if self.trained.get(name, parameter.requires_grad) != parameter.requires_grad:
+                texts.append(f"building the engine has {'frozen' if self.trained[name] else 'unfrozen'} {name}")
         ties = _ties(model)
         untied = [name for name, before in self.ties.items() if ties.get(name, before) != before]
         return texts + [f"{name} is no longer tied as before the engine was built" for name in untied[:1]]

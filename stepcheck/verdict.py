@@ -5,7 +5,28 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["start", "loss", "gradient", "scale", "clipping", "options", "state", "update", "weight", "buffer"]
+Kind = Literal[
+    "start",
+    "loss",
+    "gradient",
+    "scale",
+    "clipping",
+    "options",
+    "state",
+    "update",
+    "weight",
+    "buffer",
+    "output",
+    "replayed loss",
+    "replayed gradient",
+    "replayed buffer",
+]
+
+Outcome = Literal["agrees", "different", "not judged"]
+
+
+ENOUGH = 0.9
+"""Smallest share of the gradient elements that must be judged for an agreement."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,8 @@ class Verdict:
 
     engine: str = ""  # what trains, for example "DeepSpeed 0.19.8, ZeRO 2, bfloat16, 2 ranks"
     steps: int = 0  # audited
+    replayed: int = 0  # of these, steps that a plain copy has computed again
+    identical: int = 0  # of these, steps in which every value was bit-identical on this rank
     skipped: int = 0  # steps in which the engine left the update out, because a gradient overflowed
     findings: list[Finding] = field(default_factory=list)
     not_judged: dict[str, str] = field(default_factory=dict)  # what, and why
@@ -48,6 +71,13 @@ class Verdict:
         return self.steps > 0 and not self.findings
 
     @property
+    def outcome(self) -> Outcome:
+        """The verdict in a word or two. What was not judged is never called agreement."""
+        if self.findings:
+            return "different"
+        return "agrees" if self.passed and self.coverage >= ENOUGH else "not judged"
+
+    @property
     def coverage(self) -> float:
         """The share of the gradient elements that was judged."""
         return self.values / self.values_in_all if self.values_in_all else 0.0
@@ -59,7 +89,13 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict as plain data for JSON. Shares that are not finite become strings."""
         finite = {kind: share if share < float("inf") else "infinite" for kind, share in self.shares.items()}
-        return {"passed": self.passed, "coverage": self.coverage, **asdict(self), "shares": finite}
+        return {
+            "outcome": self.outcome,
+            "passed": self.passed,
+            "coverage": self.coverage,
+            **asdict(self),
+            "shares": finite,
+        }
 
     def __str__(self) -> str:
         return "; ".join(self._sentences())
@@ -72,6 +108,9 @@ class Verdict:
         yield f"{self.steps} steps audited" + (f", {self.skipped} skipped for overflow" if self.skipped else "")
         if self.steps:
             yield f"{self.values:,} gradient values, {self.coverage:.4g} of them judged".replace(" 1 of", " all of")
+        if self.replayed:
+            how = f"{self.identical} of them bit-identical" if self.identical < self.replayed else "bit-identical"
+            yield f"{self.replayed} computed again by plain PyTorch, {how}"
         if self.shares:
             shares = ", ".join(f"{kind} {share:.2g}" for kind, share in sorted(self.shares.items()))
             yield f"largest share of a tolerance: {shares}"

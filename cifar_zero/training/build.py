@@ -28,7 +28,7 @@ from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
-from cifar_zero.step_check.callback import StepCheck
+from stepcheck.lightning import StepCheck
 from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, RunState

@@ -1,5 +1,6 @@
 """Trains one case on this rank, and audits each step."""
 
+import copy
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stepcheck.accept.cases import STEPS, ZERO, Case, deepspeed_config
 from stepcheck.accept.models import batches, build, loss_of
 from stepcheck.audit import audit
+from stepcheck.replay import Replay
 from stepcheck.start import Start
 from stepcheck.verdict import Verdict
 
@@ -24,12 +26,13 @@ def train(case: Case, device: torch.device) -> Verdict:
     """Trains a case. Returns the audit's verdict."""
     model = build(case).to(device)
     torch.manual_seed(1000 * case.seed + dist.get_rank())  # dropout
+    replay = Replay(copy.deepcopy(model))
     training = (DeepSpeedTraining if case.strategy in ZERO else TorchTraining)(case, model)
     data = batches(case, dist.get_rank(), device)
     try:
-        with audit(*training.audited, weights_every=1, on_fault="warn", start=training.start) as audited:
+        with audit(*training.audited, weights_every=1, on_fault="warn", start=training.start, replay=replay) as audited:
             for _ in range(STEPS):
-                training.step([next(data) for _ in range(case.accumulate)])
+                training.step(replay, [next(data) for _ in range(case.accumulate)])
     finally:
         training.free()
         del training, model
@@ -61,11 +64,15 @@ class TorchTraining:
         self.optimizer, self.schedule = optimizer, build_schedule(optimizer)
         self.audited: Any = self.model, optimizer
 
-    def step(self, micro_batches: Batches) -> None:
+    def step(self, replay: Replay, micro_batches: Batches) -> None:
         """Trains one step on some micro-batches."""
         for number, batch in enumerate(micro_batches, 1):
             self.set_sync(self.case.syncs_each or number == len(micro_batches))
-            (loss_of_batch(self.case, self.model, *batch) / len(micro_batches)).backward()
+            compute = partial(loss_of_batch, self.case, batch, parts=len(micro_batches))
+            replay.micro_batch(compute)
+            loss = compute(self.model)
+            replay.loss(loss)
+            loss.backward()
         if self.case.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
         self.optimizer.step()
@@ -90,11 +97,14 @@ class DeepSpeedTraining:
         )[0]
         self.audited: Any = (self.engine,)
 
-    def step(self, micro_batches: Batches) -> None:
+    def step(self, replay: Replay, micro_batches: Batches) -> None:
         """Trains one step on some micro-batches."""
         managed = self.case.config.get("managed_gradient_accumulation", True)
         for number, batch in enumerate(micro_batches, 1):
-            loss = loss_of_batch(self.case, self.engine, *batch)
+            compute = partial(loss_of_batch, self.case, batch)
+            replay.micro_batch(compute)
+            loss = compute(self.engine)
+            replay.loss(loss)
             if self.case.plain_backward:
                 loss.backward()
             else:
@@ -129,6 +139,6 @@ def build_schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.85)
 
 
-def loss_of_batch(case: Case, model: nn.Module, tokens: Tensor, wanted: Tensor) -> Tensor:
-    """Returns the loss of a batch. One model returns it itself."""
-    return model(tokens, wanted) if case.model == "experts" else loss_of(model(tokens), wanted)
+def loss_of_batch(case: Case, batch: tuple[Tensor, Tensor], model: nn.Module, parts: int = 1) -> Tensor:
+    """Returns the loss of a micro-batch, one of some parts of a step. One model returns it itself."""
+    return (model(*batch) if case.model == "experts" else loss_of(model(batch[0]), batch[1])) / parts

@@ -39,7 +39,7 @@ class DeepSpeedView(View):
         self.trained = {index_of[id(each)] for group in groups for each in group if id(each) in index_of}
         self.trained |= {part.index for target in self._target_list for part in target.parts}
         self._give_experts_rows()
-        self._losses = LossScales(engine)
+        self._losses = LossScales(self)
 
     def _refuse_unreadable(self) -> None:
         engine = self.engine
@@ -78,6 +78,21 @@ class DeepSpeedView(View):
     def targets(self) -> Iterator[Target]:
         yield from self._target_list
 
+    def shape(self, index: int) -> torch.Size:
+        parameter = self.parameters[index]
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def full_weight(self, index: int) -> Tensor:
+        with deepspeed.zero.GatheredParameters([self.parameters[index]], enabled=self.stage == 3):
+            return super().full_weight(index)
+
+    def prepare_copy(self, copy: nn.Module) -> None:
+        """Gives the copy's layers of experts the same groups of ranks, as the engine's start does."""
+        parts: Iterator[Any] = copy.modules()
+        for part in parts:
+            if hasattr(part, "set_deepspeed_parallelism"):
+                part.set_deepspeed_parallelism(getattr(self.engine._config, "use_data_before_expert_parallel_", False))
+
     def frozen_parts(self, index: int) -> tuple[Tensor, int]:
         parameter = self.parameters[index]
         if not hasattr(parameter, "ds_tensor"):
@@ -104,6 +119,10 @@ class DeepSpeedView(View):
 
     def reduction_factor(self) -> float:
         return 1.0 if getattr(self.engine, "gradient_average", True) else float(self.ranks.size)
+
+    @property
+    def divisor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return float(self._losses.divisor)
 
     def clip_limit(self) -> float:
         return float(self.engine._config._param_dict.get("gradient_clipping", 0.0) or 0.0)
@@ -194,11 +213,12 @@ class LossScales:
     """Measures by what the engine multiplies the loss: on the loss itself (up to 0.18.1, and 0.19), or in hooks on the
     module's outputs (0.18.3 to 0.18.5, and wherever a script calls `loss.backward()`). Only the product counts."""
 
-    def __init__(self, engine: Any):
-        self.engine = engine
+    def __init__(self, view: Any):
+        self.view, self.engine = view, view.engine
         self.incoming: list[Tensor] = []  # gradient norms of the outputs, before the engine's hooks
         self.outgoing: list[Tensor] = []  # and after them
         self.outputs: list[Tensor] = []
+        self.divisor = 1  # of the last loss
 
     def watch_module(self) -> Any:
         watch = Hook(lambda module, inputs, output: self._watch(output, "incoming"))
@@ -224,8 +244,9 @@ class LossScales:
         that the error of its scale uses, the scale, and the expected scale."""
         is_output = any(loss is each for each in self.outputs)
         self.outputs = []
-        steps = self.engine.gradient_accumulation_steps() if kwargs.get("scale_wrt_gas", True) else 1
-        expected = float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0) / steps
+        divides = self.view.divides_loss and kwargs.get("scale_wrt_gas", True)
+        self.divisor = self.engine.gradient_accumulation_steps() if divides else 1
+        expected = float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0) / self.divisor
         seen: list[Tensor] = []
         handle = loss.register_hook(lambda gradient: seen.append(gradient.detach().double()))
         result = real(loss, *args, **kwargs)
@@ -249,6 +270,8 @@ class LossScales:
         expected = 1 / self.engine.gradient_accumulation_steps()
         tolerance = max([LOSS, *(8 * torch.finfo(each.dtype).eps for each in self.outputs)])
         ratios = self._ratios()
+        if self.outputs:
+            self.divisor = self.engine.gradient_accumulation_steps()
         self.outputs, self.incoming, self.outgoing = [], [], []
         return [((each / expected - 1).abs() / tolerance, each, expected) for each in ratios]
 

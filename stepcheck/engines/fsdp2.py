@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map
 
 from stepcheck.engines.plain import PlainView
 from stepcheck.engines.view import NotAuditable, Part, Target
@@ -50,6 +52,26 @@ class FSDP2View(PlainView):
         for index in sorted(self.trained):
             parameter = self.parameters[index]
             yield Target(parameter, (Part(index, self._start(parameter), 0, self.local(parameter).numel()),))
+
+    def full_weight(self, index: int) -> Tensor:
+        parameter = self.parameters[index]
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return full.detach().to(self.device, self.compute_dtype(index), copy=True)
+
+    def prepare_copy(self, copy: nn.Module) -> None:
+        """Makes the copy cast inputs and outputs as `fully_shard` does."""
+        for name, part in self.module.named_modules():
+            if not isinstance(part, FSDPModule):
+                continue
+            policy, own = part._get_fsdp_state()._mp_policy, copy.get_submodule(name)
+            if policy.cast_forward_inputs and policy.param_dtype:
+                into = partial(_cast, policy.param_dtype)
+                own.register_forward_pre_hook(
+                    lambda _, args, kwargs, into=into: (tree_map(into, args), tree_map(into, kwargs)), with_kwargs=True
+                )
+            if policy.output_dtype:
+                out = partial(_cast, policy.output_dtype)
+                own.register_forward_hook(lambda _, args, output, out=out: tree_map(out, output))
 
     def frozen_parts(self, index: int) -> tuple[Tensor, int]:
         return self.local(self.parameters[index]).detach(), self._start(self.parameters[index])
@@ -118,6 +140,10 @@ def _sum_dtype(parameter: Any) -> torch.dtype | None:
     policy = parameter.mp_policy
     own = hasattr(type(parameter), "unsharded_grad_dtype")
     return policy.reduce_dtype or (None if own else policy.param_dtype)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -99,6 +99,14 @@ class DDPView(PlainView):
     def label(self) -> str:
         return f"DDP, {self.ranks}"
 
+    @property
+    def syncs_buffers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # torch 2.15 has renamed broadcast_buffers.
+        options = (
+            getattr(each, "forward_sync_buffers", getattr(each, "broadcast_buffers", False)) for each in self.wrappers
+        )
+        return any(options)
+
     def gradient_replicas(self, index: int) -> int:
         return self.ranks.size
 

@@ -137,6 +137,20 @@ class View:
         """Returns the number of ranks that hold the same part of the optimizer's weights."""
         return 1
 
+    syncs_buffers = False
+    """Whether the forward pass copies the buffers of rank 0 to the other ranks."""
+
+    def shape(self, index: int) -> torch.Size:
+        """Returns the unsharded shape of a parameter."""
+        return self.parameters[index].shape
+
+    def full_weight(self, index: int) -> Tensor:
+        """Returns a copy of an unsharded parameter, as the forward pass uses it. Every rank must call it."""
+        return self.parameters[index].detach().clone()
+
+    def prepare_copy(self, copy: nn.Module) -> None:
+        """Prepares a plain copy of the module, which was made before the engine was built."""
+
     def compute_dtype(self, index: int) -> torch.dtype:
         """Returns the dtype in which a parameter is used in the forward pass."""
         return self.parameters[index].dtype
@@ -148,6 +162,12 @@ class View:
     def loss_scale(self) -> float:
         """Returns the factor of a low precision that is still in autograd's gradients, and not in the optimizer's."""
         return 1.0
+
+    divides_loss = True
+    """Whether the engine is to divide each loss by the micro-batches of a step. Lightning has done it."""
+
+    divisor: float = 1.0
+    """By what the engine is expected to divide each loss, beside the loss scale."""
 
     def reduction_factor(self) -> float:
         """Returns what the reduced gradient is of the mean over the ranks, as configured."""

@@ -1,0 +1,244 @@
+"""Defines `StepCheck`, the callback that audits each step of a training and replays chosen ones."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from stepcheck.audit import Audit, audit
+from stepcheck.engines import NotAuditable
+from stepcheck.lightning.user_hooks import hooks_on_gradients
+from stepcheck.replay import Replay
+from stepcheck.replay.random_state import random_state_kept
+from stepcheck.start import Start
+from stepcheck.verdict import Verdict
+
+INTERNAL = vars(LightningModule()).keys()
+"""Attributes of every LightningModule. The user's own attributes, such as counters and modes, belong to a step."""
+
+
+class StepCheck(Callback):
+    """Audits each step of a training, with any module, data and strategy. Every rank must have this callback.
+
+    After the training, `verdict` holds the result.
+    """
+
+    def __init__(
+        self,
+        replay_every: int = 0,
+        steps: Collection[int] = (),
+        count: int = 0,
+        only: str = "",
+        outputs: bool = False,
+        on_fault: Literal["raise", "warn"] = "raise",
+        file: Path | None = None,
+    ):
+        """Chooses the steps that a plain copy of the module computes again. Steps count from 1.
+
+        Args:
+            replay_every: Replay each step whose number is divisible by this; 0 for none.
+            steps: Replay the steps with these numbers.
+            count: Replay this many steps, spread evenly over the run, with its first and its last.
+            only: Regular expression: gradients of other weights are not replayed, and need no memory.
+            outputs: Whether to compare the outputs of all submodules in these steps.
+            on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and go on.
+            file: JSON file to which rank 0 writes the verdict at the end.
+        """
+        self.replay_every, self.steps, self.count, self.only, self.outputs = (
+            replay_every,
+            {*steps},
+            count,
+            only,
+            outputs,
+        )
+        self.on_fault: Literal["raise", "warn"] = on_fault
+        self.file = file
+        self.verdicts: list[Verdict] = []  # of each optimizer
+        self._audits: list[Audit] = []
+        self._copy: Any = None
+        self._start: Start | None = None
+        self._replay: Replay | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the training; if several optimizers train, the worst of theirs."""
+        order = ("different", "not judged", "agrees")
+        return min(self.verdicts, key=lambda each: order.index(each.outcome), default=Verdict())
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Copies the module before the strategy shards it, and waits for its optimizers."""
+        if stage != "fit":
+            return
+        self.verdicts, self._audits, self._replay, self._copy = [Verdict()], [], None, None
+        if self.replay_every or self.steps or self.count:
+            try:
+                self._copy = copy.deepcopy(pl_module)  # Lightning leaves the trainer out
+            except Exception as error:  # an attribute of the user's may raise anything
+                self._note("replays", f"the module cannot be copied ({type(error).__name__}: {error})")
+        _call_after(pl_module, "configure_optimizers", partial(self._keep_start, pl_module))
+
+    def _keep_start(self, module: LightningModule, configured: Any) -> None:
+        """Records the module and its optimizer after the last hook before an engine starts."""
+        vars(module).pop("configure_optimizers", None)
+        self._start = Start(module, _optimizer_of(configured))
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the audits. The strategy's engine has been built."""
+        vars(pl_module).pop("configure_optimizers", None)
+        strategy: Any = trainer.strategy
+        engine = strategy.model if isinstance(strategy, DeepSpeedStrategy) else None
+        if not pl_module.automatic_optimization and self._copy is not None:
+            self._note("replays", "the module steps its optimizers itself")
+            self._copy = None
+        if self._copy is not None:
+            self._replay = self._build_replay(trainer)
+        self.verdicts = []
+        if engine is not None:
+            self._audit(trainer, pl_module, engine)
+        for optimizer in trainer.optimizers if engine is None else ():
+            self._audit(trainer, pl_module, strategy.model, optimizer)
+
+    def _audit(self, trainer: Trainer, module: LightningModule, model: Any, optimizer: Any = None) -> None:
+        replay = self._replay if len(trainer.optimizers) == 1 else None
+        try:
+            audited = audit(model, optimizer, on_fault=self.on_fault, start=self._start, replay=replay)
+        except NotAuditable as error:
+            self.verdicts.append(Verdict(not_judged={"all steps": str(error)}))
+            self._replay = None
+            return
+        self._audits.append(audited)
+        self.verdicts.append(audited.verdict)
+        limit = float(trainer.gradient_clip_val or 0.0)
+        if audited.view.owns_step:
+            audited.view.divides_loss = False  # Lightning has divided it
+            if limit and limit != audited.view.clip_limit():
+                audited.add("clipping", 2.0, f"the engine clips to {audited.view.clip_limit()}, and {limit} was given")
+            for hook in hooks_on_gradients(trainer, module):
+                audited.verdict.notes[hook] = (
+                    "DeepSpeed ignores how it changes gradients; to clip, use the Trainer's gradient_clip_val"
+                )
+
+    def _build_replay(self, trainer: Trainer) -> Replay | None:
+        """Builds the copy as Lightning builds the module, without logging."""
+        plain = self._copy
+        try:
+            plain.trainer = trainer
+            plain.log = plain.log_dict = _nothing
+            with random_state_kept():
+                plain.setup("fit")
+                plain.configure_model()
+            plain.to(trainer.strategy.root_device)
+        except Exception as error:  # the module's code may raise anything
+            self._note("replays", f"building a copy of the module fails ({type(error).__name__}: {error})")
+            return None
+        return Replay(plain, self.replay_every, self.steps, self.only, self.outputs, INTERNAL)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts the steps of a resumed run as it does, and spreads the `count` steps to replay over the run."""
+        for each in self._audits:
+            each.step = trainer.global_step + 1
+        if self._replay is None:
+            return
+        _call_before_step(trainer.strategy, partial(self._on_micro_batch, trainer))
+        total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
+        if self.count and total < math.inf:
+            parts = max(self.count - 1, 1)
+            self._replay.steps |= {first + round(part * (total - first) / parts) for part in range(self.count)}
+        elif self.count:
+            self._note("replays", "the number of steps is unknown: give replay_every or steps")
+
+    def _on_micro_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        """Remembers a micro-batch after all hooks that may change it or the module."""
+        assert self._replay is not None
+        step = self._audits[0].step
+        kept = _cloned(batch) if self._replay.chooses(step) else None
+        self._replay.micro_batch(partial(_loss, trainer, kept, batch_idx))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Remembers the loss of a replayed step."""
+        if self._replay is not None:
+            self._replay.loss(loss)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the verdict, and writes it to the file if one was given."""
+        self._finish(trainer)
+        if trainer.is_global_zero:
+            print(f"stepcheck: {self.verdict.outcome}: {self.verdict}", flush=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Writes the verdict so far."""
+        self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        vars(trainer.strategy).pop("on_train_batch_start", None)
+        for each in self._audits:
+            each.detach()
+        self._audits = []
+        if self.file is not None and trainer.is_global_zero:
+            with suppress(OSError):  # a full disk must not end the training
+                self.file.write_text(json.dumps(self.verdict.as_dict(), indent=1))
+
+    def _note(self, what: str, why: str) -> None:
+        for each in self.verdicts:
+            each.not_judged[what] = why
+
+
+def _loss(trainer: Trainer, batch: Any, batch_idx: int, module: Any) -> Tensor:
+    """Computes the loss that Lightning passes to the backward pass."""
+    arguments = (_cloned(batch), batch_idx)[: module.training_step.__code__.co_argcount - 1]
+    with trainer.precision_plugin.train_step_context():
+        outputs = module.training_step(*arguments)
+    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+    return loss / trainer.accumulate_grad_batches
+
+
+def _cloned(batch: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, batch)
+
+
+def _optimizer_of(configured: Any) -> Any:
+    """Returns the first optimizer of what `configure_optimizers` has returned, or None."""
+    if isinstance(configured, Mapping):
+        configured = configured.get("optimizer")
+    while isinstance(configured, (list, tuple)):
+        configured = configured[0] if configured else None
+    return configured if hasattr(configured, "param_groups") else None
+
+
+def _call_after(owner: Any, name: str, then: Callable[[Any], None]) -> None:
+    """Makes an object call `then` with what its method `name` returns."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def both(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options)
+        then(result)
+        return result
+
+    setattr(owner, name, both)
+
+
+def _call_before_step(strategy: Any, then: Callable[[Any, int], None]) -> None:
+    """Makes a strategy call `then` before each micro-batch, after the hooks of all callbacks and of the module, which
+    Lightning calls first."""
+    method = strategy.on_train_batch_start
+
+    @wraps(method)
+    def both(batch: Any, batch_idx: int, *args: Any) -> None:
+        method(batch, batch_idx, *args)
+        then(batch, batch_idx)
+
+    strategy.on_train_batch_start = both
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Logs nothing in a replay."""

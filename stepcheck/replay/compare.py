@@ -1,0 +1,170 @@
+"""Compares what a step has computed with two replays of it, one in the training's precision and one in float64.
+
+Their difference is the rounding error of this step. The training may differ from the first replay by ROUNDINGS of it,
+because it may use other kernels, which add up in another order. A rounding error is one sample, and may be 0 by chance.
+So LEAST machine epsilons of the dtype that computes are allowed in addition, relative to the norm of the summands. A
+small tensor's rounding error counts as no less than the root mean square of those of all tensors.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stepcheck.replay.plain_copy import Computed
+from stepcheck.verdict import Kind
+
+ROUNDINGS = 3.0
+"""Largest allowed error, as a multiple of the step's rounding error."""
+
+LEAST = 4.0
+"""Relative error that is allowed in addition, in machine epsilons."""
+
+SMALL = 1e-3
+"""Share of the norm of all gradients that is added to the norm of one gradient before its error is divided by it. A
+gradient that nearly cancels still has the rounding error of its summands."""
+
+FEW = 100
+"""A tensor with fewer elements has too small a sample of rounding errors."""
+
+CONSTANT = 0.02
+"""Largest remainder of a gradient that counts as a multiple of another one, relative to its norm."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One value of a step."""
+
+    kind: Kind
+    name: str
+    error: float  # relative
+    tolerance: float
+    elements: int
+    explanation: str = ""
+
+    @property
+    def share(self) -> float:
+        """Returns the share of the tolerance that the error uses."""
+        return self.error / self.tolerance if self.tolerance else (math.inf if self.error else 0.0)
+
+    def __str__(self) -> str:
+        what = f"{self.kind.removeprefix('replayed ')} of {self.name}".removeprefix("output of ")
+        size = "is missing" if self.error == math.inf else f"is off by {self.error:.2g} of its norm"
+        how = f"{size} (tolerance {self.tolerance:.1e}){self.explanation}"
+        return (
+            f"the {what}, computed again by plain PyTorch, {how}"
+            if self.kind != "output"
+            else f"the output of {what} {how}"
+        )
+
+
+def identical(actual: Computed, replay: Computed) -> bool:
+    """Returns whether a step is bit-identical with a replay."""
+    return (
+        _same(actual.losses, replay.losses)
+        and actual.gradients.keys() == replay.gradients.keys()
+        and _same(actual.gradients.values(), replay.gradients.values())
+        and _same((actual.buffers[name] for name in replay.buffers if name in actual.buffers), replay.buffers.values())
+        and _same((each for _, each in actual.outputs), (each for _, each in replay.outputs))
+    )
+
+
+def compare(actual: Computed, low: Computed, exact: Computed, lowest: torch.dtype) -> Iterator[Compared]:
+    """Yields each value of a step, compared with the two replays.
+
+    Args:
+        actual: What the training has computed.
+        low: The replay in the training's precision.
+        exact: The replay in float64.
+        lowest: The lowest dtype in which the training computes.
+    """
+    eps = epsilon(lowest, next(iter(low.gradients.values()), torch.zeros(())).device)
+    for (name, value), (_, own), (_, high) in zip(actual.outputs, low.outputs, exact.outputs, strict=True):
+        yield _compared("output", name, value, own, high, eps)
+    rounding = _mean_square(_relative(a, b) for a, b in zip(low.losses, exact.losses, strict=True))
+    for number, (loss, own, high) in enumerate(zip(actual.losses, low.losses, exact.losses, strict=True), 1):
+        least = max(LEAST * torch.finfo(loss.dtype).eps, eps / 4)
+        yield _compared("replayed loss", f"micro-batch {number}", loss, own, high, least / LEAST, rounding=rounding)
+    yield from _gradients(actual, low, exact, eps)
+    for name, buffer in low.buffers.items():
+        if name in actual.buffers and actual.buffers[name].shape == buffer.shape:
+            own_eps = max(eps, torch.finfo(buffer.dtype).eps) if buffer.is_floating_point() else 0.0
+            yield _compared("replayed buffer", name, actual.buffers[name], buffer, exact.buffers[name], own_eps)
+
+
+def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> Iterator[Compared]:
+    whole = math.sqrt(sum(float(each.square().sum()) for each in exact.gradients.values()))
+    sizes = {name: float(each.norm()) + SMALL * whole + 1e-300 for name, each in exact.gradients.items()}
+    rounding = _mean_square(
+        _distance(low.gradients[name], exact.gradients[name]) / size for name, size in sizes.items()
+    )
+    for name, high in exact.gradients.items():
+        if name not in actual.gradients:
+            yield Compared("replayed gradient", name, math.inf, 0.0, high.numel(), ": the training computed none")
+            continue
+        summed = max(1.0, float(exact.summands[name]) / sizes[name])
+        found, own = actual.gradients[name], low.gradients[name]
+        few = rounding if high.numel() < FEW else 0.0
+        result = _compared("replayed gradient", name, found, own, high, eps * summed, sizes[name], few)
+        explanation = _factor(found.double(), own.double()) if result.share > 1 else ""
+        yield Compared(result.kind, name, result.error, result.tolerance, result.elements, explanation)
+    for name in actual.gradients.keys() - exact.gradients.keys():
+        size = actual.gradients[name].numel()
+        if actual.gradients[name].any():
+            yield Compared("replayed gradient", name, math.inf, 0.0, size, ": plain PyTorch computes none")
+
+
+def _compared(
+    kind: Kind,
+    name: str,
+    actual: Tensor,
+    low: Tensor,
+    exact: Tensor,
+    eps: float,
+    size: float = 0.0,
+    rounding: float = 0.0,
+) -> Compared:
+    size = size or float(exact.double().norm()) + 1e-300
+    own = max(_distance(low, exact) / size, rounding)
+    tolerance = ROUNDINGS * own + LEAST * eps if actual.is_floating_point() else 0.0
+    if not low.isfinite().all() and not actual.isfinite().all():
+        return Compared(kind, name, 0.0, math.inf, actual.numel())
+    return Compared(kind, name, _distance(actual, low) / size, tolerance, actual.numel())
+
+
+def epsilon(dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the machine epsilon of the numbers that are multiplied: of TF32, where torch may use it for float32."""
+    if dtype == torch.float32 and device.type == "cuda":
+        backends: list[object] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+        if any(getattr(each, "allow_tf32", False) for each in backends):
+            return 2.0**-10  # TF32 has 10 bits after the point
+    return torch.finfo(dtype).eps
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Returns the norm of the difference. Infinite values and NaN count as equal to themselves."""
+    one, other = one.double(), other.double()
+    equal = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).masked_fill(equal, 0).norm())
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    return _distance(one, other) / (float(other.double().norm()) + 1e-300)
+
+
+def _mean_square(values: Iterator[float]) -> float:
+    found = [each for each in values if math.isfinite(each)]
+    return math.sqrt(sum(each * each for each in found) / len(found)) if found else 0.0
+
+
+def _factor(actual: Tensor, expected: Tensor) -> str:
+    factor = float((actual * expected).sum() / expected.square().sum().clamp(min=1e-300))
+    rest = float((actual - factor * expected).norm()) / max(float(actual.norm()), 1e-300)
+    return f": it is {factor:.3g} times the correct value" if rest < CONSTANT < abs(factor - 1) else ""
+
+
+def _same(some: object, others: object) -> bool:
+    one, two = [*some], [*others]  # pyright: ignore[reportGeneralTypeIssues]
+    return len(one) == len(two) and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -1,0 +1,63 @@
+"""Makes torch compute in float64, with the random numbers of the training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+LOW = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes that float64 replaces."""
+
+WIDER: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (Tensor.half, Tensor.bfloat16, Tensor.float), lambda tensor, *args, **kwargs: tensor.double()
+)
+"""The function that replaces each function that casts to one of these dtypes."""
+
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.normal, torch.multinomial}
+DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.bernoulli_}
+
+
+class Exact(TorchFunctionMode):
+    """Context manager in which torch computes in float64, whatever precision the code requests.
+
+    Random numbers are drawn in the dtype in which the training draws them, because generators draw different numbers in
+    float64. Random numbers that a function in C++ or CUDA draws internally, as attention with dropout does, are not
+    handled.
+    """
+
+    def __init__(self, lowest: torch.dtype):
+        """Takes the lowest dtype in which the training computes."""
+        super().__init__()
+        self._lowest = lowest
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            mask = func(torch.ones_like(args[0], dtype=self._lowest, requires_grad=False), *args[1:], **kwargs)
+            return args[0] * mask.double()
+        if func in DRAWS_IN_PLACE:
+            drawn = func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs)
+            return args[0].copy_(drawn)
+        if func in DRAWS:
+            args, kwargs = tree_map(_narrow, (args, kwargs))
+        else:
+            args, kwargs = tree_map(wide, (args, kwargs))
+            func = WIDER.get(func, func)
+        return tree_map(wide, func(*args, **kwargs))
+
+
+def wide(value: Any) -> Any:
+    """Converts a tensor whose dtype is in LOW to float64, replaces a dtype in LOW by float64, and returns any other
+    value unchanged."""
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype in LOW else value
+    return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
+
+
+def _narrow(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value

@@ -1,0 +1,190 @@
+"""A plain, unsharded copy of a module, made before an engine changes the module."""
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from stepcheck.replay.exact import Exact, wide
+
+PLAIN = (bool, int, float, str, NoneType)
+
+State = dict[str, dict[str, Any]]
+"""Attributes of modules that are plain data or tensors, by the module's name."""
+
+
+class Computed:
+    """What autograd has computed in some micro-batches of a step on this rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.gradients: dict[str, Tensor] = {}  # added up, in float32 or wider
+        self.summands: dict[str, Tensor] = {}  # norms of the gradients of all micro-batches, added up
+        self.buffers: dict[str, Tensor] = {}  # after the step
+        self.outputs: list[tuple[str, Tensor]] = []  # of the submodules, in the order of their calls
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds a gradient of a micro-batch."""
+        value = gradient.detach()
+        value = value.double() if value.dtype == torch.float64 else value.float()
+        if name in self.gradients:
+            self.gradients[name] += value
+            self.summands[name] += value.norm()
+        else:
+            self.gradients[name], self.summands[name] = value.clone(), value.norm()
+
+
+class PlainCopy:
+    """Computes micro-batches again. Between two replays it has the shapes of its weights, and no memory for them."""
+
+    def __init__(self, module: nn.Module, internal: Collection[str] = ()):
+        """Takes a deep copy of a module, made before an engine or wrapper is built of the module.
+
+        Args:
+            module: The copy.
+            internal: Names of attributes of the outermost module that a step must not restore.
+        """
+        self.module: Any = module
+        self.internal = {*vars(nn.Module()), *internal} - {"training"}
+        for part in self.module.modules():
+            part._compiled_call_impl = None
+        for part in self.module.modules():
+            part.register_forward_pre_hook(self._note_autocast)
+        self._autocast: set[torch.dtype] = set()
+        self._weights: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._dtypes: set[torch.dtype] = {torch.float32}
+        self._trained: set[str] = set()
+        self.free()
+
+    def keep(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], trained: Collection[str]) -> None:
+        """Keeps unsharded weights, in the dtype in which they are used, and buffers, as they are before a step."""
+        self._weights, self._buffers, self._trained = dict(weights), dict(buffers), {*trained}
+        self._dtypes = {each.dtype for each in weights.values() if each.is_floating_point()} or {torch.float32}
+
+    def state_of(self, module: nn.Module) -> State:
+        """Returns copies of what the attributes of a module hold, such as counters and modes."""
+        found = {}
+        for name, part in module.named_modules():
+            own = {key: value for key, value in vars(part).items() if key not in self.internal and _is_state(value)}
+            found[name.removeprefix("module.").replace("_orig_mod.", "")] = _copied(own)
+        return found
+
+    def compute(
+        self,
+        micro_batches: Collection[tuple[Callable[[nn.Module], Tensor], dict[str, Any], State]],
+        start: Callable[[dict[str, Any]], None],
+        divisor: float,
+        scale: float,
+        watch: Callable[[nn.Module, Computed], list[Any]],
+        exact: bool = False,
+    ) -> Computed:
+        """Returns what plain PyTorch computes for the micro-batches of a step.
+
+        Args:
+            micro_batches: Of each, the function that computes its loss, and the state of the random generators and of
+                the modules before.
+            start: Restores the state of the random generators.
+            divisor: By which the engine divides each loss before its backward pass.
+            scale: By which it multiplies each loss, because of a low precision.
+            watch: Registers hooks that keep outputs of submodules, and returns their handles.
+            exact: Whether to compute in float64.
+        """
+        found = Computed()
+        self._restore(exact)
+        handles = watch(self.module, found)
+        for name, parameter in self.module.named_parameters():
+            if name in self._trained:
+                handles.append(parameter.register_hook(partial(found.add, name)))
+        try:
+            for compute, random_state, state in micro_batches:
+                for name, part in self.module.named_modules():
+                    vars(part).update(_copied(state.get(name, {})))
+                start(random_state)
+                with torch.enable_grad(), Exact(self.lowest) if exact else nullcontext():
+                    loss = compute(self.module)
+                    _backward(loss / divisor * scale)
+                found.losses.append(loss.detach())
+                self.module.zero_grad(set_to_none=True)
+            found.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.free()
+        return found
+
+    @property
+    def lowest(self) -> torch.dtype:
+        """The dtype with the fewest bits in which the last step was computed."""
+        return min(self._dtypes | self._autocast, key=lambda dtype: torch.finfo(dtype).bits)
+
+    def free(self) -> None:
+        """Gives the memory of the weights back. Their shapes stay."""
+        for parameter in self.module.parameters():
+            parameter.data = parameter.new_empty(()).expand(parameter.shape)
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Gives back what `keep` has kept."""
+        self._weights, self._buffers = {}, {}
+
+    def _restore(self, exact: bool) -> None:
+        self._autocast = self._autocast if exact else set()
+        for name, parameter in self.module.named_parameters():
+            value = self._weights[name]
+            parameter.data = value.double() if exact else value.clone()
+            parameter.requires_grad_(name in self._trained)
+        for part_name, part in self.module.named_modules():
+            for name in part._buffers:
+                value = self._buffers.get(f"{part_name}.{name}" if part_name else name)
+                if value is not None:
+                    part._buffers[name] = wide(value).clone() if exact else value.clone()
+        keep_batch_norms_wide(self.module)
+
+    def _note_autocast(self, part: nn.Module, inputs: Any) -> None:
+        device = next((each.device.type for each in tree_leaves(inputs) if isinstance(each, Tensor)), "cpu")
+        if torch.is_autocast_enabled(device):
+            self._autocast.add(torch.get_autocast_dtype(device))
+
+
+def keep_batch_norms_wide(module: nn.Module) -> None:
+    """Makes each batch norm cast its weights to the dtype of its running statistics during its forward pass. torch
+    (2.15) accepts float32 statistics only with float32 weights."""
+    for norm in module.modules():
+        if isinstance(norm, _BatchNorm) and norm.running_mean is not None and "forward" not in vars(norm):
+            vars(norm)["forward"] = partial(_forward, norm, norm.forward)
+
+
+def _forward(norm: Any, forward: Callable[..., Tensor], *args: Any) -> Tensor:
+    own, dtype = norm._parameters, norm.running_mean.dtype
+    norm._parameters = {name: None if value is None else value.to(dtype) for name, value in own.items()}
+    try:
+        return forward(*args)
+    finally:
+        norm._parameters = own
+
+
+def _backward(loss: Tensor) -> None:
+    """Does what `loss.backward()` does, which would leave the context of `Exact` during recomputation (torch 2.15)."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _is_state(value: Any) -> bool:
+    """Returns whether a value is plain data, a tensor that is not a Parameter, or a container of such values."""
+    leaves = tree_leaves(value)
+    return all(
+        type(leaf) in PLAIN or (isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)) for leaf in leaves
+    )
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)

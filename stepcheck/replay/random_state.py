@@ -1,0 +1,40 @@
+"""Reads and restores the states of the random generators that a training step may use."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the states. Only the generator of the rank's own GPU is read, because reading all would initialize every
+    GPU in each rank."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restores the states that `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restores the states at the end of the context."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

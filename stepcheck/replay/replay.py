@@ -1,0 +1,235 @@
+"""Defines `Replay`, which an audit asks to judge chosen steps."""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from stepcheck.replay import compare
+from stepcheck.replay.memory import available
+from stepcheck.replay.plain_copy import Computed, PlainCopy
+from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
+
+BYTES = 32
+"""Most bytes that a replay needs for each parameter, beside the training: weights, the gradients of the training and of
+the first replay (4 each), and weights, their gradient and its sum in float64."""
+
+
+class Replay:
+    """Computes chosen steps again on a plain copy, on each rank by itself. Pass it to `audit`.
+
+    Call `micro_batch` before each forward pass.
+    """
+
+    def __init__(
+        self,
+        copy: nn.Module,
+        every: int = 1,
+        steps: Collection[int] = (),
+        only: str = "",
+        outputs: bool = False,
+        internal: Collection[str] = (),
+    ):
+        """Chooses the steps.
+
+        Args:
+            copy: A deep copy of the module that will be trained, made before an engine or wrapper is built of it.
+            every: Replay each step whose number is divisible by this; 0 for none.
+            steps: Replay these steps, from 1, too.
+            only: Regular expression: gradients of other weights are not compared, and need no memory.
+            outputs: Whether to compare the outputs of all submodules, so that a fault names the first that differs.
+            internal: Names of attributes of the module that a step must not restore.
+        """
+        self.every, self.steps, self.only, self.outputs = every, {*steps}, re.compile(only), outputs
+        self.copy = PlainCopy(copy, internal)
+        self.audit: Any = None  # the Audit, from its start
+        self.actual: Computed | None = None  # of the step that is being replayed
+        self.hooked: set[str] = set()  # weights whose gradients a hook of the script may change
+        self._begun = 0  # the last step whose first micro-batch was seen
+        self._chosen = False  # whether this step is replayed, on all ranks
+        self._error = ""  # why this rank cannot replay this step
+        self._micro_batches: list[tuple[Callable[[nn.Module], Tensor], dict[str, Any], Any]] = []
+        self._handles: list[Any] = []
+
+    def chooses(self, step: int) -> bool:
+        """Returns whether a step is replayed."""
+        return step in self.steps or bool(self.every and step % self.every == 0)
+
+    def attach(self, audit: Any) -> None:
+        """Starts with an audit, whose engine has been built."""
+        self.audit = audit
+        audit.view.prepare_copy(self.copy.module)
+        self.hooked = {
+            name for name, each in zip(audit.view.names, audit.view.parameters, strict=True) if _is_hooked(each)
+        }
+
+    # What the training calls
+    def micro_batch(self, compute: Callable[[nn.Module], Tensor]) -> None:
+        """Remembers a micro-batch, before its forward pass. Every rank must call it.
+
+        Args:
+            compute: Takes a module like the trained one, and returns the loss of the micro-batch, as the training
+                passes it to `backward`, but without a loss scale. It must not change its batch.
+        """
+        audit = self.audit
+        if audit.step != self._begun:
+            self._end()
+            self._begun = audit.step
+            self._chosen = self.chooses(audit.step) and not audit.stopped
+            if self._chosen:
+                audit.begin()
+                self._error = _describe(self._begin)
+        if self.actual is not None:
+            self._micro_batches.append((compute, random_state(), self.copy.state_of(audit.view.module)))
+
+    def loss(self, loss: Tensor) -> None:
+        """Remembers the loss of the last micro-batch, as `compute` returns it. Not calling it leaves losses out."""
+        if self.actual is not None:
+            self.actual.losses.append(loss.detach().clone())
+
+    # What the audit calls
+    def saw_gradient(self, index: int, gradient: Tensor) -> None:
+        """Adds a gradient that autograd has computed."""
+        name = self.audit.view.names[index]
+        if self.actual is not None and self.only.search(name):
+            self.actual.add(name, gradient)
+
+    def judge(self) -> None:
+        """Compares the step that has ended, on all ranks."""
+        if not self._chosen:
+            return
+        audit, actual = self.audit, self.actual
+        try:
+            low, same = self._compute(), False
+            if low is not None and actual is not None:
+                actual.buffers = {name: buffer.detach() for name, buffer in _buffers(audit.view.module)}
+                self._leave_out_unknown(actual, low)
+                same = compare.identical(actual, low)
+            answers, exact = audit.everywhere((self._error, same)), None
+            if not any(error for error, _ in answers) and not all(same for _, same in answers):
+                exact = self._compute(exact=True)
+                answers = audit.everywhere((self._error, same))
+            errors = [error for error, _ in answers if error]
+            if errors:
+                audit.verdict.not_judged[f"the replay of step {audit.step}"] = errors[0]
+            elif actual is not None and low is not None:
+                self._report(actual, low, exact)
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        audit, view = self.audit, self.audit.view
+        needed = BYTES * sum(math.prod(view.shape(index)) for index in range(len(view.names)))
+        free = available(view.device)
+        if any(audit.everywhere(free is not None and needed > free)):
+            raise MemoryError(
+                f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
+            )
+        expected = {name for name, _ in self.copy.module.named_parameters()}
+        gathered = {name: view.full_weight(index) for index, name in enumerate(view.names)}
+        weights = {name: weight for name, weight in gathered.items() if name in expected}
+        missing = sorted(expected - weights.keys())
+        if missing:
+            raise ValueError(f"the trained module has no weight {missing[0]}")
+        buffers = {name: buffer.detach().clone() for name, buffer in _buffers(view.module)}
+        for buffer in buffers.values() if view.syncs_buffers else ():
+            dist.broadcast(buffer, 0)
+        trained = {view.names[index] for index in view.trained if view.parameters[index].requires_grad}
+        self.copy.keep(weights, buffers, {name for name in trained if self.only.search(name)} or trained)
+        self.actual = Computed()
+        self._handles = self._watch(view.module, self.actual)
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.actual, self._micro_batches, self._handles, self._chosen, self._error = None, [], [], False, ""
+        self.copy.forget()
+
+    def _compute(self, exact: bool = False) -> Computed | None:
+        """Returns a replay, or None if it fails on this rank."""
+        found: list[Computed] = []
+        if self.actual is not None and not self._error:
+            arguments = (
+                self._micro_batches,
+                set_random_state,
+                self.audit.view.divisor,
+                self.audit.scale,
+                self._watch,
+                exact,
+            )
+            with random_state_kept():
+                self._error = _describe(lambda: found.append(self.copy.compute(*arguments)))
+        return found[0] if found else None
+
+    def _leave_out_unknown(self, actual: Computed, low: Computed) -> None:
+        """Leaves out what the training or the replay does not have to compare."""
+        if len(actual.losses) != len(low.losses):
+            actual.losses, low.losses = [], []
+        for name in self.hooked:  # the copy lacks the hooks
+            actual.gradients.pop(name, None)
+            low.gradients.pop(name, None)
+            self.audit.verdict.not_judged["some replayed gradients"] = "hooks on parameters may change them"
+        if [(name, each.shape) for name, each in actual.outputs] != [(name, each.shape) for name, each in low.outputs]:
+            self.audit.verdict.not_judged["outputs of modules"] = "a copy calls them in another order"
+            self.outputs, actual.outputs, low.outputs = False, [], []
+
+    def _report(self, actual: Computed, low: Computed, exact: Computed | None) -> None:
+        """Adds what was compared to the audit."""
+        audit = self.audit
+        audit.verdict.replayed += 1
+        if exact is None:
+            audit.verdict.identical += 1
+            return
+        exact.gradients = {name: each for name, each in exact.gradients.items() if name in low.gradients}
+        exact.losses = exact.losses if low.losses else []
+        exact.outputs = exact.outputs if low.outputs else []
+        worst: dict[str, compare.Compared] = {}
+        for each in compare.compare(actual, low, exact, self.copy.lowest):
+            if each.kind not in worst or (each.share > worst[each.kind].share and worst[each.kind].share <= 1):
+                worst[each.kind] = each  # the first that is wrong, or the one that is nearest to it
+        for each in worst.values():
+            audit.add(each.kind, each.share, str(each))
+
+    def _watch(self, module: nn.Module, found: Computed) -> list[Any]:
+        """Makes submodules add their outputs to `found`."""
+        if not self.outputs:
+            return []
+        return [
+            part.register_forward_hook(partial(_keep_output, found, _plain_name(name)))
+            for name, part in module.named_modules()
+            if _plain_name(name)  # only the training may call the outermost module
+        ]
+
+
+def _is_hooked(parameter: Any) -> bool:
+    hooks = (getattr(parameter, "_backward_hooks", None) or {}).values()
+    return any(getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "deepspeed") for hook in hooks)
+
+
+def _describe(function: Callable[[], Any]) -> str:
+    """Calls a function. Returns its exception in one line, or "" if it raises none."""
+    try:
+        function()
+    except Exception as error:  # what the module's code raises, in float64 for example
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def _keep_output(found: Computed, name: str, part: Any, inputs: Any, output: Any) -> None:
+    for each in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
+        if isinstance(each, Tensor) and each.is_floating_point():
+            found.outputs.append((name, each.detach().clone()))
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in module.named_buffers():
+        yield _plain_name(name), buffer
+
+
+def _plain_name(name: str) -> str:
+    return "" if name == "module" else name.replace("_orig_mod.", "").removeprefix("module.")
