@@ -68,10 +68,10 @@ gpu: .venv/dev  ## the first minutes on a GPU: agreement, memory, speed, the lar
 PARTS := comparison resume recipes packages strategies experts commands nodes
 NAMES := $(PARTS:%=test-all-%)
 RANKS := tests/distributed
-test-all-comparison: FILES := tests/comparison tests/step_check $(RANKS)/test_compare.py
+test-all-comparison: FILES := tests/comparison $(RANKS)/test_compare.py
 test-all-resume: FILES := $(RANKS)/test_resume.py
 test-all-recipes: FILES := $(RANKS)/test_recipes.py
-test-all-packages: FILES := tests $(addprefix --ignore ,tests/comparison tests/step_check tests/commands $(RANKS))
+test-all-packages: FILES := tests $(addprefix --ignore ,tests/comparison tests/commands $(RANKS))
 test-all-commands: FILES := tests/commands
 test-all-strategies: FILES := $(RANKS) \
 	$(patsubst %,--ignore $(RANKS)/test_%.py,compare resume recipes experts two_nodes faults)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
-from cifar_zero.comparison.result import Comparison, FinishedRun, Outcome, Variant
+from cifar_zero.comparison.result import OF_CHECKS, Comparison, FinishedRun, Outcome, Variant
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.results import FALLBACK
 
@@ -49,9 +50,9 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Out
     checks = [run.check or UNCHECKED for run in variant.runs]
     worst = max(checks, key=lambda check: OF_CHECKS.index(check["outcome"]))
     if worst["outcome"] == "different":
-        return "different", worst["text"]
+        return "different", worst["summary"]
     if variant is reference:
-        return "reference", worst["text"]
+        return "reference", worst["summary"]
     if settings := hindering(comparison.differences, reference.name, variant.name):
         return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(settings)})"
     if reference.outcome == "not trained":
@@ -70,18 +71,14 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Out
     variant.drift = max(drifts, key=len)
     if not any(drifts):
         return "bit-identical", "losses and weights equal the reference's"
-    # Steps may equal plain PyTorch's bit by bit although the runs differ, if the reference sums in another order.
-    return "not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"]
+    return worst["outcome"], worst["summary"]
 
 
 FIRST_LOSS = 0.02
 """Largest relative difference allowed between the first losses of two runs, which start from the same weights and
 images. No precision explains a larger difference, because even bfloat16 has 8 bits."""
 
-OF_CHECKS: tuple[Outcome, ...] = ("bit-identical", "within rounding", "not judged", "different")
-"""Outcomes of a step check, the worst last."""
-
-UNCHECKED = {"outcome": "not judged", "text": "no step was checked (--check_steps)"}
+UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was checked (--audit, --check_steps)"}
 """The result of the step check for a run that has no step check."""
 
 

@@ -26,8 +26,8 @@ MOVED = {
 """Options of earlier releases, and the commands that replaced them. If several are given, the first one decides."""
 
 EPILOG = """\
-At some steps of each run, the loss, the gradients and the update must be those that plain PyTorch computes from the
-same weights, images and random numbers.
+Each step of each run is audited, and 20 steps (--check_steps) are computed again by plain PyTorch from the same
+weights, images and random numbers.
 
 exit code: 0 if every variant trained and agrees (and reaches --min_accuracy), 1 if a variant did not, or could not be
 judged, 2 for wrong usage

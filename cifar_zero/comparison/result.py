@@ -10,17 +10,18 @@ from typing import Any, Literal
 
 from cifar_zero.core import console
 
-Outcome = Literal[
-    "reference", "bit-identical", "within rounding", "different", "too inaccurate", "not judged", "not trained"
-]
+Outcome = Literal["reference", "bit-identical", "agrees", "different", "too inaccurate", "not judged", "not trained"]
 
-PASSING: tuple[Outcome, ...] = ("reference", "bit-identical", "within rounding")
+OF_CHECKS: tuple[Outcome, ...] = ("agrees", "not judged", "different")
+"""Outcomes of `StepCheck`, the worst last."""
+
+PASSING: tuple[Outcome, ...] = ("reference", "bit-identical", "agrees")
 """Outcomes that let a comparison pass."""
 
 SIGNS: dict[Outcome, str] = {
     "reference": "●",
     "bit-identical": "=",
-    "within rounding": "≈",
+    "agrees": "≈",
     "different": "≠",
     "too inaccurate": "↓",
     "not judged": "?",

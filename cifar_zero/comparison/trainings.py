@@ -17,8 +17,8 @@ from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve, warn_of_few_cores
 
 CHECKED_STEPS = 20
-"""Number of optimizer steps of each run that a step check compares with plain PyTorch, spread over all steps.
---check_steps overrides it."""
+"""Number of optimizer steps of each run that are computed again by plain PyTorch. All steps are audited. --check_steps
+overrides it."""
 
 
 @dataclass

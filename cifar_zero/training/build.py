@@ -28,7 +28,6 @@ from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
-from stepcheck.lightning import StepCheck
 from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, RunState
@@ -39,6 +38,7 @@ from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
 from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, training_flops
+from stepcheck.lightning import StepCheck
 
 LIGHTNING = Path(lightning.__file__).parent
 
@@ -146,7 +146,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         )
     if recipe.early_stopping:
         made.append(EarlyStop(recipe.early_stopping, monitor=recipe.monitor, mode=mode))
-    if run.output.check_steps:
+    if run.output.audit or run.output.check_steps:
         file = run_dir and run_dir / run_folder.STEP_CHECK
         made.append(StepCheck(count=run.output.check_steps, on_fault="warn", file=file))
     return made

@@ -171,7 +171,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: Non
     Path("binary", "latest").write_bytes(b"\xff\xfe")
     write_run(Path("good"))
     write_run(Path("null"), strategy=None)
-    write_run(Path("unknown"), {"outcome": "fine", "used": 0.0, "text": ""})
+    write_run(Path("unknown"), {"outcome": "fine", "summary": ""})
     for side in (-1, 0, 64, 99999999):
         write_export(Path(f"{side}.safetensors"), side)
 

@@ -16,9 +16,9 @@ from cifar_zero.comparison.report import write_junit
 from cifar_zero.comparison.result import PASSING, Comparison, FinishedRun, Variant
 from tests.comparison.made_up import made_up
 
-AGREES = {"outcome": "within rounding", "text": "20 steps checked"}
-DIFFERS = {"outcome": "different", "text": "step 2: gradient of net.fc1.weight off by 20 %"}
-BLUNT = {"outcome": "not judged", "text": "only 90 % could be judged"}
+AGREES = {"outcome": "agrees", "summary": "20 steps checked"}
+DIFFERS = {"outcome": "different", "summary": "step 2: gradient of net.fc1.weight off by 20 %"}
+BLUNT = {"outcome": "not judged", "summary": "only 90 % could be judged"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,10 @@ def compared(*others: Variant) -> Comparison:
     ("runs", "outcome", "remark"),
     [
         ([made_up(), made_up(seed=1)], "bit-identical", "losses and weights equal the reference's"),
-        ([made_up(check=AGREES), made_up((2.0, 1.1), seed=1, check=AGREES)], "within rounding", AGREES["text"]),
-        ([made_up(check=DIFFERS), made_up(seed=1, check=AGREES)], "different", DIFFERS["text"]),
-        ([made_up((2.0, 1.1))], "not judged", "no step was checked (--check_steps)"),
-        ([made_up((2.0, 1.1), check=BLUNT)], "not judged", BLUNT["text"]),
+        ([made_up(check=AGREES), made_up((2.0, 1.1), seed=1, check=AGREES)], "agrees", AGREES["summary"]),
+        ([made_up(check=DIFFERS), made_up(seed=1, check=AGREES)], "different", DIFFERS["summary"]),
+        ([made_up((2.0, 1.1))], "not judged", "no step was checked (--audit, --check_steps)"),
+        ([made_up((2.0, 1.1), check=BLUNT)], "not judged", BLUNT["summary"]),
         (
             [made_up((2.3, 1.0), check=AGREES)],
             "different",
@@ -101,7 +101,7 @@ def test_junit_has_a_case_for_each_variant(tmp_path: Path) -> None:
     assert (suite.get("tests"), suite.get("failures")) == ("3", "2")
     assert [case.get("name") for case in suite] == ["baseline", "far <&>", "broken"]
     messages = [failure.get("message") for failure in suite.iter("failure")]
-    assert messages == [f"≠ different: {DIFFERS['text']}", "✗ not trained: out of memory"]
+    assert messages == [f"≠ different: {DIFFERS['summary']}", "✗ not trained: out of memory"]
 
 
 def test_figures_are_those_of_each_seed_and_of_the_fullest_rank() -> None:

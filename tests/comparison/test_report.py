@@ -56,14 +56,14 @@ def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
 
 
 def test_the_headline_counts_each_outcome():
-    others = trained("ddp"), trained("fsdp2", "within rounding"), trained("zero", "different"), failed("fsdp")
-    counts = "1 bit-identical, 1 within rounding, 1 different, 1 not trained"
+    others = trained("ddp"), trained("fsdp2", "agrees"), trained("zero", "different"), failed("fsdp")
+    counts = "1 bit-identical, 1 agrees, 1 different, 1 not trained"
     assert comparison(*others).headline == f"2 of 4 agree with baseline: {counts}"
 
 
 def test_only_a_variant_that_was_judged_and_agrees_passes():
     passing = {outcome for outcome in SIGNS if comparison(trained("ddp", outcome)).passed}
-    assert passing == {"reference", "bit-identical", "within rounding"}
+    assert passing == {"reference", "bit-identical", "agrees"}
 
 
 def test_an_accuracy_that_is_too_low_fails():
