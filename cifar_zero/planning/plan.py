@@ -8,12 +8,11 @@ from dataclasses import asdict
 
 from cifar_zero.config import command_line, rules
 from cifar_zero.config.arguments import read_arguments
-from cifar_zero.config.ds_config import flags_of
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.run import with_accelerator
-from cifar_zero.config.user_classes import Given, check_options, read_given
+from cifar_zero.config.user_classes import check_options, read_given
 from cifar_zero.core import exits
-from cifar_zero.core.console import command, next_to_python, torchrun
+from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
 from cifar_zero.planning.formulas import network_of
@@ -68,7 +67,7 @@ def main() -> int:
     choice, reason = recommended(needs, room)
     start = ""
     if choice is not None and given:
-        start = _check_of_module(given, choice.strategy)
+        start = command("compare", *flags, "--strategies", choice.strategy)
     elif choice is not None:
         flags += ["--strategy", choice.strategy]
         start = command("train", *flags)
@@ -101,14 +100,6 @@ def main() -> int:
     if start:
         print(start)
     return int(choice is None)
-
-
-def _check_of_module(given: Given, strategy: str) -> str:
-    """Returns the command that trains a user's module under a strategy, and checks its steps."""
-    options = {option: value for option, value in given.theirs.items() if option != "module"} | given.ours.options
-    files = [word for file in given.files for word in ("--config", file)]
-    words = ["module", given.theirs["module"], *files, *flags_of(options), "--strategies", strategy]
-    return shlex.join([next_to_python("stepcheck"), *words])
 
 
 def _parse() -> tuple[Namespace, list[str]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
 
 from cifar_zero.core import exits
-from cifar_zero.core.console import command, next_to_python
+from cifar_zero.core.console import command
 from cifar_zero.planning import plan
 from tests.support.helpers import ROOT, assert_ok, run_program
 
@@ -70,8 +69,7 @@ def test_the_command_for_a_users_module(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     parameters, trained = 1_738, 1_594
     assert (said["parameters"], said["trained_parameters"], said["micro_batch"]) == (parameters, trained, 4)
-    given = [*flags, "--strategies", "baseline"]
-    assert said["command"] == shlex.join([next_to_python("stepcheck"), "module", *given[1:]])
+    assert said["command"] == command("compare", *flags, "--strategies", "baseline")
     states = {need["strategy"]: need["states"]["device"] for need in said["strategies"]}
     half, adam = trained // 2, 2
     assert states["baseline"] == {"parameters": 4 * parameters, "gradients": 4 * trained, "optimizer": 8 * trained}
