@@ -84,6 +84,7 @@ class PlainCopy:
         scale: float,
         watch: Callable[[nn.Module, Computed], list[Any]],
         exact: bool = False,
+        then: Callable[[Any], None] | None = None,
     ) -> Computed:
         """Returns what plain PyTorch computes for the micro-batches of a step.
 
@@ -95,6 +96,7 @@ class PlainCopy:
             scale: By which it multiplies each loss, because of a low precision.
             watch: Registers hooks that keep outputs of submodules, and returns their handles.
             exact: Whether to compute in float64.
+            then: Called at the end with the copy, which has the gradients of the step.
         """
         found = Computed()
         self._restore(exact)
@@ -112,6 +114,10 @@ class PlainCopy:
                     _backward(loss / divisor * scale)
                 found.losses.append(loss.detach())
                 self.module.zero_grad(set_to_none=True)
+            if then:
+                for name, parameter in self.module.named_parameters():
+                    parameter.grad = found.gradients[name].to(parameter) if name in found.gradients else None
+                then(self.module)
             found.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         finally:
             for handle in handles:
