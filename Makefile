@@ -68,10 +68,10 @@ gpu: .venv/dev  ## the first minutes on a GPU: agreement, memory, speed, the lar
 PARTS := comparison resume recipes packages strategies experts commands nodes
 NAMES := $(PARTS:%=test-all-%)
 RANKS := tests/distributed
-test-all-comparison: FILES := tests/comparison tests/step_check $(RANKS)/test_compare.py
+test-all-comparison: FILES := tests/comparison $(RANKS)/test_compare.py
 test-all-resume: FILES := $(RANKS)/test_resume.py
 test-all-recipes: FILES := $(RANKS)/test_recipes.py
-test-all-packages: FILES := tests $(addprefix --ignore ,tests/comparison tests/step_check tests/commands $(RANKS))
+test-all-packages: FILES := tests $(addprefix --ignore ,tests/comparison tests/commands $(RANKS))
 test-all-commands: FILES := tests/commands
 test-all-strategies: FILES := $(RANKS) \
 	$(patsubst %,--ignore $(RANKS)/test_%.py,compare resume recipes experts two_nodes faults)
@@ -80,7 +80,7 @@ test-all-nodes: FILES := $(RANKS)/test_two_nodes.py $(RANKS)/test_faults.py
 
 test-all: $(NAMES)  ## every test in its long form, in the parts that `make parts` lists
 
-test-all-comparison: .venv/other_libraries
+test-all-packages: .venv/other_libraries
 
 # Libraries whose scripts a test compares; they are in no requirements.
 .venv/other_libraries: .venv/dev

@@ -26,7 +26,7 @@ from benchmarks import harness, speed
 from benchmarks.runs import ROOT, Bench, RunFailed, bench, run
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.run_folder import METRICS, newest_checkpoint
-from cifar_zero.comparison.result import GOOD
+from cifar_zero.comparison.result import PASSING
 from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.hardware import gpu_count
@@ -200,13 +200,21 @@ def tables(results: dict[str, dict[str, Row]]) -> str:
 
 
 def acceptance(ranks: int, place: Place) -> Row:
-    """Returns the number of cases of cifar-zero compare --acceptance, the number that passes, and the remarks of the
-    cases that fail."""
+    """Returns the number of cases of stepcheck accept, the number that passes, and the summaries of the cases that
+    fail."""
     quick = [] if place.on_gpu else ["--quick", "--strategies", "deepspeed_stage_2"]
-    variants = compared(place, f"acceptance-{ranks}", "--acceptance", "--devices", str(ranks), *quick)
-    bad = [f"{each['name']}: {each['remark']}" for each in variants if not good(each)]
-    row: Row = {"cases": len(variants), "pass": len(variants) - len(bad)}
-    return with_failures(row, bad)
+    file = place.out / f"acceptance-{ranks}.json"
+    command = [sys.executable, "-m", "stepcheck", "accept", "--devices", str(ranks), *quick, "--json", str(file)]
+    file.unlink(missing_ok=True)
+    try:
+        code = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=place.left).returncode
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed("stepcheck accept did not end in time") from error
+    if not file.exists():
+        raise RunFailed(f"stepcheck accept ended with exit code {code} and wrote no verdicts")
+    cases = json.loads(file.read_text())["engines"]
+    bad = [f"{each['engine']}: {each['summary']}" for each in cases if not each["passed"]]
+    return with_failures({"cases": len(cases), "pass": len(cases) - len(bad)}, bad)
 
 
 def across_devices(place: Place) -> Row:
@@ -221,7 +229,7 @@ def across_devices(place: Place) -> Row:
             place.train(f"across-{name}", *STEPS, *CHECKED, *flags, extra_env=environment)
             runs = [str(place.newest(f"across-{which}")) for which in ("cpu", name)]
             on_cpu, other = compared(place, "across", "--runs", *runs)
-            row[name] = ": ".join(filter(None, [other["kind"], other["drift"]]))
+            row[name] = ": ".join(filter(None, [other["outcome"], other["drift"]]))
             bad += [f"{name}: {each['remark']}" for each in (on_cpu, other) if not good(each)]
     return with_failures(row, bad)
 
@@ -358,8 +366,8 @@ def compared(place: Place, name: str, *flags: str) -> list[Row]:
 
 
 def good(variant: Row) -> bool:
-    """Returns whether a case or variant has passed."""
-    return variant["kind"] in GOOD
+    """Returns whether a variant has passed."""
+    return variant["outcome"] in PASSING
 
 
 def with_failures(row: Row, bad: Sequence[str]) -> Row:

@@ -1,11 +1,11 @@
-"""Tests which releases of DeepSpeed compute what plain PyTorch computes. Runs `cifar-zero compare --acceptance` with
-each release, and prints one Markdown table.
+"""Tests which releases of DeepSpeed compute what plain PyTorch computes. Runs `stepcheck accept` with each release, and
+prints one Markdown table.
 
 Each release is installed in a separate folder, which comes before the environment's packages on the path. The
 environment does not change. Finished results are in results.json next to these folders, and are not measured again:
 
-- The file maps the flags of `--acceptance`, and then the release, to `date` (ISO 8601), `machine` (processor, cores,
-  memory, versions, commit) and `strategies`.
+- The file maps the flags of `stepcheck accept`, and then the release, to `date` (ISO 8601), `machine` (processor,
+  cores, memory, versions, commit) and `strategies`.
 - `strategies` maps each strategy to its verdict, which is one of KINDS, and to the first case with this verdict and its
   reason.
 """
@@ -25,7 +25,6 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from benchmarks.runs import ROOT
-from cifar_zero.comparison.result import GOOD
 from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.hardware import git_commit, this_computer, versions
@@ -74,26 +73,30 @@ def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
     """Installs a release, trains the cases with it, and returns the verdicts."""
     if not (place := folder / release).exists() and (failure := installed(release, place)):
         return {"all": ("cannot run", failure)}
-    command = [sys.executable, "-m", "cifar_zero", "compare", "--acceptance", *flags]
-    command += ["--out", str(folder / "reports"), "--name", release]
+    report = folder / "reports" / f"{release}.json"
+    report.parent.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "stepcheck", "accept", *flags, "--json", str(report)]
     # Operators that DeepSpeed compiles differ between releases, so each release has a folder for them.
     environment = {"PYTHONPATH": str(place), "TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
-    reports = [Path(line.split(maxsplit=1)[1]) for line in done.stdout.splitlines() if line.startswith("report ")]
-    if not reports:
+    if not report.exists():
         return {"all": ("cannot run", last_line(done.stderr))}
-    cases = json.loads(reports[-1].with_name("comparison.json").read_text())["variants"]
+    cases = json.loads(report.read_text())["engines"]
     rows: Rows = {}
     for strategy in dict.fromkeys(case["strategy"] for case in cases):
         worst = max((case for case in cases if case["strategy"] == strategy), key=lambda case: KINDS.index(kind(case)))
-        rows[strategy] = kind(worst), "" if kind(worst) == "passes" else f"{worst['row']}: {worst['remark']}"
+        rows[strategy] = kind(worst), "" if kind(worst) == "passes" else f"{worst['row']}: {worst['summary']}"
     return rows
 
 
 def kind(case: dict[str, Any]) -> str:
-    """Returns the verdict, one of KINDS, on a case of comparison.json."""
-    verdict = case["kind"]
-    return "passes" if verdict in GOOD else "cannot run" if verdict == "not trained" else verdict
+    """Returns the verdict, one of KINDS, on a case of `stepcheck accept`."""
+    if case["passed"]:
+        return "passes"
+    if case["findings"]:
+        return "different"
+    return "not judged" if case["steps"] else "cannot run"
 
 
 def installed(release: str, place: Path) -> str:

@@ -315,8 +315,8 @@ def lora_cost(answer: Callable[..., tuple[int, int]]) -> str:
 
 
 def broken(answer: Any) -> str:
-    """Exercise 15: lets the judge of `compare --module` look for the first step and tensor that ZeRO 2 changes."""
-    from cifar_zero.comparison import assert_agrees
+    """Exercise 15: lets `stepcheck module` look for the first step and tensor that ZeRO 2 changes."""
+    from stepcheck.testing import assert_agrees
 
     losses = _losses(answer())
     if not losses[-1] < losses[0]:

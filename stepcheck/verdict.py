@@ -91,6 +91,7 @@ class Verdict:
         finite = {kind: share if share < float("inf") else "infinite" for kind, share in self.shares.items()}
         return {
             "outcome": self.outcome,
+            "summary": str(self),
             "passed": self.passed,
             "coverage": self.coverage,
             **asdict(self),

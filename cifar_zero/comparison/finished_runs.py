@@ -1,9 +1,8 @@
-"""Judges finished runs of `train`, and builds a comparison with their figures, recipe, differences and verdicts. The
-cases of --acceptance, --module and --script are judged by their step checks instead."""
+"""Judges finished runs of `train`, and builds a comparison with their figures, recipe, differences and verdicts."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +10,8 @@ from torch import Tensor
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
-from cifar_zero.comparison.result import Comparison, FinishedRun, Variant, VerdictKind, share_used
+from cifar_zero.comparison.result import OF_CHECKS, Comparison, FinishedRun, Outcome, Variant
 from cifar_zero.core.errors import UsageError
-from cifar_zero.step_check.verdict import Outcome
 from cifar_zero.training.results import FALLBACK
 
 RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
@@ -26,7 +24,7 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
     """Returns the comparison of the variants, with their figures and verdicts. The first variant is the reference. With
     `trust`, checkpoints that could run code are loaded too."""
     reference = variants[0]
-    comparison = Comparison("", {}, reference.name, variants, differences=differences(variants))
+    comparison = Comparison("", {}, variants, differences=differences(variants))
     if reference.runs:
         run = reference.runs[0]
         about, settings = run.metrics, shared(run)
@@ -39,26 +37,25 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
         variant.figures = _figures(variant.runs)
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
         comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
-        if variant.kind != "not trained":
+        if variant.outcome != "not trained":
             variant.judge(*_verdict(comparison, variant, trust))
     return comparison
 
 
-def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[VerdictKind, str]:
-    """Returns the verdict on a variant and its explanation in one line. A variant is bit-identical if its losses and
+def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Outcome, str]:
+    """Returns the outcome of a variant and its explanation in one line. A variant is bit-identical if its losses and
     weights equal the reference's losses and weights. Otherwise the step check decides. This function also sets the
-    variant's `check` and `drift`."""
-    reference = comparison.variants[0]
+    variant's `drift`."""
+    reference = comparison.reference
     checks = [run.check or UNCHECKED for run in variant.runs]
-    worst = max(checks, key=lambda check: (get_args(Outcome).index(check["outcome"]), share_used(check)))
-    variant.check = worst
+    worst = max(checks, key=lambda check: OF_CHECKS.index(check["outcome"]))
     if worst["outcome"] == "different":
-        return "different", worst["text"]
+        return "different", worst["summary"]
     if variant is reference:
-        return "reference", worst["text"]
+        return "reference", worst["summary"]
     if settings := hindering(comparison.differences, reference.name, variant.name):
         return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(settings)})"
-    if reference.kind == "not trained":
+    if reference.outcome == "not trained":
         return "not judged", "the reference did not train"
     seeds = reference.by_seed.keys() & variant.by_seed.keys()
     if not seeds:
@@ -74,15 +71,14 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Ver
     variant.drift = max(drifts, key=len)
     if not any(drifts):
         return "bit-identical", "losses and weights equal the reference's"
-    # Steps may equal plain PyTorch's bit by bit although the runs differ, if the reference sums in another order.
-    return "not judged" if worst["outcome"] == "not judged" else "within rounding", worst["text"]
+    return worst["outcome"], worst["summary"]
 
 
 FIRST_LOSS = 0.02
 """Largest relative difference allowed between the first losses of two runs, which start from the same weights and
 images. No precision explains a larger difference, because even bfloat16 has 8 bits."""
 
-UNCHECKED = {"outcome": "not judged", "used": 0.0, "text": "no step was checked (--check_steps)"}
+UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was checked (--audit, --check_steps)"}
 """The result of the step check for a run that has no step check."""
 
 

@@ -18,7 +18,7 @@ from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
 from cifar_zero.comparison import report
-from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Variant, share_used
+from cifar_zero.comparison.result import Comparison, Curve
 
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 """matplotlib's options for the plots. Mathematical notation is not parsed, so that a $ in a name stays a $."""
@@ -57,21 +57,14 @@ def write_page(comparison: Comparison, folder: Path) -> None:
     )
     text = Path(__file__).with_name("report.html.j2").read_text()
     template = Template(text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = template.render(comparison=comparison, sections=sections, plots=plots, signs=SIGNS, shade=shade, zip=zip)
+    page = template.render(comparison=comparison, sections=sections, plots=plots, zip=zip)
     (folder / "report.html").write_text(page, encoding="utf-8")
-
-
-def shade(variant: Variant) -> float:
-    """Returns how dark the cell of a case is in the report's table, from 0 to 1. The darkness is on a logarithmic scale
-    of the share of the case's error bound that was used."""
-    used = share_used(variant.check)
-    return min(1.0, max(0.0, 1 + math.log10(used) / 4)) if used else 0.0
 
 
 def loss_plot(comparison: Comparison) -> Figure:
     """Plots the loss of each run by step. Below it, plots the difference of this loss from the loss of the reference's
     run with the same seed. At least one variant must have a run."""
-    by_seed = comparison.variants[0].by_seed
+    by_seed = comparison.reference.by_seed
     most = max(len(run.losses.steps) for variant in comparison.variants for run in variant.runs)
     size = math.ceil(most / POINTS)
     losses: list[Line] = []
@@ -93,10 +86,10 @@ def loss_plot(comparison: Comparison) -> Figure:
         _draw(axes, comparison, differences, marker=".")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05: default labels are math, which is not parsed
-        axes.set_title(f"difference from {comparison.reference} (grows by rounding, and is not judged)")
+        axes.set_title(f"difference from {comparison.reference.name} (grows by rounding, and is not judged)")
         axes.set(ylabel=f"difference of the loss{several}")
     figure.axes[-1].set_xlabel(f"optimizer step ({comparison.recipe.get('batch_size')} images each)")
-    labels = {each.name: f"{each.name} ({each.kind})" for each in comparison.variants if each.runs}
+    labels = {each.name: f"{each.name} ({each.outcome})" for each in comparison.variants if each.runs}
     _legend(figure, comparison, labels)
     return figure
 
@@ -127,7 +120,7 @@ def accuracy_plot(comparison: Comparison) -> Figure | None:
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
     """Draws thin lines over the reference's line. Equal lines would hide one another. If there are several lines, each
     is therefore drawn a second time as dashes, with gaps for the dashes of the other lines."""
-    names = [*dict.fromkeys(name for name, _, _ in lines if name != comparison.reference)]
+    names = [*dict.fromkeys(name for name, _, _ in lines if name != comparison.reference.name)]
     for name, x, y in lines:
         axes.plot(x, y, marker=marker, markersize=3, **_style(comparison, name))
     for name, x, y in lines if len(names) > 1 else ():

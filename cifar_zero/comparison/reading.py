@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison.result import SIGNS, Curve, FinishedRun, Variant
+from cifar_zero.comparison.result import OF_CHECKS, Curve, FinishedRun, Variant
 from cifar_zero.config.settings import flat, owner_of
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
@@ -46,7 +46,7 @@ def load(folder: Path) -> FinishedRun:
         run = FinishedRun(str(folder), seed, metrics, settings, losses, read_curves(folder))
         check = folder / run_folder.STEP_CHECK
         run.check = read_json(check, str(check)) if check.is_file() else None
-        if run.check and run.check["outcome"] not in SIGNS:
+        if run.check and (run.check["outcome"] not in OF_CHECKS or not run.check["summary"]):
             raise ValueError(f"{check.name} has the unknown outcome {json.dumps(run.check['outcome'])}")
         checkpoint = last_checkpoint(run)
         files = [checkpoint, *checkpoint.rglob("*")]

@@ -13,20 +13,17 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
-from cifar_zero.comparison.result import Comparison, share_used
+from cifar_zero.comparison.result import Comparison
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import curves
 from cifar_zero.training.results import IN_EFFECT
 
-SCHEMA = 3  # version of comparison.json; keys may be added within a version, but existing keys keep their meaning
+SCHEMA = 4  # version of comparison.json; keys may be added within a version, but existing keys keep their meaning
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
 MISSING = "-"  # text for an unknown number
-
-MANY = 8  # largest number of variants for which the console prints one row each
-
 
 Table = dict[str, list[str]]  # the cells of each column by its title, in the order of the variants
 
@@ -100,20 +97,12 @@ def settings(comparison: Comparison) -> Table:
 
 
 def show(comparison: Comparison, folder: Path) -> None:
-    """Prints the settings that differ, the verdicts, and the path of the report in `folder`. If there are more than
-    MANY variants, it prints one row for each strategy, and then each variant that did not pass."""
+    """Prints the settings that differ, the verdicts, and the path of the report in `folder`."""
     console = Console(highlight=False, soft_wrap=True, width=None if Console().is_terminal else 160)
     for setting, values in comparison.differences.items():
         given = "; ".join(f"{value} ({name})" for name, value in values.items())
         console.print(f"[bold]not the same: {escape(setting)}[/] {escape(given)}")
-    if len(comparison.variants) > MANY:
-        console.print(_table_by_strategy(comparison), soft_wrap=False)
-        for variant in comparison.variants:
-            if not variant.passed:
-                console.print(f"[red]{escape(variant.name)}[/]: {escape(variant.outcome)}")
-                console.print(f"  [dim]{escape(variant.command)}[/]")
-    else:
-        console.print(_table(comparison), soft_wrap=False)
+    console.print(_table(comparison), soft_wrap=False)
     console.print(f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes), sep="\n")
     console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}")
     if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
@@ -125,22 +114,7 @@ def _table(comparison: Comparison) -> rich.table.Table:
     table = rich.table.Table("variant", "verdict", *found)
     for variant, *cells in zip(comparison.variants, *found.values(), strict=True):
         style = "green" if variant.passed else "red"
-        table.add_row(escape(variant.name), f"[{style}]{escape(variant.outcome)}[/]", *cells)
-    return table
-
-
-def _table_by_strategy(comparison: Comparison) -> rich.table.Table:
-    kinds = ("bit-identical", "within rounding")
-    table = rich.table.Table("strategy", "cases", *kinds, "failed", "values judged", "most of a bound used")
-    for strategy in dict.fromkeys(variant.strategy for variant in comparison.variants):
-        variants = [variant for variant in comparison.variants if variant.strategy == strategy]
-        counts = [sum(variant.kind == kind for variant in variants) for kind in kinds]
-        failed = len(variants) - sum(counts)
-        judged = min(variant.check.get("judged", 0.0) for variant in variants)
-        used = max(share_used(variant.check) for variant in variants)
-        style = "red" if failed else "green"
-        cells = [*map(str, counts), f"[{style}]{failed}[/]", f"{judged:.1%}", f"{used:.1%}"]
-        table.add_row(strategy, str(len(variants)), *cells)
+        table.add_row(escape(variant.name), f"[{style}]{escape(variant.verdict)}[/]", *cells)
     return table
 
 
@@ -158,13 +132,13 @@ def write_junit(comparison: Comparison, file: Path) -> None:
     root = ET.Element("testsuites")
     suite = ET.SubElement(root, "testsuite", counts, name=comparison.title, timestamp=timestamp)
     for variant in comparison.variants:
-        seconds = variant.seconds + sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
+        seconds = sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
         case = ET.SubElement(suite, "testcase", classname="compare", name=variant.name, time=f"{seconds:.3f}")
         if variant.passed:
-            ET.SubElement(case, "system-out").text = variant.outcome
+            ET.SubElement(case, "system-out").text = variant.verdict
         else:
-            failure = ET.SubElement(case, "failure", message=variant.outcome)
-            failure.text = f"{variant.outcome}\nagain: {variant.command}"
+            failure = ET.SubElement(case, "failure", message=variant.verdict)
+            failure.text = f"{variant.verdict}\nagain: {variant.command}"
     ET.indent(root)
     text = ET.tostring(root, encoding="utf-8", xml_declaration=True).decode()
     file.parent.mkdir(parents=True, exist_ok=True)

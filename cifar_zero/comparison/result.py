@@ -1,34 +1,33 @@
 """Defines the result of a comparison, which comparison.json and the report contain. Importing this module does not
 import torch."""
 
-import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from cifar_zero.core import console
-from cifar_zero.step_check.verdict import Outcome
 
-VerdictKind = Outcome | Literal["reference", "too inaccurate", "not trained"]
+Outcome = Literal["reference", "bit-identical", "agrees", "different", "too inaccurate", "not judged", "not trained"]
 
-GOOD: tuple[VerdictKind, ...] = ("reference", "bit-identical", "within rounding")
-"""Verdicts that let a comparison pass."""
+OF_CHECKS: tuple[Outcome, ...] = ("agrees", "not judged", "different")
+"""Outcomes of `StepCheck`, the worst last."""
 
-SIGNS: dict[VerdictKind, str] = {
+PASSING: tuple[Outcome, ...] = ("reference", "bit-identical", "agrees")
+"""Outcomes that let a comparison pass."""
+
+SIGNS: dict[Outcome, str] = {
     "reference": "●",
     "bit-identical": "=",
-    "within rounding": "≈",
+    "agrees": "≈",
     "different": "≠",
     "too inaccurate": "↓",
     "not judged": "?",
     "not trained": "✗",
 }
-"""Sign before each verdict, so that verdicts can be distinguished without colour."""
-
-PLAIN = "plain PyTorch"  # the reference of a comparison whose variants are checked step by step
+"""Sign before each outcome, so that outcomes can be distinguished without colour."""
 
 FLAT = 0.01  # a run counts as learning if its loss falls by more than this share of the first loss
 
@@ -76,50 +75,33 @@ class FinishedRun:
 
 @dataclass
 class Variant:
-    """One way to train, with its verdict. A variant is either a strategy, whose complete runs of `train` are compared,
-    or a case. A case is one short run, in which every step is checked."""
+    """One way to train the recipe, with its runs and the verdict on them."""
 
     name: str  # short and unique, such as deepspeed_stage_2, or "deepspeed_stage_2, 4 micro-batches"
     strategy: str
     world_size: int
-    flags: list[str] = field(default_factory=list)  # flags with which it is trained
     command: str = ""  # the command that trains it again
-    kind: VerdictKind = "not judged"
+    outcome: Outcome = "not judged"
     remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
-    check: dict[str, Any] = field(default_factory=dict)  # result of the step check, see `Verdict.as_dict`
-
-    # Only variants with complete runs have these values.
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
     figures: dict[str, list[float]] = field(default_factory=dict)
     """Values of the runs, one per run, keyed by their names in metrics.json. If a metric has a number per rank, the
     value is the largest one."""
     drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
 
-    # Only cases have these values.
-    row: str = ""  # name of the case without the strategy, such as the name of a row in `cases`
-    why: str = ""  # the code path that the case executes
-    saved_as: str = ""  # name of the saved run that the case writes or resumes, or empty
-    save_at: int = 0  # the optimizer step after which it is saved, or 0 if the case continues it
-    seconds: float = 0.0  # duration of the run
-
     @property
     def passed(self) -> bool:
         """Whether the variant trained, agrees with the reference, and reaches --min_accuracy."""
-        return self.kind in GOOD
+        return self.outcome in PASSING
 
     @property
-    def continues(self) -> bool:
-        """Whether the case resumes a saved run."""
-        return bool(self.saved_as) and not self.save_at
+    def verdict(self) -> str:
+        """The outcome, the remark and the drift in one line."""
+        return ": ".join(filter(None, [f"{SIGNS[self.outcome]} {self.outcome}", self.remark, self.drift]))
 
-    @property
-    def outcome(self) -> str:
-        """The verdict with its numbers in one line, or the reason why there is no verdict."""
-        return ": ".join(filter(None, [f"{SIGNS[self.kind]} {self.kind}", self.remark, self.drift]))
-
-    def judge(self, kind: VerdictKind, remark: str = "") -> None:
-        """Sets the verdict and its remark."""
-        self.kind, self.remark = kind, remark
+    def judge(self, outcome: Outcome, remark: str = "") -> None:
+        """Sets the outcome and its remark."""
+        self.outcome, self.remark = outcome, remark
 
     @property
     def by_seed(self) -> dict[int, FinishedRun]:
@@ -127,31 +109,25 @@ class Variant:
         return {run.seed: run for run in self.runs}
 
 
-def share_used(check: Mapping[str, Any]) -> float:
-    """Returns the largest share of an error bound that was used in a step check. `check` is the dictionary of
-    `Verdict.as_dict`, in which JSON has null for an infinite share, or empty without a step check."""
-    share = check.get("used", 0.0)
-    return math.inf if share is None else share
-
-
 @dataclass
 class Comparison:
-    """The result of `cifar-zero compare`: the variants or cases that were trained or read, with their verdicts."""
+    """The result of `cifar-zero compare`: the variants that were trained or read, with their verdicts."""
 
     title: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
-    reference: str  # what the variants are compared with: a variant's name, plain PyTorch, a script or a baseline
     variants: list[Variant]  # the reference first
     machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
     """Settings that the runs should share but do not. Each setting has a dictionary of its values, keyed by the
     variants' names."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
-    against: str = ""  # the file of the baseline that the cases are compared with, see `baseline`
-    save_baseline: str = ""  # the file to which a new baseline is written
-    stopped_by: int = 0  # number of the signal that ended the comparison early; 0 if none did
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
     command: str = field(default_factory=lambda: console.command("compare", *sys.argv[1:]))  # repeats the comparison
+
+    @property
+    def reference(self) -> Variant:
+        """The variant with which the others are compared."""
+        return self.variants[0]
 
     @property
     def passed(self) -> bool:
@@ -160,18 +136,18 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """One sentence that says how many variants agree with the reference, and how many have each verdict."""
-        kinds = [variant.kind for variant in self.variants if variant.kind != "reference"]
-        agree = sum(kind in GOOD for kind in kinds)
-        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in SIGNS if kind in kinds)
-        sentence = f"{agree} of {len(kinds)} agree with {self.reference}: {counts}"
+        """One sentence that says how many variants agree with the reference, and how many have each outcome."""
+        outcomes = [variant.outcome for variant in self.variants if variant.outcome != "reference"]
+        agree = sum(outcome in PASSING for outcome in outcomes)
+        counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in SIGNS if outcome in outcomes)
+        sentence = f"{agree} of {len(outcomes)} agree with {self.reference.name}: {counts}"
         losses = [run.losses.values for variant in self.variants for run in variant.runs if run.losses.values]
         if losses and not any(map(has_fallen, losses)):
             sentence += f"; no variant has learned (the loss did not fall by {FLAT:.0%}): agreement is not evidence"
         return sentence
 
     def require(self, least: float) -> None:
-        """Sets the verdict "too inaccurate" for each variant that agrees but whose mean test accuracy (0 to 1) is below
+        """Sets the outcome "too inaccurate" for each variant that agrees but whose mean test accuracy (0 to 1) is below
         `least` or unknown."""
         for variant in self.variants:
             if not variant.passed:

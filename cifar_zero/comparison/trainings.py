@@ -17,8 +17,8 @@ from cifar_zero.training import run_process
 from cifar_zero.training.resolve import resolve, warn_of_few_cores
 
 CHECKED_STEPS = 20
-"""Number of optimizer steps of each run that a step check compares with plain PyTorch, spread over all steps.
---check_steps overrides it."""
+"""Number of optimizer steps of each run that are computed again by plain PyTorch. All steps are audited. --check_steps
+overrides it."""
 
 
 @dataclass
@@ -26,13 +26,14 @@ class Planned:
     """A variant that is to be trained, with a run for each seed."""
 
     run: Run  # the run of its first seed
-    variant: Variant  # its flags are flags of train, without --seed, --out and --name
+    flags: list[str]  # flags of train, without --seed, --out and --name. Only flags may allow code to run
+    variant: Variant
     seeds: range
     launcher: Sequence[str] = ()  # see `run_process.start`
 
     def flags_of(self, seed: int) -> list[str]:
         """Returns the `cifar-zero train` flags for the run with this seed, without --out and --name."""
-        return [*self.variant.flags, "--seed", str(seed)]
+        return [*self.flags, "--seed", str(seed)]
 
     def run_name(self, seed: int) -> str:
         """Returns the name of the run with this seed, which is also the name of its folder and of its curves."""
@@ -126,9 +127,9 @@ def plan(
         if parts:
             flags += ["--accumulate", parts]
         run = _resolved(flags, launcher)
-        variant = Variant("", run.placement.strategy_name, run.placement.world_size, flags)
+        variant = Variant("", run.placement.strategy_name, run.placement.world_size)
         first = run.recipe.seed
-        planned.append(Planned(run, variant, range(first, first + seeds)))
+        planned.append(Planned(run, flags, variant, range(first, first + seeds)))
         variant.command = command("train", *planned[-1].flags_of(first))
     places = [each.run.placement for each in planned]
     names = variant_names([(each.strategy_name, each.world_size, each.num_nodes, each.accumulate) for each in places])

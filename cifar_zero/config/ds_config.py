@@ -117,40 +117,16 @@ def options_of(file: str) -> dict[str, Any]:
     return found | flat({"optimizer": optimizer, "schedule": schedule})
 
 
-def summary(file: str, of_module: bool = False) -> str:
-    """Returns a line that says which keys of a DeepSpeed configuration file take effect, and how.
-
-    Args:
-        file: Path of the file.
-        of_module: Whether a user's module is trained, which has its own optimizer, schedule and batches.
-    """
+def summary(file: str) -> str:
+    """Returns a line that says which keys of a DeepSpeed configuration file take effect, and how."""
     raw, options = _without_auto(_read(file)), options_of(file)
-    ignored = []
-    if of_module:
-        ignored = [key for key in BATCH if key in raw]
-        options.pop("batch_size", None)
-    engine = [name for name, _ in _leaves(for_engine(raw)) if name not in ignored]
+    engine = [name for name, _ in _leaves(for_engine(raw))]
     parts = [f"{file}: ZeRO {_section(raw, 'zero_optimization').get('stage', 0)}"]
     if options:
         parts.append(f"sets {' '.join(flags_of(options))}")
     if engine:
         parts.append(f"passed on to DeepSpeed: {', '.join(engine)}")
-    if of_module:
-        parts.append("the module decides optimizer, schedule and batch size")
-    if ignored:
-        parts.append(f"no effect: {', '.join(ignored)}")
     return "; ".join(parts)
-
-
-def check_for_module(file: str) -> None:
-    """Raises UsageError if a DeepSpeed configuration file has an optimizer or a scheduler. DeepSpeed would use them
-    instead of the optimizer and the schedule of a user's module."""
-    for key in ("optimizer", "scheduler"):
-        if _read(file).get(key):
-            raise UsageError(
-                f"--strategies {file}: its {key} would replace the module's configure_optimizers: remove {key} from "
-                "the file, and set it in the module"
-            )
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ COMMON = {
 }
 """The flags of the short help, by title."""
 
-ONLY_IN_WHOLE_HELP = ("torture", "range_test")  # the model of the acceptance cases, and a schedule that trains nothing
+ONLY_IN_WHOLE_HELP = ("range_test",)  # a schedule that trains nothing
 
 USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
 EPILOG = """\

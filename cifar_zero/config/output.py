@@ -53,9 +53,13 @@ class Output:
     """Draw the confusion matrix and the worst mistakes after the test. false: draw nothing, which ends a short run
     seconds earlier."""
 
+    audit: bool = False
+    """Audit each optimizer step: the strategy must update the weights as plain PyTorch does with the gradients that
+    autograd computed. Writes the verdict to step_check.json."""
+
     check_steps: int = 0
-    """Number of optimizer steps to check, spread over the training: loss, gradient, update and buffers must match plain
-    PyTorch. A checked step takes 6 to 15 times as long. Writes step_check.json. 0: none."""
+    """Audit each optimizer step, and also compute N steps, spread over the training, again on a plain copy of the
+    model: loss, gradients and buffers must match. Such a step takes several times as long. 0: none."""
 
     log_interval: int = limited(100, at_least=1)
     """Optimizer steps between two logged points of the training metrics."""

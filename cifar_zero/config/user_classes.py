@@ -114,21 +114,14 @@ def check_options(given: Given) -> None:
             user_code.check_exists(given.theirs[part], f"--{part}")
 
 
-def check_classes(given: Given, needs_data: bool = True) -> None:
-    """Checks the user's classes and their arguments.
-
-    Args:
-        given: The options of the command line.
-        needs_data: Whether the module must have training data. False if a script provides the data.
-
-    Raises:
-        UsageError: If `instance` would refuse a class or an argument, or if the module needs data and has none.
-    """
+def check_classes(given: Given) -> None:
+    """Checks the user's classes and their arguments. Raises UsageError if `instance` would refuse a class or an
+    argument, or if the module has no training data."""
     module, datamodule = (instance(part, given, build=False) for part in PARTS)
     from lightning.pytorch import LightningModule
 
     loader = getattr(module, "train_dataloader", None)
-    if needs_data and datamodule is None and loader is LightningModule.train_dataloader:
+    if datamodule is None and loader is LightningModule.train_dataloader:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
 
 
@@ -208,13 +201,13 @@ def _has_no_default(user_class: type, argument: str) -> bool:
     return False
 
 
-def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
-    """Trains a user's module with Lightning's Trainer, or continues training from a checkpoint. Raises UsageError for
-    manual optimization, several optimizers, or data that have no batch for each rank."""
+def fit(trainer: Any, module: Any, datamodule: Any) -> None:
+    """Trains a user's module with Lightning's Trainer. Raises UsageError for manual optimization, several optimizers,
+    or data that have no batch for each rank."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:
-        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
+        trainer.fit(module, datamodule=datamodule)
     except RuntimeError as error:
         if "only supported with manual optimization" not in str(error):
             raise

@@ -41,8 +41,7 @@ FAULTS = (
 )
 """Releases that install and run, but do harm or train wrongly (docs/evidence.md). Each row has the package, its faulty
 releases (PEP 440), the strategy or option with which the fault appears, and the fault itself. The third column names a
-strategy of `compare --acceptance`, or an option, optimizer or schedule of DeepSpeed for which there is no acceptance
-case. If it is empty, the fault affects the whole package."""
+strategy, or an option, optimizer or schedule of DeepSpeed. If it is empty, the fault affects the whole package."""
 
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 

@@ -178,17 +178,6 @@ class SpeedNet(Scalable):
 
 
 @dataclass
-class EdgeCases(Model):
-    """a small model of patterns that have broken strategies: tied, reused, frozen and unused parameters"""
-
-    network = "edge_cases.EdgeCases"
-
-    unused: bool = False
-    """Leave a branch out of every fourth forward pass in training, so that the branch gets no gradient from this
-    pass."""
-
-
-@dataclass
 class ResNet(Scalable):
     """a residual network (He et al. 2016) with the first layer for images of 32 x 32 pixels"""
 
@@ -314,7 +303,6 @@ MODELS = Models(
         "net_moe": NetMoE,
         "vgg16": VGG16,
         "speednet": SpeedNet,
-        "torture": EdgeCases,
         "resnet18": _resnet(18, "11.2 million"),
         "resnet34": _resnet(34, "21.3 million"),
         "resnet50": _resnet(50, "23.5 million"),

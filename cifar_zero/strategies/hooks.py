@@ -19,12 +19,9 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from cifar_zero.optimizers import Implementation
-from cifar_zero.strategies.check_hooks import CheckHooks, Updated
-
-__all__ = ["Hooks", "Updated", "count_bytes", "local_of", "shard_like", "tensors_in", "unsharded"]
 
 
-class Hooks(CheckHooks):
+class Hooks:
     """The default hooks, for a strategy that uses plain tensors or DTensors as parameters and an optimizer of torch.
 
     Each family of strategies has a subclass that overrides what differs. Every parameter that is passed in belongs to

@@ -16,14 +16,13 @@ from torch.utils._pytree import tree_map_only
 from cifar_zero.config.placement import Placement
 from cifar_zero.optimizers import Implementation
 from cifar_zero.optimizers.groups import keep_own_options
-from cifar_zero.strategies.check_hooks import MeshCheckHooks
 from cifar_zero.strategies.hooks import Hooks, shard_like, unsharded
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
 """Function that replaces the parameters of a full model, which are the same on every rank, with this rank's shards."""
 
 
-class MeshHooks(MeshCheckHooks, Hooks):
+class MeshHooks(Hooks):
     """The hooks of the strategies that split the model themselves."""
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:

@@ -22,14 +22,12 @@ from cifar_zero.build_model import on_meta
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.mistakes import OWNED, check_plain_type
-from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
-from stepcheck.lightning import StepCheck
 from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, RunState
@@ -40,6 +38,7 @@ from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
 from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, training_flops
+from stepcheck.lightning import StepCheck
 
 LIGHTNING = Path(lightning.__file__).parent
 
@@ -47,16 +46,14 @@ NOT_ZERO = ("check_val_every_n_epoch", "limit_train_batches", "val_check_interva
 """Options of Lightning's Trainer whose numbers must be above 0."""
 
 
-def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
+def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None) -> Trainer:
     """Returns Lightning's Trainer for a run. Raises UsageError if Lightning refuses an option of --trainer.
 
     Args:
         run: The resolved run.
         run_dir: The run folder on rank 0, into which the callbacks write. None on the other ranks.
         callbacks: Callbacks that replace all of the run's callbacks. None for the run's callbacks.
-        elements: Number of parameters in the model that replaces the run's model. 0 if the run's model is trained.
     """
-    strategy = strategies.build(run.placement, elements) if elements else strategy_of(run)
     precision = run.placement.precision
     if run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in precision):
         precision = None  # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision
@@ -70,7 +67,7 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         "accelerator": run.placement.accelerator,
         "devices": run.placement.devices,
         "num_nodes": run.placement.num_nodes,
-        "strategy": strategy,
+        "strategy": strategy_of(run),
         "precision": precision,
         "max_epochs": run.recipe.epochs,
         "max_steps": run.recipe.max_steps,
@@ -105,20 +102,14 @@ def strategy_of(run: Run) -> Strategy | str:
     return strategies.build(run.placement, sum(sizes), max(sizes), run)
 
 
-def maths_callbacks(recipe: Recipe) -> list[Callback]:
-    """Returns the callbacks that change what a run computes. When `cifar-zero compare` trains a case of --acceptance
-    or --script, the case has only these callbacks and the comparison's own callbacks."""
-    made: list[Callback] = [BatchNormStatistics(), RunState()]
-    if recipe.ema or recipe.swa_from:
-        made.append(Averaging(recipe.ema, recipe.swa_from))
-    return made
-
-
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     """Returns the callbacks of a run. Raises UsageError if one of --trainer.callbacks cannot be created."""
     recipe = run.recipe
+    made: list[Callback] = [BatchNormStatistics(), RunState()]
+    if recipe.ema or recipe.swa_from:
+        made.append(Averaging(recipe.ema, recipe.swa_from))
     curves = TrainingCurves(writes_losses=not recipe.only_measures)
-    made = [*maths_callbacks(recipe), curves, Divergence(curves), EngineInfo(), Interrupt()]
+    made += [curves, Divergence(curves), EngineInfo(), Interrupt()]
     if issubclass(models.MODELS[recipe.model.name], MixtureOptions):
         made.append(Experts())
     if run.output.log_gradients:
@@ -155,7 +146,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         )
     if recipe.early_stopping:
         made.append(EarlyStop(recipe.early_stopping, monitor=recipe.monitor, mode=mode))
-    if run.output.check_steps:
+    if run.output.audit or run.output.check_steps:
         file = run_dir and run_dir / run_folder.STEP_CHECK
         made.append(StepCheck(count=run.output.check_steps, on_fault="warn", file=file))
     return made

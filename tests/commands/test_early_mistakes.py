@@ -11,7 +11,6 @@ from tests.support.helpers import ROOT, run_program
 OWN = ROOT / "tests" / "users_code" / "own_code.py"
 FILES = {
     "typo.json": '{"zero_optimisation": {"stage": 2}}',
-    "optimizer.json": '{"optimizer": {"type": "AdamW"}}',
     "old.py": "import torch",
     "last.ckpt": "",
     "cat.png": "",
@@ -21,23 +20,14 @@ FILES = {
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("compare --module nowhere.py:X", "--module nowhere.py:X: nowhere.py does not exist"),
-        ("compare --module old.py:X", "--module old.py:X: old.py has no X"),
-        ("compare --module old", "--module old: give FILE.py:NAME or PACKAGE.MODULE:NAME"),
-        ("compare --module nopackage.old:X", "there is no package or module 'nopackage'"),
-        (f"compare --module {OWN}:Digits --datamodule nowhere.py:X", "--datamodule nowhere.py:X: nowhere.py does not"),
-        (f"compare --module {OWN}:Digits --strategies typo.json", "did you mean zero_optimization?"),
-        (
-            f"compare --module {OWN}:Digits --strategies optimizer.json",
-            "would replace the module's configure_optimizers",
-        ),
-        (f"compare --module {OWN}:Digits --against nowhere", "--against nowhere does not exist"),
-        (f"compare --module {OWN}:Digits --config nowhere", "--config nowhere cannot be read"),
+        ("compare --module own.py:X --devices 2", "--module is now: stepcheck module FILE.py:MODULE"),
         ("compare --strategies baseline typo.json", "did you mean zero_optimization?"),
-        ("compare --script nowhere.py", "--script nowhere.py does not exist"),
-        ("compare --script old.py --lr 0.1", "must be in its quotes: --script 'old.py --lr 0.1'"),
-        (f"compare --script old.py --module {OWN}:Nothing", "has no Nothing"),
         ("plan --module nowhere.py:X", "--module nowhere.py:X: nowhere.py does not exist"),
+        ("plan --module old.py:X", "--module old.py:X: old.py has no X"),
+        ("plan --module old", "--module old: give FILE.py:NAME or PACKAGE.MODULE:NAME"),
+        ("plan --module nopackage.old:X", "there is no package or module 'nopackage'"),
+        (f"plan --module {OWN}:Digits --datamodule nowhere.py:X", "--datamodule nowhere.py:X: nowhere.py does not"),
+        (f"plan --module {OWN}:Digits --config nowhere", "--config nowhere cannot be read"),
         ("train --ds_config typo.json", "did you mean zero_optimization?"),
         ("train --weights nowhere", "nowhere does not exist"),
         ("evaluate last.ckpt --delta nowhere", "--delta nowhere does not exist"),

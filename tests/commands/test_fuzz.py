@@ -171,7 +171,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: Non
     Path("binary", "latest").write_bytes(b"\xff\xfe")
     write_run(Path("good"))
     write_run(Path("null"), strategy=None)
-    write_run(Path("unknown"), {"outcome": "fine", "used": 0.0, "text": ""})
+    write_run(Path("unknown"), {"outcome": "fine", "summary": ""})
     for side in (-1, 0, 64, 99999999):
         write_export(Path(f"{side}.safetensors"), side)
 
@@ -185,7 +185,6 @@ WRONG = {
     "evaluate good --devices 2": "--devices 2: evaluate computes on one device: leave it out",
     "evaluate good --trainer.limit_test_batches 1": "--trainer.limit_test_batches has no effect on evaluate: ",
     'compare --strategies baseline ddp --launcher "\'"': "--launcher ': no closing quotation",
-    'compare --module a.py:A --script "\'"': "--script ': no closing quotation",
     "compare --runs good null": "null cannot be read: metrics.json has strategy null",
     "compare --runs good unknown": 'unknown cannot be read: step_check.json has the unknown outcome "fine"',
     "export binary --to safetensors": "latest is not a text file",

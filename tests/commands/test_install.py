@@ -62,7 +62,7 @@ def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Pat
 
 
 OWN_TEST = """
-from cifar_zero.comparison import assert_agrees
+from stepcheck.testing import assert_agrees
 from my_module import Digits, DigitsData
 
 def test_zero_trains_what_ddp_trains():
@@ -104,7 +104,9 @@ def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
         assert f"usage: ../env/bin/cifar-zero {command} " in run("cifar-zero", command, "--help")
     short = ["--accelerator", "cpu", "--data.source", "digits", "--max_steps", "4", "--devices", "2"]
     assert "deepspeed_stage_2" in run("cifar-zero", "train", *short, "--strategy", "deepspeed_stage_2")
-    own = ["--module", "my_module.py:Digits", "--datamodule", "my_module.py:DigitsData", "--max_steps", "4"]
-    run("cifar-zero", "compare", *own, "--devices", "2", "--strategies", "deepspeed_stage_2")
-    assert "deepspeed_stage_2_not_contiguous" in run("cifar-zero", "compare", "--acceptance", "--print_cases")
+    own = ["my_module.py:Digits", "--datamodule", "my_module.py:DigitsData", "--max_steps", "4"]
+    run("stepcheck", "module", *own, "--devices", "2", "--strategies", "deepspeed_stage_2")
+    assert "deepspeed_stage_2: " in run("stepcheck", "accept", "--print_cases")
+    compared = run("cifar-zero", "compare", "--strategies", "baseline", "deepspeed_stage_2", *short)
+    assert "1 of 1 agree with baseline" in compared
     assert "1 passed" in run("python", "-m", "pytest", "-q", "test_mine.py")

@@ -31,7 +31,7 @@ def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
     run = load(write_run(tmp_path))
     assert (run.losses.values, run.check) == ([2.5, 1.25], None)
     assert (run.settings["model"], run.settings["optimizer.lr"]) == ("net", 0.1)
-    check = {"outcome": "within rounding", "used": 0.5}
+    check = {"outcome": "agrees", "summary": "20 steps audited"}
     assert load(write_run(tmp_path, {"step_check.json": json.dumps(check)})).check == check
 
 
@@ -45,6 +45,7 @@ def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
         ({"config.yaml": ""}, "cannot be read"),
         ({"metrics.json": "{}"}, "'seed' is missing"),
         ({"step_check.json": '{"outcome": "fine"}'}, "unknown outcome"),
+        ({"step_check.json": '{"outcome": "agrees"}'}, "'summary' is missing"),
         ({"metrics.json": '{"seed"'}, "is not JSON"),
         ({"events.out.tfevents.1": ""}, "cannot be read"),
     ],

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from markupsafe import escape
 
-from cifar_zero.comparison.page import loss_plot, shade, write_page
+from cifar_zero.comparison.page import loss_plot, write_page
 from cifar_zero.comparison.report import MEMORY, SPEED, figures, settings
-from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Variant, VerdictKind
+from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Outcome, Variant
 from tests.comparison.made_up import made_up
 
 STEPS = 30
@@ -16,7 +16,7 @@ NASTY = '<script src="http://host/x.js">|`*&$\\x$'
 """A name that is markup in HTML and in matplotlib."""
 
 
-def trained(name: str, kind: VerdictKind = "bit-identical", seeds: int = 1, off: float = 0.0) -> Variant:
+def trained(name: str, outcome: Outcome = "bit-identical", seeds: int = 1, off: float = 0.0) -> Variant:
     """Returns a variant whose losses differ from the reference's by `off` from step 8 on."""
     runs = []
     for seed in range(seeds):
@@ -27,19 +27,19 @@ def trained(name: str, kind: VerdictKind = "bit-identical", seeds: int = 1, off:
     means = {"perf/images_per_second": 4000.0 if off else 2000.0, "mem/model_state_rank_bytes": 1.4e6}
     values = {key: [mean] * seeds for key, mean in means.items()}
     command = f"python train.py --name '{name}'"
-    remark = "step 8: gradient of net.fc1.weight off by 20 %" if kind == "different" else ""
-    return Variant(name, name, 2, command=command, runs=runs, figures=values, kind=kind, remark=remark)
+    remark = "step 8: gradient of net.fc1.weight off by 20 %" if outcome == "different" else ""
+    return Variant(name, name, 2, command=command, runs=runs, figures=values, outcome=outcome, remark=remark)
 
 
 def comparison(*others: Variant, **fields) -> Comparison:
     reference = trained("baseline", "reference", seeds=len(others[0].runs) if others else 1)
-    common = {"title": "net", "machine": {"torch": "2.15.0"}, "recipe": {"model": "net"}, "reference": "baseline"}
+    common = {"title": "net", "machine": {"torch": "2.15.0"}, "recipe": {"model": "net"}}
     return Comparison(**{**common, **fields}, variants=[reference, *others])
 
 
 def failed(name: str) -> Variant:
     command = f"python train.py --name {name}"
-    return Variant(name, name, 2, command=command, kind="not trained", remark="error: <no> GPU")
+    return Variant(name, name, 2, command=command, outcome="not trained", remark="error: <no> GPU")
 
 
 def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
@@ -55,15 +55,15 @@ def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
         assert escape(shown) in text
 
 
-def test_the_headline_counts_each_kind_of_verdict():
-    others = trained("ddp"), trained("fsdp2", "within rounding"), trained("zero", "different"), failed("fsdp")
-    counts = "1 bit-identical, 1 within rounding, 1 different, 1 not trained"
+def test_the_headline_counts_each_outcome():
+    others = trained("ddp"), trained("fsdp2", "agrees"), trained("zero", "different"), failed("fsdp")
+    counts = "1 bit-identical, 1 agrees, 1 different, 1 not trained"
     assert comparison(*others).headline == f"2 of 4 agree with baseline: {counts}"
 
 
 def test_only_a_variant_that_was_judged_and_agrees_passes():
-    passing = {kind for kind in SIGNS if comparison(trained("ddp", kind)).passed}
-    assert passing == {"reference", "bit-identical", "within rounding"}
+    passing = {outcome for outcome in SIGNS if comparison(trained("ddp", outcome)).passed}
+    assert passing == {"reference", "bit-identical", "agrees"}
 
 
 def test_an_accuracy_that_is_too_low_fails():
@@ -73,9 +73,9 @@ def test_an_accuracy_that_is_too_low_fails():
     variants.require(0.1)
     assert [variant.passed for variant in variants.variants] == [True, True, False]
     variants.require(0.5)
-    kinds = [variant.kind for variant in variants.variants]
-    assert kinds == ["too inaccurate", "too inaccurate", "different"], "what differs is not hidden"
-    assert variants.variants[1].outcome == "↓ too inaccurate: accuracy 10.14% is less than --min_accuracy 50.00%"
+    outcomes = [variant.outcome for variant in variants.variants]
+    assert outcomes == ["too inaccurate", "too inaccurate", "different"], "what differs is not hidden"
+    assert variants.variants[1].verdict == "↓ too inaccurate: accuracy 10.14% is less than --min_accuracy 50.00%"
     untested = comparison(trained("ddp"))
     untested.require(0.5)
     assert untested.variants[1].remark == "the run lacks the test accuracy that --min_accuracy needs"
@@ -88,16 +88,6 @@ def test_the_headline_names_a_loss_that_did_not_fall():
     assert flat.headline.endswith("; no variant has learned (the loss did not fall by 1%): agreement is not evidence")
     flat.variants[1].runs[0].losses.values[-1] = 0.1
     assert "learned" not in flat.headline
-
-
-def test_an_acceptance_begins_with_a_table_whose_cells_lead_to_their_numbers(tmp_path: Path):
-    cases = [Variant("ddp: float32", "ddp", 2, kind="bit-identical", row="float32")]
-    cases.append(Variant("fsdp2: float32", "fsdp2", 2, kind="different", remark="step 1: ...", row="float32"))
-    write_page(Comparison("acceptance", {}, "plain PyTorch", cases), tmp_path)
-    text = (tmp_path / "report.html").read_text()
-    assert 'href="#case-1" title="≠ different: step 1: ...">≠</a>' in text
-    assert '<tr id="case-1">' in text
-    assert text.index("Recipes and strategies") < text.index("Recipe and machine")
 
 
 def test_a_table_has_what_any_variant_has():
@@ -128,9 +118,3 @@ def test_the_second_panel_has_the_difference_of_each_seed_and_gaps_where_there_i
     assert np.allclose(two[7:], [0.25] * (STEPS - 8) + [1.25])
     entries = [text.get_text() for text in figure.legends[0].get_texts()]
     assert entries == ["baseline (reference)", "ddp (different)", "fsdp2 (bit-identical)"]
-
-
-def test_the_cell_of_an_infinite_share_is_the_darkest():
-    """A value whose bound is 0 has an infinite share, which JSON stores as null."""
-    shares = [shade(Variant("case", "ddp", 2, check={"used": used})) for used in (None, 0.01, 0.0)]
-    assert shares == [1.0, 0.5, 0.0]

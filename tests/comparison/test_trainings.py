@@ -63,9 +63,9 @@ def test_a_failed_run_is_reported_with_its_last_error_or_its_signal(
 
 def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     planned = plan(["baseline", "ddp"], ["1"], [], 1, [*SMALL, "--max_steps", "1"])
-    planned[0].variant.flags += ["--optimizer.lr", "fast"]
+    planned[0].flags += ["--optimizer.lr", "fast"]
     variants = train_variants(planned, tmp_path)
-    assert [variant.kind for variant in variants] == ["not trained", "not judged"]
+    assert [variant.outcome for variant in variants] == ["not trained", "not judged"]
     assert "--optimizer.lr" in variants[0].remark
     assert [len(variant.runs) for variant in variants] == [0, 1]
     said = capfd.readouterr().err

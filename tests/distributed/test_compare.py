@@ -44,6 +44,6 @@ def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list
     assert done.returncode == 1, done.stderr
     (file,) = tmp_path.glob("net/*/comparison.json")
     variants = json.loads(file.read_text())["variants"]
-    assert [variant["kind"] for variant in variants] == ["reference", "different"]
-    assert variants[1]["remark"].startswith(f"step {BROKEN_STEP}: gradient of net.")
+    assert [variant["outcome"] for variant in variants] == ["reference", "different"]
+    assert variants[1]["remark"].startswith(f"FAULT step {BROKEN_STEP}: ")
     assert [variant["runs"][0]["metrics"]["world_size"] for variant in variants] == [2, 2]

@@ -14,7 +14,7 @@ import pytest
 
 from stepcheck.__main__ import main
 from stepcheck.verdict import Finding
-from tests.comparison.planted_faults import SITE, STEP
+from tests.stepcheck.planted_faults import SITE, STEP
 from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all
 
 FAULTS = {

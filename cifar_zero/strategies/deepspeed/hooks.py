@@ -15,7 +15,6 @@ from torch.nn import Module
 from cifar_zero.checkpoints.zero_folder import EXPERT
 from cifar_zero.launch.collectives import gather
 from cifar_zero.optimizers import Implementation
-from cifar_zero.strategies.check_hooks import EngineCheckHooks
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.engine_state import plain_names_of, rewriting
 from cifar_zero.strategies.hooks import Hooks, count_bytes, tensors_in
@@ -29,7 +28,7 @@ GRADIENTS = (
 """Attributes in which DeepSpeed 0.19.8's optimizers keep gradients in addition to the model's own tensors."""
 
 
-class EngineHooks(EngineCheckHooks, Hooks):
+class EngineHooks(Hooks):
     """Reads DeepSpeed's engine and the tensors that it has sharded. `Hooks` describes what each method returns."""
 
     @property

@@ -22,6 +22,7 @@ class IntervalCallback(Callback):
     """Base class of the callbacks that write a point of their curves every --log_interval optimizer steps, and after
     the last step, even if a signal ends the run there. A subclass writes the point in `_log`."""
 
+    keeps_gradients = True  # for stepcheck, which notes callbacks that may change gradients
     _last_step: float = -1  # the step that is planned to be the last
     _logged_step = 0  # step of the newest point, or the step at which the training began
 

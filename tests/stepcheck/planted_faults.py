@@ -24,7 +24,7 @@ STEP = 3
 SITE = """
 import os
 if "RANK" in os.environ:
-    from tests.comparison.planted_faults import plant
+    from tests.stepcheck.planted_faults import plant
     plant("{name}")
 """
 """Content of sitecustomize.py, with the name of a fault to fill in."""
