@@ -205,3 +205,13 @@ def torch_class(optimizer: Any) -> type[Optimizer] | None:
     if isinstance(optimizer, (DeepSpeedCPULion, FusedLion)):
         return TorchLion
     return None
+
+
+def with_names(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Returns an optimizer's state in which each group has the names of its parameters. The names come from
+    `group_names` if the state lacks them, because the optimizers of other programs do not store names."""
+    groups = state["param_groups"]
+    if all("param_names" in group for group in groups):
+        return state
+    named = [{**group, "param_names": names} for group, names in zip(groups, group_names, strict=True)]
+    return {**state, "param_groups": named}
