@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.checkpoints.zero_folder import read_folder
+from cifar_zero.checkpoints.zero_folder import TAG, read_folder
 from cifar_zero.config.settings import settings_of, tree_of
 from cifar_zero.core.errors import UsageError, short
 
@@ -20,7 +20,7 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
     a file that Lightning wrote or a folder that DeepSpeed wrote. For the arguments see `safe_load.load`. Raises
     UsageError if the checkpoint is damaged or would need `trust`."""
     if checkpoint.is_dir():
-        return with_checked_record(read_folder(checkpoint, trust, verify, device), checkpoint)
+        return with_checked_record(read_folder(checkpoint / TAG, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
         raise UsageError(f"{checkpoint} contains only weights: give the checkpoint that they come from")
     content = load(checkpoint, trust, verify, device)

@@ -1,4 +1,5 @@
 """Assembles a DeepSpeed checkpoint folder, with the files of all ranks, into the form of Lightning's plain checkpoints.
+This file alone knows the names of the files and their keys. Imports torch only when a file is read.
 
 DeepSpeed's own tools do not suffice. zero_to_fp32 loads files that could run code, and drops the optimizer's state.
 Universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files into the folder TAG:
@@ -15,35 +16,41 @@ Universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files i
 - `offloaded_tensors/rank<rank>/` for an optimizer on NVMe, with the flat tensors that are empty in the other files, in
   float32. `<group>.tensor.swp` are the weights and `<key>-<group>.tensor.swp` is the state.
 
-To each file, except the experts' files, the strategy adds GROUPS, TIED and PROGRESS, and for NVMe also ON_DISK.
+To each file, except the experts' files, the strategy adds PARTS, TIED and PROGRESS, and for NVMe also ON_DISK. The
+folders of other programs, such as Accelerate and transformers, lack them. Only the weights of such a folder are read.
 """
+
+from __future__ import annotations
 
 import math
 import re
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 TAG = "checkpoint"  # folder inside a DeepSpeed checkpoint, as Lightning names it
+LATEST = "latest"  # file next to it, which DeepSpeed writes last, with the name of the folder
 LAYOUT = "zero_layout"  # key of what a shard depends on, such as the number of ranks
 
-GROUPS = "zero_groups"
-"""Key of the plain names and the shapes of the parameters in each of a rank's flat tensors, in the order of the
-tensor."""
+PARTS = "zero_parts"
+"""Key of the `Parts` of each of a rank's flat tensors."""
 
 ON_DISK = "zero_on_disk"  # key of the names of this rank's groups in DeepSpeed's files on NVMe
 
 AVERAGE = "average"
 """Key under which callbacks/averaging.py adds `kind`, `count`, `weights` and `sharded` to the checkpoints of every
 strategy. `weights` are the averages, keyed by the names in state_dict. If `sharded` is set, they are only this rank's
-parts, cut as stage 3 cuts the parameters."""
+shards, as stage 3 shards the parameters, without padding."""
 
 TIED = "zero_tied"
 """Key of a dict that maps each additional plain name of a tied weight to its first plain name, which a shard
@@ -59,47 +66,76 @@ EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.
 """DeepSpeed's name of an expert's weight, with groups for the mixture, the expert's number and the weight's own
 name."""
 
-Shapes = Mapping[str, torch.Size]
+Parts = Mapping[str, tuple["torch.Size", int, int, int]]
+"""The parts of parameters that lie in a flat tensor, by the parameter's plain name. A part is the parameter's shape,
+the part's start in the flattened parameter and in the flat tensor, and its length. All numbers count elements."""
 
-State = dict[str, Any]  # an optimizer's state for one parameter
-
-
-class _Shard(NamedTuple):
-    """A rank's part of the weights and state that the optimizer keeps."""
-
-    groups: Sequence[Shapes]  # names and shapes of the parameters in each flat tensor
-    weights: Sequence[Tensor]  # the flat tensors in float32; empty if the optimizer updates the model's own weights
-    state: Mapping[int, State]  # the optimizer's flat state for each flat tensor
-    param_groups: list[dict[str, Any]]  # the optimizer's groups of flat tensors
-    paddings: Sequence[Sequence[int] | None]  # padding elements after each parameter, with parameter_alignment
+MASTER = "master weight"  # key of the float32 weights that the optimizer updates, next to its state
 
 
-def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """Returns the content of a DeepSpeed checkpoint folder in the form in which Lightning's plain strategies write it,
+def is_checkpoint_folder(path: Path) -> bool:
+    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may belong to another
+    program."""
+    return (path / LATEST).is_file() and (path / TAG).is_dir()
+
+
+def deepspeed_files(path: str) -> Path | None:
+    """Returns the folder that holds DeepSpeed's files. It is the path itself, or the folder inside the path that the
+    file `latest` names. Returns None if the path is not a DeepSpeed checkpoint. Raises UsageError if the path contains
+    folders with DeepSpeed's files, but no `latest`."""
+    folder, pattern = Path(path).resolve(), "*_states.pt"
+    latest = folder / LATEST
+    if latest.is_file():
+        folder /= plain_data.read_text(latest, str(latest)).strip()
+    if any(folder.glob(pattern)):
+        return folder
+    for file in folder.glob(f"*/{pattern}"):
+        raise UsageError(f"{path} has no file named latest: give the checkpoint folder, such as {file.parent}")
+    return None
+
+
+def read_folder(
+    folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu", mapped: bool = False
+) -> dict[str, Any]:
+    """Returns the content of a folder of DeepSpeed's files in the form in which Lightning's plain strategies write it,
     with state_dict, optimizer_states and progress.
 
     If DeepSpeed keeps float32 master weights in addition to the model's own weights, the state_dict has the master
-    weights. For the arguments see `safe_load.load`. Raises UsageError if a file is missing, damaged or of another kind.
+    weights. If another program wrote the files, the result has only state_dict and `missing`, a list of the names of
+    tensors whose values DeepSpeed has not stored. For the arguments see `safe_load.load`. Raises UsageError if a file
+    is missing, damaged or of another kind.
     """
-    models, experts, shards, of_expert_ranks = (
-        [load(file, trust, verify, device) for file in files] for files in files_of(folder / TAG)
-    )
+    paths = files_of(folder)
+    files = [[load(file, trust, verify, device, mapped) for file in kind] for kind in paths]
+    models, experts, shards, of_expert_ranks = files
+    main = models[0]
     try:
-        _check_complete(folder, models, experts, shards, of_expert_ranks)
+        if PROGRESS not in main and (
+            main.get("num_experts") or not main["module"] or any(folder.glob("*mp_rank_01_*"))
+        ):
+            raise UsageError(f"{folder} has experts, or pipeline or tensor parallelism, which export cannot assemble")
+        stage = 2 if shards or main.get("param_shapes") else 0  # stage 1 has the same files
+        if paths[0][0].name.startswith("zero_pp_rank"):
+            stage = 3
+        _check_complete(folder, stage, files)
         for rank, shard in enumerate(shards):
-            if ON_DISK in shard:
+            if PROGRESS not in main:
+                shard[PARTS] = _parts_of(main["param_shapes"], shards, rank, stage)
+            elif ON_DISK in shard:
                 _fill_from_disk(shard["optimizer_state_dict"], folder, rank, shard[ON_DISK], device)
-        stage = _stage(models[0])
-        return _assembled(models, experts, [_shard(states, stage) for states in shards or of_expert_ranks or models])
+        if PROGRESS in main:
+            return _own_content(models, experts, shards or of_expert_ranks or models[:1], stage)
+        masters = _unshard(shards, stage, with_state=False)[MASTER]
+        weights, missing = _model_weights(models, experts, masters, _tied_names(main, masters), stage)
+        return {"state_dict": weights, "missing": missing}
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{folder} is not a DeepSpeed checkpoint of this program: {why}") from error
+        raise UsageError(f"{folder} is not a complete DeepSpeed checkpoint: {type(error).__name__}: {error}") from error
 
 
 def layout_of(folder: Path, trust: bool = False) -> Any:
-    """Returns what the shards of a checkpoint depend on, such as the number of ranks, as the strategy recorded it under
-    LAYOUT. Returns None if there is no such record. Raises UsageError if the file cannot be read."""
-    return load(files_of(folder / TAG)[0][0], trust, verify=False, device="meta").get(LAYOUT)
+    """Returns what the shards in a folder of DeepSpeed's files depend on, such as the number of ranks, as the strategy
+    recorded it under LAYOUT. Returns None if there is no such record. Raises UsageError if the file cannot be read."""
+    return load(files_of(folder)[0][0], trust, verify=False, device="meta").get(LAYOUT)
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
@@ -136,30 +172,26 @@ def files_of(folder: Path) -> tuple[list[Path], ...]:
     return models, experts, found("*zero_pp_rank_*optim_states.pt"), found("expp_rank_*optim_states.pt")
 
 
-def _stage(model_states: Mapping[str, Any]) -> int:
-    return int(model_states["ds_config"].get("zero_optimization", {}).get("stage", 0))
-
-
-def _check_complete(
-    folder: Path, models: list[Any], experts: list[Any], shards: list[Any], of_expert_ranks: list[Any]
-) -> None:
+def _check_complete(folder: Path, stage: int, files: Sequence[Sequence[Any]]) -> None:
+    models, experts, shards, of_expert_ranks = files
     main = models[0]
-    stage, ranks = _stage(main), main["dp_world_size"]
-    num_experts = sum(main.get("num_experts", []))
+    ranks, num_experts = main["dp_world_size"], sum(main.get("num_experts") or [])
     sharing = main[LAYOUT]["ep_size"] if num_experts and not stage else 0
-    for found, expected, what in (
+    for actual, expected, what in (
         (models, ranks if stage == 3 else 1, "model files"),
         (experts, num_experts, "expert files"),
         (shards, ranks if stage else 0, "optimizer files"),
         (of_expert_ranks[:sharing], sharing, "expp_rank files"),
     ):
-        if len(found) != expected:
-            raise UsageError(f"{folder} is incomplete: it has {len(found)} {what}, not {expected} (stage {stage})")
+        if len(actual) != expected:
+            raise UsageError(f"{folder} is incomplete: it has {len(actual)} {what}, not {expected}")
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:
     """Fills a rank's shard with the tensors that DeepSpeed kept on NVMe and copied from there into the checkpoint."""
-    files = folder / TAG / "offloaded_tensors" / f"rank{rank:02d}"  # DeepSpeed's dp_index_to_str
+    import torch
+
+    files = folder / "offloaded_tensors" / f"rank{rank:02d}"  # DeepSpeed's dp_index_to_str
 
     def read(stem: str) -> Tensor:
         file = files / f"{stem}.tensor.swp"
@@ -169,134 +201,169 @@ def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: S
     for number, name in enumerate(names):
         if not weights[number].numel():
             weights[number] = read(name)
-            empty = [key for key, value in state[number].items() if isinstance(value, Tensor) and value.shape == (0,)]
+            empty = [
+                key for key, value in state[number].items() if isinstance(value, torch.Tensor) and value.shape == (0,)
+            ]
             state[number] |= {key: read(f"{key}-{name}") for key in empty}
 
 
-def _shard(states: Mapping[str, Any], stage: int) -> _Shard:
+def _parts_of(groups: Sequence[Mapping[str, torch.Size]], shards: Sequence[Any], rank: int, stage: int) -> list[Parts]:
+    """Returns the parts of parameters in each flat tensor of a rank, for a folder of another program.
+
+    Stages 1 and 2 concatenate all parameters of a group, with padding after each parameter if DeepSpeed's
+    `parameter_alignment` is on, and give each rank one piece. Stage 3 gives each rank a shard of each parameter. In
+    both cases the last shard may be padded. `groups` has the names and shapes of the parameters in each group.
+    """
+    paddings = shards[rank]["optimizer_state_dict"].get("param_alignment_paddings") or [
+        [0] * len(each) for each in groups
+    ]
+    lengths = [[*map(len, _flat_weights(shard["optimizer_state_dict"], stage))] for shard in shards]
+    of_groups: list[Parts] = []
+    for number, (shapes, padding) in enumerate(zip(groups, paddings, strict=True)):
+        parts: dict[str, tuple[torch.Size, int, int, int]] = {}
+        length = lengths[rank][number]
+        offset = 0 if stage == 3 else -sum(each[number] for each in lengths[:rank])
+        for (name, shape), padded in zip(shapes.items(), padding, strict=True):
+            numel = math.prod(shape)
+            if stage == 3:
+                size = math.ceil(numel / len(shards))
+                parts[name] = shape, rank * size, offset, max(0, min(size, numel - rank * size))
+                offset += size
+            else:
+                first, end = max(0, offset), min(length, offset + numel)
+                parts[name] = shape, first - offset, first, max(0, end - first)
+                offset += numel + padded
+        if stage == 3 and offset != length:
+            raise ValueError(f"the weights are on NVMe, or not sharded over all {len(shards)} ranks")
+        of_groups.append(parts)
+    return of_groups
+
+
+def _flat_weights(optimizer: Mapping[str, Any], stage: int) -> Sequence[Tensor]:
+    """Returns the float32 weights that a rank's optimizer updates. The result is empty if it updates the model's own
+    weights."""
     if stage:
-        own = states["optimizer_state_dict"]
-        base = own["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-        weights = own["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
-    else:  # float32: torch's own optimizer; else one with float32 weights, flat or per parameter
-        own = states["optimizer"]
-        base = own.get("optimizer_state_dict", own)
-        weights = own.get("fp32_groups_flat") or [*chain(*own.get("fp32_groups", ()))]
-    paddings = own.get("param_alignment_paddings") or [None] * len(states[GROUPS])
-    return _Shard(states[GROUPS], weights, base["state"], base["param_groups"], paddings)
+        return optimizer["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
+    return optimizer.get("fp32_groups_flat") or [*chain(*optimizer.get("fp32_groups", ()))]
 
 
-def _assembled(
-    models: list[dict[str, Any]], experts: list[dict[str, Tensor]], shards: Sequence[_Shard]
-) -> dict[str, Any]:
+def _base_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the state_dict of the optimizer inside DeepSpeed's optimizer, or the given one if there is none."""
+    return optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or optimizer
+
+
+def _unshard(optimizers: Sequence[Any], stage: int, with_state: bool = True) -> dict[str, dict[str, Any]]:
+    """Returns the optimizer's master weights, under MASTER, and its state, by the state's keys. The values of each key
+    are keyed by the parameter's plain name. `optimizers` has the files of all ranks."""
+    full: dict[str, dict[str, Any]] = defaultdict(dict)
+    missing: dict[str, int] = {}  # number of elements that no rank has
+    for file in optimizers:
+        optimizer = file["optimizer_state_dict" if stage else "optimizer"]
+        weights, state = _flat_weights(optimizer, stage), _base_state(optimizer)["state"] if with_state else {}
+        for number, parts in enumerate(file[PARTS]):
+            values = {**state.get(number, {}), **({MASTER: weights[number]} if weights else {})}
+            for key, value in values.items():
+                _add_parts(full[key], key, value, parts)
+            for name, (shape, *_, length) in parts.items():
+                missing[name] = missing.get(name, math.prod(shape)) - length
+    if max(missing.values(), default=0) > 0:
+        raise ValueError(f"a part of {max(missing, key=missing.__getitem__)} is missing")
+    return full
+
+
+def _add_parts(full: dict[str, Any], key: str, value: Any, parts: Parts) -> None:
+    """Adds a rank's value, which may be a flat tensor, to the values of parameters, which are keyed by name."""
+    import torch
+
+    for name, (shape, start, offset, length) in parts.items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            if name not in full:
+                full[name] = torch.empty(shape, dtype=value.dtype, device=value.device)
+            full[name].view(-1)[start : start + length] = value.detach().flatten()[offset : offset + length]
+        elif key == "step":  # a number in the state of DeepSpeed's Adam
+            full[name] = torch.as_tensor(value, dtype=torch.float32).clone()
+        else:
+            full[name] = value
+
+
+def _model_weights(
+    models: Sequence[Any], experts: Sequence[Any], masters: Mapping[str, Tensor], tied: Mapping[str, str], stage: int
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Returns all weights and buffers, keyed by plain name in the model's order, but for experts, and the names of
+    those that have no value."""
     main = models[0]
-    stage = _stage(main)
     stored = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
     for expert in experts:
         stored |= expert
     plain = plain_names({**main["module"], **stored})
-    weights = {plain[name]: value for name, value in stored.items()}
-    state: dict[str, State] = {}
-    names: dict[int, list[str]] = {}
-    for number in range(len(shards[0].groups)):
-        # Ranks with the same parameters have copies of them (stage 0) or shards of them. Other ranks have other
-        # experts.
-        holders: dict[tuple[str, ...], list[_Shard]] = {}
-        for shard in shards:
-            holders.setdefault((*shard.groups[number],), []).append(shard)
-        names[number] = [*chain(*holders)]
-        for holding in holders.values():
-            owners, shapes = holding if stage else holding[:1], holding[0].groups[number]
-            padding = owners[0].paddings[number]
-            if owners[0].weights:
-                weights |= whole_tensors([owner.weights[number] for owner in owners], shapes, stage, padding)
-            states = [owner.state.get(number, {}) for owner in owners]
-            for key, value in states[0].items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    values: Mapping[str, Any] = whole_tensors([own[key] for own in states], shapes, stage, padding)
-                elif key == "step":  # a number in the state of DeepSpeed's Adam
-                    values = {name: torch.as_tensor(value, dtype=torch.float32).clone() for name in shapes}
-                else:
-                    values = dict.fromkeys(shapes, value)
-                for name, whole in values.items():
-                    state.setdefault(name, {})[key] = whole
-    frozen: Shapes = main.get("frozen_param_shapes") or {} if stage == 3 else {}
+    weights = {**{plain[name]: value for name, value in stored.items()}, **masters}
+    frozen: Mapping[str, torch.Size] = (stage == 3 and main.get("frozen_param_shapes")) or {}
     for name, shape in frozen.items():
-        weights[name] = uncut([model["frozen_param_fragments"][name].flatten() for model in models], shape)
-    for name, first_name in main[TIED].items():
-        weights[name] = weights[first_name]
+        weights[name] = _join([model["frozen_param_fragments"][name] for model in models], shape)
+    weights |= {name: weights[first] for name, first in tied.items() if first in weights}
+    missing = [name for name in plain.values() if name not in weights]
+    return {name: weights[name] for name in plain.values() if name in weights}, missing
+
+
+def _tied_names(main: Mapping[str, Any], masters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Maps additional names of tied weights to the name of a master weight, for a folder of another program. Tied
+    weights share memory at stages 0 to 2. DeepSpeed lists them too, but not those of a module with two names."""
+    module = main["module"]
+    name_at = {module[name].data_ptr(): name for name in masters if name in module and module[name].numel()}
+    tied: dict[str, str] = dict(main["shared_params"] or {})
+    for name, value in module.items():
+        if name not in masters and value.data_ptr() in name_at:
+            tied[name] = name_at[value.data_ptr()]
+    return tied
+
+
+def _join(shards: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Returns the tensor of which each rank has a flat shard. The last shard may be padded."""
+    import torch
+
+    return torch.cat([*map(torch.flatten, shards)])[: math.prod(shape)].reshape(shape)
+
+
+def _own_content(
+    models: Sequence[Any], experts: Sequence[Any], optimizers: Sequence[Any], stage: int
+) -> dict[str, Any]:
+    main, full = models[0], _unshard(optimizers, stage)
+    names: dict[int, dict[str, Any]] = defaultdict(dict)  # parts by flat tensor and name; ranks have other experts
+    for file in optimizers:
+        for number, parts in enumerate(file[PARTS]):
+            names[number] |= parts
+    weights, missing = _model_weights(models, experts, full.pop(MASTER, {}), main[TIED], stage)
+    if missing:
+        raise KeyError(missing[0])
     progress = {key: main[key] for key in main[PROGRESS]}
-    if AVERAGE in main:
-        progress[AVERAGE] = _averaged([model[AVERAGE] for model in models], shards[0].groups)
-    optimizer_states = [_as_torch(state, names, shards[0].param_groups)]
-    state_dict = {name: weights[name] for name in plain.values()}  # in the model's order, but for experts
-    return {**progress, "state_dict": state_dict, "optimizer_states": optimizer_states}
-
-
-def whole_tensors(
-    shards: Sequence[Tensor], shapes: Shapes, stage: int, paddings: Sequence[int] | None = None
-) -> dict[str, Tensor]:
-    """Returns the whole tensors of a parameter group, keyed by name, given the flat shard of each rank.
-
-    Stages 1 and 2 concatenate all parameters and cut the result into one piece for each rank. Stage 3 cuts each
-    parameter. In both cases the last shard is padded. `paddings` has the number of padding elements after each
-    parameter, if DeepSpeed's `parameter_alignment` is on. Raises RuntimeError if a shard is too short.
-    """
-    found: dict[str, Tensor] = {}
-    offset = 0
-    for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
-        step = math.prod(shape)
-        if stage < 3:
-            found[name] = uncut(shards, shape, offset)
-            step += padding
-        else:
-            step = math.ceil(step / len(shards))
-            found[name] = uncut([shard.narrow(0, offset, step) for shard in shards], shape)
-        offset += step
-    return found
-
-
-def uncut(parts: Sequence[Tensor], shape: torch.Size, start: int = 0) -> Tensor:
-    """Returns a copy of a tensor of this shape, cut out of the concatenation of `parts` from the element `start` on."""
-    numel = math.prod(shape)
-    own: list[Tensor] = []
-    for part in parts:
-        own.append(part.flatten()[start : start + numel])
-        start = max(start - part.numel(), 0)
-        numel -= own[-1].numel()
-    return torch.cat(own).detach().reshape(shape)
-
-
-def _averaged(averages: list[dict[str, Any]], groups: Iterable[Shapes]) -> dict[str, Any]:
-    """Returns the entry AVERAGE of a checkpoint. The averaged weights in it are assembled if each rank has stored only
-    its own part. `averages` has the entry of each rank."""
-    average = averages[0]
-    if not average["sharded"]:
-        return average
-    weights: dict[str, Tensor] = dict(average["weights"])
-    for group in groups:
-        for name, shape in group.items():
-            weights[name] = uncut([of_rank["weights"][name] for of_rank in averages], shape)
-    return {**average, "weights": weights, "sharded": False}
+    if AVERAGE in main and main[AVERAGE]["sharded"]:
+        average = {**main[AVERAGE]["weights"]}
+        for name, (shape, *_) in ChainMap(*names.values()).items():
+            average[name] = _join([model[AVERAGE]["weights"][name] for model in models], shape)
+        progress[AVERAGE] = {**main[AVERAGE], "weights": average, "sharded": False}
+    groups = _base_state(optimizers[0]["optimizer_state_dict" if stage else "optimizer"])["param_groups"]
+    return {**progress, "state_dict": weights, "optimizer_states": [_as_torch(full, names, groups)]}
 
 
 def _as_torch(
-    states: Mapping[str, State], names: Mapping[int, list[str]], groups: list[dict[str, Any]]
+    full: Mapping[str, Mapping[str, Any]], names: Mapping[int, Iterable[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns an optimizer state in the form of torch's `state_dict`, with DeepSpeed's parameter groups.
 
     Args:
-        states: the state of each parameter, keyed by name.
+        full: the state of all parameters, keyed by the state's key and the parameter's name.
         names: the names of the parameters in each flat tensor, keyed by the index of the flat tensor.
         groups: DeepSpeed's parameter groups, whose `params` are indices of flat tensors.
     """
-    state: dict[int, State] = {}
+    state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     first = 0
     for group in groups:
         numbered = dict(enumerate((name for flat in group["params"] for name in names[flat]), first))
         first += len(numbered)
-        state |= {number: states[name] for number, name in numbered.items() if name in states}
+        for number, name in numbered.items():
+            if own := {key: values[name] for key, values in full.items() if name in values}:
+                state[number] = own
         options = {key: value for key, value in group.items() if key not in DEEPSPEED_GROUP_KEYS}
         param_groups.append({**options, "params": [*numbered], "param_names": [*numbered.values()]})
     return {"state": state, "param_groups": param_groups}

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from cifar_zero.checkpoints import run_folder
+from cifar_zero.checkpoints import run_folder, zero_folder
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, quieten
 from cifar_zero.core.errors import UsageError
@@ -43,7 +43,7 @@ def main() -> int:
 def _weights_only(arguments: Namespace) -> Path | None:
     """Returns the folder of DeepSpeed's files if a program other than cifar-zero train wrote the checkpoint, else None.
     Such a checkpoint has weights but no description of the model."""
-    folder = run_folder.deepspeed_files(arguments.checkpoint)
+    folder = zero_folder.deepspeed_files(arguments.checkpoint)
     if folder:
         from cifar_zero.exporting import any_deepspeed  # which imports torch
 

@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import deepspeed
@@ -11,11 +12,14 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.nn import Module
 
+GROUP_LISTS = {"param_groups", "base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
+"""Attributes of torch's optimizers and schedulers that are lists with one element for each parameter group."""
+
 
 class CPUDeepSpeedStrategy(DeepSpeedStrategy):
     """Trains any LightningModule under DeepSpeed on CPU ranks, over gloo. Lightning's own strategy accepts only CUDA.
 
-    On GPUs the ranks start as under Lightning's strategy. On every device the class corrects three things:
+    On GPUs the ranks start as under Lightning's strategy. On every device the class corrects four things:
 
     - The loss of a micro-batch is divided by `accumulate_grad_batches` once. Both Lightning and `engine.backward`
       (DeepSpeed 0.19.8) divide it.
@@ -25,6 +29,7 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
     - In bfloat16, gradients are not checked for overflow unless the configuration turns the check on. With the check,
       ZeRO 1 and 2 wait for all gradients in each step and skip a step with NaN (DeepSpeed 0.19.8,
       runtime/precision_config.py). No other strategy does either.
+    - Parameter groups with only frozen parameters train. ZeRO 1 and 2 (DeepSpeed 0.19.8) raise IndexError.
 
     Args:
         **options: The options of Lightning's DeepSpeedStrategy.
@@ -88,7 +93,21 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
     def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         if optimizer is None:  # DeepSpeed makes the optimizer of its configuration
             return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        _drop_frozen_groups(optimizer, lr_scheduler)
         step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
         started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         optimizer.step = step
         return started
+
+
+def _drop_frozen_groups(optimizer: Any, scheduler: Any) -> None:
+    """Removes parameter groups without trained parameters from an optimizer and its scheduler. ZeRO 1 and 2 (DeepSpeed
+    0.19.8, stage_1_and_2.py) read the first trained parameter of each group, and raise IndexError if there is none."""
+    trained = [any(each.requires_grad for each in group["params"]) for group in optimizer.param_groups]
+    if all(trained) or not any(trained):
+        return
+    for owner in filter(None, (optimizer, scheduler, *getattr(scheduler, "_schedulers", ()))):
+        for name in GROUP_LISTS & vars(owner).keys():
+            values = getattr(owner, name)
+            if isinstance(values, list) and len(values) == len(trained):
+                setattr(owner, name, [*compress(values, trained)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero.checkpoints.zero_folder import GROUPS, LAYOUT, PROGRESS, TAG, TIED, read_folder
+from cifar_zero.checkpoints.zero_folder import LAYOUT, PARTS, PROGRESS, TIED, read_folder
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers.groups import by_name
 
@@ -22,8 +22,6 @@ NAMES = ["net.gate.wg.weight", *(f"net.experts.{number}.bias" for number in rang
 def folder(tmp_path: Path) -> Path:
     """Returns a checkpoint of a gate with weight -1 and six experts, each with its number as weight. The float32
     weights are larger by 100."""
-    files = tmp_path / TAG
-    files.mkdir()
     main = {
         "module": {"net.deepspeed_moe.gate.wg.weight": torch.tensor([-1.0])},
         "buffer_names": [],
@@ -34,10 +32,10 @@ def folder(tmp_path: Path) -> Path:
         PROGRESS: [],
         TIED: {},
     }
-    torch.save(main, files / "mp_rank_00_model_states.pt")
+    torch.save(main, tmp_path / "mp_rank_00_model_states.pt")
     for number in range(LOCAL * RANKS):
         expert = {f"net.deepspeed_moe.experts.deepspeed_experts.{number}.bias": torch.tensor([float(number)])}
-        torch.save(expert, files / f"layer_0_expert_{number}_mp_rank_00_model_states.pt")
+        torch.save(expert, tmp_path / f"layer_0_expert_{number}_mp_rank_00_model_states.pt")
     param_groups: list[dict[str, Any]] = [{"params": [0], "name": "dense"}]
     param_groups += [{"params": [number], "moe": True, "name": f"ep_size_{RANKS}"} for number in (1, 2)]
     for rank in range(RANKS):
@@ -48,9 +46,11 @@ def folder(tmp_path: Path) -> Path:
         state = {number: {"exp_avg": values, "step": torch.tensor(7.0)} for number, values in enumerate(flat)}
         base = {"state": state, "param_groups": param_groups}
         shard = {"single_partition_of_fp32_groups": [values + 100 for values in flat], "base_optimizer_state": base}
-        groups = [dict.fromkeys(group, torch.Size([1])) for group in (NAMES[:1], names[:2], names[2:])]
-        file = files / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": shard, GROUPS: groups}, file)
+        size = torch.Size([1])
+        parts = [{NAMES[0]: (size, 0, 0, len(gate))}]
+        parts += [{name: (size, 0, at, 1) for at, name in enumerate(group)} for group in (names[:2], names[2:])]
+        file = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": shard, PARTS: parts}, file)
     return tmp_path
 
 
@@ -66,6 +66,6 @@ def test_experts_that_deepspeed_has_split_into_two_groups_are_assembled(folder: 
 
 @pytest.mark.parametrize("what", ["zero_pp_rank_1_mp_rank_00_optim", "layer_0_expert_4_mp_rank_00_model"])
 def test_a_missing_file_is_refused(what: str, folder: Path):
-    (folder / TAG / f"{what}_states.pt").unlink()
+    (folder / f"{what}_states.pt").unlink()
     with pytest.raises(UsageError, match="is incomplete"):
         read_folder(folder)

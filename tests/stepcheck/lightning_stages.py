@@ -21,7 +21,9 @@ class Classifier(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(12, 17), nn.Tanh(), nn.Linear(17, 5))
+        self.net = nn.Sequential(
+            nn.Linear(12, 12).requires_grad_(False), nn.Linear(12, 17), nn.Tanh(), nn.Linear(17, 5)
+        )
         self.weights = self.full_weights()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -29,9 +31,11 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns an optimizer that shows a wrong scale of the gradients, or in bfloat16 one that counts its steps."""
+        # The first group is frozen.
+        groups = [{"params": layer.parameters()} for layer in self.net if not isinstance(layer, nn.Tanh)]
         if self.trainer.precision == "32-true":
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+            return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return torch.optim.Adam(groups, lr=0.01)
 
     def on_train_end(self) -> None:
         self.weights = self.full_weights()
@@ -43,8 +47,8 @@ class Classifier(LightningModule):
             master = safe_get_full_fp32_param(parameter)
             return (parameter if master is None else master).detach().float().flatten().clone()
 
-        with GatheredParameters([*self.parameters()], enabled=hasattr(self.net[0].weight, "ds_id")):
-            return torch.cat([full(each) for each in self.parameters()])
+        with GatheredParameters([*self.parameters()], enabled=hasattr(next(self.parameters()), "ds_id")):
+            return torch.cat([full(each) for each in self.parameters() if each.requires_grad])
 
 
 def trained(strategy: Any, precision: Any, accumulate: int) -> torch.Tensor:

@@ -12,17 +12,14 @@ from torch import Tensor
 
 from cifar_zero.checkpoints.io import save
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.checkpoints.zero_folder import GROUPS, LAYOUT, ON_DISK, PROGRESS, TAG, TIED
+from cifar_zero.checkpoints.zero_folder import LATEST, LAYOUT, ON_DISK, PARTS, PROGRESS, TAG, TIED, Parts
 from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
 from cifar_zero.launch.collectives import gather
 from cifar_zero.optimizers.groups import by_name
-from cifar_zero.strategies.deepspeed.engine_state import names_of_parameters, plain_names_of, rewriting
+from cifar_zero.strategies.deepspeed.experts import names_of_parameters, plain_names_of
+from cifar_zero.strategies.deepspeed.hooks import rewriting
 from stepcheck.engines.deepspeed import flat_groups, stage_3_part
-
-Parts = Sequence[tuple[str, int, int, int]]
-"""The parts of a flat tensor. Each has the parameter's plain name, the part's start in the parameter and in the tensor,
-and its length."""
 
 MOVED = ("lr", "momentum", "betas")
 """Options of a parameter group that a schedule in a user's module may change. They are restored from the checkpoint.
@@ -47,12 +44,6 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes `state_dict` to the file `path`."""
-        optimizer = state_dict.get("optimizer_state_dict")
-        if isinstance(optimizer, dict) and "zero_stage" in optimizer:
-            # Python 3.11.2 (Debian 12) pickles an Enum as a call of getattr. Thanks to the number, our own checkpoints
-            # do not need the replacement of getattr in `safe_load`.
-            plain = {**optimizer, "zero_stage": int(optimizer["zero_stage"])}
-            state_dict = {**state_dict, "optimizer_state_dict": plain}
         if not Path(path).name.startswith("layer_"):  # not a file of an expert
             state_dict = {**state_dict, **self._notes}
         self._try(lambda: save(state_dict, Path(path)))
@@ -77,7 +68,7 @@ def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dic
         layout: What a shard depends on. Only an engine with an equal layout can load a shard as it is.
     """
     folder = atomic.staged(final)
-    notes: dict[str, Any] = {GROUPS: _group_shapes(engine), TIED: _tied_names(engine), PROGRESS: [*progress]}
+    notes: dict[str, Any] = {PARTS: _parts_of_groups(engine), TIED: _tied_names(engine), PROGRESS: [*progress]}
     if engine.zero_nvme_offload_optimizer():
         notes[ON_DISK] = [flat.ds_id for flat in engine.optimizer.fp32_partitioned_groups_flat]
     guard = engine.checkpoint_engine = GuardedCheckpointEngine(notes=notes)
@@ -85,7 +76,7 @@ def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dic
     engine.save_checkpoint(str(folder), tag=TAG, client_state={**progress, LAYOUT: layout}, save_latest=False)
 
     def finish() -> None:
-        (folder / "latest").write_text(TAG)
+        (folder / LATEST).write_text(TAG)
         atomic.put_in_place(final)
 
     failure = next(filter(None, gather(guard.failure)), "")
@@ -94,14 +85,13 @@ def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dic
     return failure
 
 
-def _group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
-    """Returns, for each tensor that this rank's optimizer updates, the plain names and unsharded shapes of its
-    parameters."""
+def _parts_of_groups(engine: Any) -> list[Parts]:
+    """Returns the parts of parameters in each tensor that this rank's optimizer updates."""
     names = names_of_parameters(engine)
-    shapes: list[dict[str, torch.Size]] = []
+    of_groups: list[Any] = []
     for _, parts in flat_groups(engine):
-        shapes.append({names[each]: getattr(each, "ds_shape", each.shape) for each, *_ in parts})
-    return shapes
+        of_groups.append({names[each]: (getattr(each, "ds_shape", each.shape), *rest) for each, *rest in parts})
+    return of_groups
 
 
 def _tied_names(engine: Any) -> dict[str, str]:
@@ -110,6 +100,16 @@ def _tied_names(engine: Any) -> dict[str, str]:
     every = dict(engine.module.named_parameters(remove_duplicate=False))
     plain = plain_names_of(engine, every)
     return {plain[name]: first[each] for name, each in every.items() if plain[name] != first[each]}
+
+
+def with_names(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Returns an optimizer's state in which each group has the names of its parameters. The names come from
+    `group_names` if the state lacks them, because the optimizers of other programs do not store names."""
+    groups = state["param_groups"]
+    if all("param_names" in group for group in groups):
+        return state
+    named = [{**group, "param_names": names} for group, names in zip(groups, group_names, strict=True)]
+    return {**state, "param_groups": named}
 
 
 def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Sequence[str]]) -> None:
@@ -121,7 +121,7 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
         group_names: Names of the parameters in each of the optimizer's groups, for a checkpoint without names.
     """
     weights: dict[str, Tensor] = checkpoint["state_dict"]
-    saved = by_name(_named(checkpoint["optimizer_states"][0], group_names))
+    saved = by_name(with_names(checkpoint["optimizer_states"][0], group_names))
     plain, names = plain_names_of(engine, engine.module.state_dict()), names_of_parameters(engine)
     stage, base = engine.zero_optimization_stage(), engine.basic_optimizer
     with rewriting(engine):
@@ -130,15 +130,14 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
             for name in plain.keys() & buffers.keys():
                 buffers[name].copy_(weights[plain[name]])
             for parameter, name in names.items():
-                start, length = stage_3_part(parameter)
                 shard: Any = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
-                _fill(shard.data, [(name, start, 0, length)], weights)
+                start, length = stage_3_part(parameter)
+                shard.data[:length] = weights[name].flatten()[start : start + length]
         else:
             engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
-        for target, parts in flat_groups(engine):
-            own: Any = [(names[parameter], *rest) for parameter, *rest in parts]
-            _fill(target.data, own, weights)
-            _set_state(base, target, own, {name: saved[name][1] for name, *_ in own})
+        for (target, _), parts in zip(flat_groups(engine), _parts_of_groups(engine), strict=True):
+            _fill(target.data, parts, weights)
+            _set_state(base, target, parts, {name: saved[name][1] for name in parts})
     for group in base.param_groups:
         options, _ = next(saved[plain[name]] for name in group["param_names"] if plain[name] in saved)
         group.update({key: options[key] for key in MOVED if key in options})
@@ -146,20 +145,10 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
     engine.global_samples = engine.global_steps * engine.train_batch_size()
 
 
-def _named(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns an optimizer's state in which each group has the names of its parameters. The names come from
-    `group_names` if the state lacks them, because the optimizers of other programs do not store names."""
-    groups = state["param_groups"]
-    if all("param_names" in group for group in groups):
-        return state
-    named = [{**group, "param_names": names} for group, names in zip(groups, group_names, strict=True)]
-    return {**state, "param_groups": named}
-
-
 def _fill(target: Tensor, parts: Parts, full: Mapping[str, Tensor]) -> Tensor:
     """Copies the parts of a flat tensor from the unsharded tensors, keyed by name, and returns the flat tensor."""
     flat = target.view(-1)
-    for name, start, offset, length in parts:
+    for name, (_, start, offset, length) in parts.items():
         flat[offset : offset + length] = full[name].flatten()[start : start + length]
     return target
 

@@ -4,6 +4,7 @@ Each rank keeps its share of a mixture's experts, and an all-to-all sends tokens
 0.19.8 needs its own layer in the model, the experts in separate parameter groups, and ZeRO 0, 1 or 2.
 """
 
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -13,6 +14,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor, nn
 
+from cifar_zero.checkpoints.zero_folder import plain_names
 from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 
@@ -110,3 +112,16 @@ def split_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[st
         if group["params"]:
             kept.append({**group, "param_names": [names[parameter] for parameter in group["params"]]})
     return kept
+
+
+def plain_names_of(engine: Any, names: Iterable[str]) -> dict[str, str]:
+    """Maps the name of each weight on this rank to its name in the plain model. The rank may have only some of all
+    experts."""
+    return plain_names(names, engine.global_rank % ep_size(engine.module))
+
+
+def names_of_parameters(engine: Any) -> dict[nn.Parameter, str]:
+    """Maps each parameter on this rank to its name in the plain model."""
+    own = dict(engine.module.named_parameters())
+    plain = plain_names_of(engine, own)
+    return {parameter: plain[name] for name, parameter in own.items()}

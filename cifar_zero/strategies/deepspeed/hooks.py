@@ -1,8 +1,8 @@
 """Defines what other packages read from DeepSpeed's engine, under ZeROStrategy and under Lightning's own
 DeepSpeedStrategy."""
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from cifar_zero.checkpoints.zero_folder import EXPERT
 from cifar_zero.launch.collectives import gather
 from cifar_zero.optimizers import Implementation
 from cifar_zero.strategies.deepspeed import experts
-from cifar_zero.strategies.deepspeed.engine_state import plain_names_of, rewriting
 from cifar_zero.strategies.hooks import Hooks, count_bytes, tensors_in
 from stepcheck.engines.deepspeed import flat_groups, loss_scale, stage_3_part
 
@@ -38,22 +37,17 @@ class EngineHooks(Hooks):
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         """Returns DeepSpeed's C++ implementation for an offloaded optimizer, else torch's. DeepSpeed's fused optimizer
         is not used, because it would have to be compiled."""
-        if self._offload_device != "none":
+        zero = self.strategy.config.get("zero_optimization", {})
+        if zero.get("offload_optimizer", {}).get("device", "none") != "none":
             return "deepspeed_cpu"
         return "torch" if device_type == "cpu" else "torch_fused"
-
-    @property
-    def _offload_device(self) -> str:
-        """The device to which the optimizer is offloaded, or "none"."""
-        zero = self.strategy.config.get("zero_optimization", {})
-        return zero.get("offload_optimizer", {}).get("device", "none")
 
     def split_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the given parameter groups of an optimizer, split so that experts are in separate groups."""
         return experts.split_groups(module, groups)
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
-        return plain_names_of(self.engine, names)
+        return experts.plain_names_of(self.engine, names)
 
     def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -183,3 +177,24 @@ class EngineHooks(Hooks):
         dtype = str(self.engine.communication_data_type).removeprefix("torch.")
         zero = config.zero_config.model_dump(mode="json")
         return {**config._param_dict, "zero_optimization": zero, "communication_data_type": dtype}
+
+
+@contextmanager
+def rewriting(engine: Any) -> Generator[None, None, None]:
+    """Returns a context manager. On entry, ZeRO 3 shards the small parameters that it keeps gathered. On exit, it
+    gathers them again."""
+    shards = engine.zero_optimization_partition_weights()
+    if shards:
+        engine.optimizer.checkpoint_event_prologue()
+    yield
+    if shards:
+        engine.optimizer.checkpoint_event_epilogue()
+        forget_second_copies(engine.module)
+
+
+def forget_second_copies(module: Module) -> None:
+    """Drops the secondary copies of the parameters, which ZeRO 3 keeps with zero_hpz_partition_size. It is called after
+    the parameters were overwritten. Otherwise the old copies would be gathered until the next step (DeepSpeed 0.19.8,
+    partition_parameters.py)."""
+    for parameter in module.parameters():
+        parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,7 +4,6 @@ import importlib
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,12 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.models.cast import keep_batch_norm_float32
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine, restore, write_folder
-from cifar_zero.strategies.deepspeed.engine_state import forget_second_copies
-from cifar_zero.strategies.deepspeed.hooks import EngineHooks
+from cifar_zero.strategies.deepspeed.hooks import EngineHooks, forget_second_copies
 from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
 
 LINEAR = torch.nn.functional.linear
 """torch's own linear function. ZeRO 3 replaces it for the lifetime of the process, for other models too (DeepSpeed
 0.19.8, `_enable_mem_efficient_linear`). It is restored at the end of a fit or a test."""
-
-GROUP_LISTS = {"param_groups", "base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
-"""Attributes of torch's optimizers and schedulers that are lists with one element for each parameter group."""
 
 ENGINE = "_deepspeed_engine"
 """Attribute of a module that holds the engine that trained it. The engine's gradient hooks must be removed before a
@@ -174,7 +169,7 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         assembled from all shards and then sharded again."""
         path = Path(checkpoint_path)
         trained = self._training_engine is not None
-        if trained and path.is_dir() and layout_of(path, self.checkpoint_io.trust) == self._layout:
+        if trained and path.is_dir() and layout_of(path / TAG, self.checkpoint_io.trust) == self._layout:
             engine: Any = self.deepspeed_engine
             module: Any = self.lightning_module
             engine.checkpoint_engine = GuardedCheckpointEngine(self.checkpoint_io.trust)
@@ -235,7 +230,6 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         self.group_names = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, self.group_names, strict=True):
             group.setdefault("param_names", own)  # needed to restore the checkpoint in another layout
-        _drop_frozen_groups(optimizer, lr_scheduler)
         # SuperOffload starts a process, which inherits the handling of Ctrl-C. Ctrl-C must not end it before the run is
         # saved.
         spawns = self._zero.get("offload_optimizer", {}).get("super_offload")
@@ -277,16 +271,3 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
         torch.compile = compile
-
-
-def _drop_frozen_groups(optimizer: Any, scheduler: Any) -> None:
-    """Removes parameter groups without trained parameters from an optimizer and its scheduler. ZeRO 1 and 2 (DeepSpeed
-    0.19.8, stage_1_and_2.py) read the first trained parameter of each group, and raise IndexError if there is none."""
-    trained = [any(each.requires_grad for each in group["params"]) for group in optimizer.param_groups]
-    if all(trained) or not any(trained):
-        return
-    for owner in filter(None, (optimizer, scheduler, *getattr(scheduler, "_schedulers", ()))):
-        for name in GROUP_LISTS & vars(owner).keys():
-            values = getattr(owner, name)
-            if isinstance(values, list) and len(values) == len(trained):
-                setattr(owner, name, [*compress(values, trained)])
