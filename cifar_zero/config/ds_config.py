@@ -55,7 +55,7 @@ REFUSED = {
 REFUSED_IF_ENABLED = {
     # These write files or send metrics elsewhere, whereas the configuration may only change how a run computes.
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), "--logger"),
-    "autotuning": "cifar-zero sweep",
+    "autotuning": "Optuna (docs/sweep.py)",
 }
 """Sections that are refused unless their `enabled` is false, and what to use instead."""
 

@@ -19,7 +19,7 @@ from cifar_zero.core import user_code
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped, UsageError, explain, short
 
-EXTRAS = ("optuna", "onnx", "onnxruntime", "onnxscript")  # packages that only the commands sweep and export need
+EXTRAS = ("onnx", "onnxruntime", "onnxscript")  # packages that only the command export needs
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a program: SIGINT (Ctrl-C), SIGTERM (from a cluster or container) and SIGHUP (a closed terminal)."""

@@ -190,8 +190,6 @@ WRONG = {
     "compare --runs good unknown": 'unknown cannot be read: step_check.json has the unknown outcome "fine"',
     "export binary --to safetensors": "latest is not a text file",
     "export good.safetensors --to safetensors": "good.safetensors does not exist",
-    "sweep --search seed=0,1 --out file": "--out file: Not a directory (file/net)",
-    "sweep --search name=a,b": "--search name=a,b: the sweep sets --name of each run: leave it out",
     "predict 64.safetensors pipe.png": "pipe.png is neither a file nor a folder",
     "predict 64.safetensors file --delta pipe.png": "pipe.png does not exist, or is not a file",
     "predict ./-1.safetensors file": "image_size must be at least 32 and at most 8192, not -1",
@@ -212,7 +210,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     capsys: pytest.CaptureFixture[str],
 ):
     name, *words = shlex.split(line)
-    if name in ("train", "sweep"):
+    if name == "train":
         words = [*small_data, "--accelerator", "cpu", *words]
     monkeypatch.setattr("sys.argv", [name, *words])
     before = sorted(tmp_path.rglob("*"))

@@ -218,6 +218,21 @@ def test_the_script_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "augmentation.png").stat().st_size > 100_000
 
 
+@pytest.mark.usefixtures("signal_handlers")
+def test_the_search_continues_its_study(
+    small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("optuna", reason="pip install optuna")
+    monkeypatch.chdir(tmp_path)
+    flags = [*small_data, "--batch_size", "64", "--epochs", "1", "--logger", "none", "--accelerator", "cpu"]
+    monkeypatch.setattr("sys.argv", ["sweep.py", "1", *flags])
+    for _ in range(2):
+        runpy.run_path(str(ROOT / "docs" / "sweep.py"))
+    trials = [json.loads((tmp_path / f"runs/trial_{number}/version_0/metrics.json").read_text()) for number in (0, 1)]
+    best = max(trial["val/acc"] for trial in trials)
+    assert f"val/acc {best:.2%}" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_the_first_cell_of_the_notebook_finds_the_program_from_docs():
     book = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
     first = next("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code")

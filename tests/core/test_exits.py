@@ -82,7 +82,7 @@ def refused(path: str, number: int = errno.ENOTDIR) -> OSError:
         ("--out a/b/c", refused("a/b"), 2, "--out a/b/c: refused (a/b)"),
         ("--out file", refused("file/net", errno.ENOSPC), 1, "refused (file/net)"),  # the disk is full
         ("--model net", refused("other"), 1, "refused (other)"),
-        ("--search a=1,2", ModuleNotFoundError(name="optuna"), 2, "this command needs a package: pip install optuna"),
+        ("--to onnx", ModuleNotFoundError(name="onnx"), 2, "this command needs a package: pip install onnx"),
         ("", ModuleNotFoundError("gone", name="mine"), 1, "ModuleNotFoundError: gone (--debug shows where)"),
     ],
 )
@@ -97,6 +97,6 @@ def test_a_path_or_package_that_the_user_can_mend_is_a_mistake(
     def main() -> int:
         raise error
 
-    monkeypatch.setattr("sys.argv", ["sweep", *arguments.split()])
+    monkeypatch.setattr("sys.argv", ["export", *arguments.split()])
     assert exits.guarded(main) == code
     assert capsys.readouterr().err == f"error: {said}\n"
