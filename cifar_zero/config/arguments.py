@@ -9,7 +9,7 @@ from typing import Any
 from cifar_zero.config.settings import OWNERS, Consent, Settings, canonical, flat
 from cifar_zero.core.errors import UsageError
 
-NEED_NO_VALUE = {"help", "trust", "debug", "print_config", "plot_schedule"}
+NEED_NO_VALUE = {"help", "trust", "debug", "print_config"}
 NEED_NO_VALUE |= {option.name for part in OWNERS.values() for option in fields(part) if option.default is False}
 """Options whose value is true if the command line gives none."""
 

@@ -60,14 +60,6 @@ class Output:
     log_interval: int = limited(100, at_least=1)
     """Optimizer steps between two logged points of the training metrics."""
 
-    plot_schedule: str = ""
-    """Plot the learning rate of each step of the run to this PNG file, and exit. Without a value: schedule.png in
-    the folder --out."""
-
-    check_gradients: bool = False
-    """Compare autograd's derivatives with finite differences, one derivative per parameter, print the table, and
-    exit."""
-
     warmup_steps: int = 20
     """Optimizer steps at the start that speed measurements leave out, at most half of the run; --bench_steps runs them
     before the timed steps."""

@@ -67,10 +67,6 @@ def check_values(settings: Settings) -> None:
             f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
                 recipe.delta and not recipe.weights
             ),
-            # A recipe must not be able to overwrite a file that is not a plot.
-            f"--plot_schedule {output.plot_schedule}: give the name of a .png file": (
-                output.plot_schedule and not output.plot_schedule.endswith(".png")
-            ),
         }
     )
     _check_images(settings)
