@@ -37,7 +37,6 @@ FILES = {
         ("compare --script nowhere.py", "--script nowhere.py does not exist"),
         ("compare --script old.py --lr 0.1", "must be in its quotes: --script 'old.py --lr 0.1'"),
         (f"compare --script old.py --module {OWN}:Nothing", "has no Nothing"),
-        ("plan --module nowhere.py:X", "--module nowhere.py:X: nowhere.py does not exist"),
         ("train --ds_config typo.json", "did you mean zero_optimization?"),
         ("train --weights nowhere", "nowhere does not exist"),
         ("evaluate last.ckpt --delta nowhere", "--delta nowhere does not exist"),
