@@ -16,6 +16,7 @@ from cifar_zero import build_model
 from cifar_zero.checkpoints.weights import load_full_weights
 from cifar_zero.config.recipe import Views
 from cifar_zero.config.settings import Settings
+from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import Gate, gates
@@ -86,6 +87,19 @@ class CIFARModule(LightningModule):
         images = datamodule.sample(1000)  # 1,000 images give 961,000 patches for 78 covariances
         images = images.to(self.trainer.strategy.root_device)
         return compute(normalize(images, self.inputs))
+
+    def on_fit_start(self) -> None:
+        """Raises UsageError if --trainer.limit_test_batches leaves no batch of the test, which Lightning would refuse
+        only after the training."""
+        limit = self.trainer.limit_test_batches
+        if not isinstance(limit, float) or not limit or self.settings.recipe.only_measures:
+            return
+        batches = len(self.trainer.datamodule.test_dataloader())  # pyright: ignore[reportAttributeAccessIssue]
+        if int(limit * batches) == 0:
+            raise UsageError(
+                f"--trainer.limit_test_batches {limit:g} is less than one of the {batches} test batches: "
+                "use a number of batches, such as 1, or 0 for no test"
+            )
 
     def on_train_start(self) -> None:
         """Finds the gates of the mixture-of-experts layers again, because the strategy may have replaced them. If the

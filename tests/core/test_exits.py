@@ -52,19 +52,21 @@ exits.run(main)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize(
-    ("full", "last", "code", "printed"),
+    ("rank", "full", "last", "code", "printed"),
     [
-        ("stderr", "print('result')", 0, "result\n"),
-        ("stderr", "raise RunError('x')", 1, ""),
-        ("stdout", "print('result')", 1, "error: standard output could not be written: No space left on device\n"),
+        (0, "stderr", "print('result')", 0, "result\n"),
+        (0, "stderr", "raise RunError('x')", 1, ""),
+        (0, "stdout", "print('result')", 1, "error: standard output could not be written: No space left on device\n"),
+        (1, "stdout", "print('x' * 20_000)", 0, "a warning\n"),
+        (1, "stdout", "raise RunError('x')", 1, "error: x\n"),
     ],
 )
-def test_a_full_disk_under_a_log_does_not_end_a_program(full: str, last: str, code: int, printed: str):
-    """The result of a program is not lost in silence."""
+def test_a_full_disk_under_a_log_does_not_end_a_program(rank: int, full: str, last: str, code: int, printed: str):
+    """The result of a program is not lost in silence. Only rank 0 has one."""
     with open("/dev/full", "w") as disk:
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: disk}
         program = [sys.executable, "-c", PROGRAM.format(last=last)]
-        environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "", "RANK": str(rank)}
         done = subprocess.run(program, cwd=ROOT, env=environment, text=True, **streams)
     assert (done.returncode, (done.stdout or done.stderr or "")[-len(printed) or None :]) == (code, printed)
 
