@@ -1,7 +1,6 @@
-"""Checks Python, the packages that a run needs, and the tools with which DeepSpeed compiles its operators."""
+"""Checks the packages that a run needs, and the tools with which DeepSpeed compiles its operators."""
 
 import os
-import platform
 import shlex
 import shutil
 import sys
@@ -45,11 +44,6 @@ strategy of `compare --acceptance`, or an option, optimizer or schedule of DeepS
 case. If it is empty, the fault affects the whole package."""
 
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
-
-
-def python(options: Options) -> Finding:
-    """Returns a finding with the version of Python."""
-    return ok(platform.python_version())
 
 
 def torchvision_import(options: Options) -> Finding:
