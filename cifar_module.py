@@ -67,7 +67,7 @@ class CIFARModule(LightningModule):
         load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
         self.gates = gates(self.net)
-        if settings.placement.channels_last and strategy is not None:
+        if strategy is not None:
             lay_channels_last(self.net, strategy)
         if settings.placement.activation_checkpointing:
             checkpoint_blocks(self.net)
@@ -118,9 +118,7 @@ class CIFARModule(LightningModule):
         """
         assert self.net is not None
         images = normalize(images, self.inputs, next(self.net.parameters()).dtype)
-        return self.net(
-            images.contiguous(memory_format=memory_format(images.device, self.settings.placement.channels_last))
-        )
+        return self.net(images.contiguous(memory_format=memory_format(images.device)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Returns the loss to minimise, a float32 scalar. It is the mean loss of a micro-batch plus the weighted

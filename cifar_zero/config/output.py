@@ -36,16 +36,6 @@ class Output:
     wandb_project: str = "cifar-zero"
     """Weights & Biases: project."""
 
-    wandb_run_name: str = ""
-    """Weights & Biases: name of the run. Empty: the name of the run folder."""
-
-    wandb_group: str = ""
-    """Weights & Biases: group of runs that are shown together. Empty: the environment variable WANDB_RUN_GROUP, or no
-    group."""
-
-    wandb_tags: list[str] = field(default_factory=list)
-    """Weights & Biases: tags, one or more."""
-
     log_gradients: bool = False
     """Also log the norm of each parameter's gradient (grad_norm/*) and its histogram, every --log_interval steps."""
 

@@ -149,9 +149,8 @@ def check_here(run: Run) -> None:
             f"--devices {placement.devices}: a CPU rank takes about 1 GB, so this computer has memory for {fit}": (
                 run.on_cpu and not launched and placement.devices > fit
             ),
-            "--logger wandb needs a package: pip install wandb": "wandb" in run.output.logger and _lacks("wandb"),
-            "--optimizer adam8bit needs a package: pip install bitsandbytes": (
-                optimizer == "adam8bit" and _lacks("bitsandbytes")
+            "--logger wandb needs a package: pip install wandb": (
+                "wandb" in run.output.logger and importlib.util.find_spec("wandb") is None
             ),
             f"{placement.strategy_name} splits layers, but torch {version('torch')} cannot split them: update torch": (
                 splits_layers and Version(version("torch")) < Version("2.12")
@@ -168,10 +167,6 @@ def check_here(run: Run) -> None:
 def ranks_in_memory() -> int:
     """Returns how many CPU ranks fit into the free memory, which may be 0."""
     return free_memory_bytes() // CPU_RANK_BYTES
-
-
-def _lacks(package: str) -> bool:
-    return importlib.util.find_spec(package) is None
 
 
 def check_nvme(path: str) -> None:

@@ -128,7 +128,6 @@ class MemoryLoader(Resumable):
         order: Order,
         stored: Stored | None = None,
         augmentation: Augmentation | None = None,
-        channels_last: bool = False,
     ) -> None:
         self.batch_sampler = order
         self.sampler = order.sampler  # Lightning calls its `set_epoch` before each training epoch
@@ -136,7 +135,7 @@ class MemoryLoader(Resumable):
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
         self._augmentation = augmentation or Augmentation(AugmentConfig(), split.count, 0, 0)
-        self._format = memory_format(self._stored.device, channels_last)
+        self._format = memory_format(self._stored.device)
         block_images = GROUPED_BLOCK_IMAGES if self._augmentation.transforms else BLOCK_IMAGES
         images = self._augmentation.inputs.as_many(block_images[self._stored.device.type])
         self._block = math.ceil(images / order.batch_size)  # micro-batches in a block

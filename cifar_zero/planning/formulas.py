@@ -34,7 +34,6 @@ STATE_TENSORS = {
     "sgd": 0,
     "adam": 2,
     "adamw": 2,
-    "adam8bit": 0.5,  # two numbers of one byte (Dettmers et al. 2022), without their scales
     "rmsprop": 1,
     "adagrad": 1,
     "adadelta": 2,

@@ -51,8 +51,8 @@ class MemoryBudget:
     host: int | None  # None if it is unknown and not checked
     shared: bool = False  # whether the device is the CPU, so that offloaded tensors stay in the same memory
     elsewhere: bool = False
-    """Whether the plan is for another machine. The plan then does not check whether this machine has a compiler,
-    bitsandbytes and --nvme_path, because the other machine may have them."""
+    """Whether the plan is for another machine. The plan then does not check whether this machine has a compiler
+    and --nvme_path, because the other machine may have them."""
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
