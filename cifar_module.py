@@ -92,7 +92,7 @@ class CIFARModule(LightningModule):
         """Raises UsageError if --trainer.limit_test_batches leaves no batch of the test, which Lightning would refuse
         only after the training."""
         limit = self.trainer.limit_test_batches
-        if not isinstance(limit, float) or not limit or self.settings.recipe.only_measures:
+        if not 0 < limit < 1 or self.settings.recipe.only_measures:
             return
         batches = len(self.trainer.datamodule.test_dataloader())  # pyright: ignore[reportAttributeAccessIssue]
         if int(limit * batches) == 0:

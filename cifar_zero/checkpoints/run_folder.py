@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cifar_zero.config.settings import FALLBACK_SUFFIX
-from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
@@ -129,21 +128,6 @@ def find_checkpoint(path: str) -> Path:
     if given.is_file():
         return given
     return newest_checkpoint(given)
-
-
-def deepspeed_files(path: str) -> Path | None:
-    """Returns the folder that holds DeepSpeed's files. It is the path itself, or the folder inside the path that the
-    file `latest` names. Returns None if the path is not a DeepSpeed checkpoint. Raises UsageError if the path contains
-    folders with DeepSpeed's files, but no `latest`."""
-    folder, pattern = Path(path).resolve(), "*_states.pt"
-    latest = folder / "latest"
-    if latest.is_file():
-        folder /= plain_data.read_text(latest, str(latest)).strip()
-    if any(folder.glob(pattern)):
-        return folder
-    for file in folder.glob(f"*/{pattern}"):
-        raise UsageError(f"{path} has no file named latest: give the checkpoint folder, such as {file.parent}")
-    return None
 
 
 def is_checkpoint_folder(path: Path) -> bool:

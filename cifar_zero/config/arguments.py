@@ -64,8 +64,6 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _value(name: str, given: list[str]) -> Any:
-    """Returns the value of an option from the words that the command line gives for it. Raises UsageError if a value is
-    missing, or if there are several values for an option that takes only one."""
     if name in LISTS and (len(given) != 1 or not given[0].startswith("[")):
         return given
     if not given and name in NEED_NO_VALUE:

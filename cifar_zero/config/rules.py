@@ -77,8 +77,6 @@ def check_values(settings: Settings) -> None:
 
 
 def _check_numbers(settings: Settings) -> None:
-    """Raises UsageError for a number that is outside its limits, in the settings or in the options of model, optimizer
-    and schedule."""
     for part in (settings.recipe, settings.placement, settings.output):
         groups = {"": part, **{f"{name}.": getattr(part, name) for name in sections(type(part))}}
         for prefix, options in groups.items():

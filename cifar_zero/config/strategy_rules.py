@@ -97,7 +97,6 @@ def _switches(run: Run) -> Rules:
 
 
 def _splitting(run: Run) -> Rules:
-    """Returns the rules for a model that is split over several ranks, and for float16 without loss scaling."""
     spec, placement, model = run.spec, run.placement, run.recipe.model
     given, ranks = f"--strategy {placement.strategy}", placement.ranks_per_model
     rules: Rules = {

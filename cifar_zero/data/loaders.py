@@ -107,7 +107,6 @@ class Resumable:
         return self._given
 
     def _count(self) -> None:
-        """Counts a micro-batch just before it is yielded."""
         self._given = (self._given + 1) % len(self.batch_sampler)
 
 

@@ -182,7 +182,6 @@ def parameter_size(spec: Spec, precision: str) -> int:
 
 
 def _state_size(optimizer: Choice, size: int) -> float:
-    """Returns the bytes that an optimizer keeps per trained element of `size` bytes."""
     tensors = STATE_TENSORS[optimizer.name]
     for option in ("momentum", "centered", "amsgrad"):
         tensors += bool(optimizer.options.get(option))

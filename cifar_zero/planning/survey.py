@@ -220,8 +220,6 @@ def _activations(run: Run, lines: dict[str, LinearFit]) -> LinearFit:
 
 
 def _most_images(need: MemoryEstimate, line: LinearFit, room: MemoryBudget) -> int:
-    """Returns the largest micro-batch that fits, or 0 if none fits."""
-
     def is_too_large(images: int) -> bool:
         return bool(replace(need, activations=line.at(images)).lacking(room))
 

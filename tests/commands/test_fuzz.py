@@ -167,8 +167,6 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: Non
         monkeypatch.delenv(name, raising=False)
     Path("file").touch()
     os.mkfifo("pipe.png")
-    Path("binary").mkdir()
-    Path("binary", "latest").write_bytes(b"\xff\xfe")
     write_run(Path("good"))
     write_run(Path("null"), strategy=None)
     write_run(Path("unknown"), {"outcome": "fine", "used": 0.0, "text": ""})
@@ -188,7 +186,6 @@ WRONG = {
     'compare --module a.py:A --script "\'"': "--script ': no closing quotation",
     "compare --runs good null": "null cannot be read: metrics.json has strategy null",
     "compare --runs good unknown": 'unknown cannot be read: step_check.json has the unknown outcome "fine"',
-    "export binary --to safetensors": "latest is not a text file",
     "export good.safetensors --to safetensors": "good.safetensors does not exist",
     "predict 64.safetensors pipe.png": "pipe.png is neither a file nor a folder",
     "predict 64.safetensors file --delta pipe.png": "pipe.png does not exist, or is not a file",
