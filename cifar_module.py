@@ -16,6 +16,7 @@ from cifar_zero import build_model
 from cifar_zero.checkpoints.weights import load_full_weights
 from cifar_zero.config.recipe import Views
 from cifar_zero.config.settings import Settings
+from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import Gate, gates
@@ -66,7 +67,7 @@ class CIFARModule(LightningModule):
         load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
         self.gates = gates(self.net)
-        if settings.placement.channels_last and strategy is not None:
+        if strategy is not None:
             lay_channels_last(self.net, strategy)
         if settings.placement.activation_checkpointing:
             checkpoint_blocks(self.net)
@@ -87,6 +88,19 @@ class CIFARModule(LightningModule):
         images = images.to(self.trainer.strategy.root_device)
         return compute(normalize(images, self.inputs))
 
+    def on_fit_start(self) -> None:
+        """Raises UsageError if --trainer.limit_test_batches leaves no batch of the test, which Lightning would refuse
+        only after the training."""
+        limit = self.trainer.limit_test_batches
+        if not 0 < limit < 1 or self.settings.recipe.only_measures:
+            return
+        batches = len(self.trainer.datamodule.test_dataloader())  # pyright: ignore[reportAttributeAccessIssue]
+        if int(limit * batches) == 0:
+            raise UsageError(
+                f"--trainer.limit_test_batches {limit:g} is less than one of the {batches} test batches: "
+                "use a number of batches, such as 1, or 0 for no test"
+            )
+
     def on_train_start(self) -> None:
         """Finds the gates of the mixture-of-experts layers again, because the strategy may have replaced them. If the
         model has frozen parameters, also freezes the running statistics of every batch norm without a trained
@@ -104,9 +118,7 @@ class CIFARModule(LightningModule):
         """
         assert self.net is not None
         images = normalize(images, self.inputs, next(self.net.parameters()).dtype)
-        return self.net(
-            images.contiguous(memory_format=memory_format(images.device, self.settings.placement.channels_last))
-        )
+        return self.net(images.contiguous(memory_format=memory_format(images.device)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Returns the loss to minimise, a float32 scalar. It is the mean loss of a micro-batch plus the weighted

@@ -150,7 +150,7 @@ class CIFARDataModule(LightningDataModule):
             if key not in self._stored:
                 self._stored[key] = Stored(split.images, self._device)
             augmentation = Augmentation(augment, split.count, len(self.classes), self.settings.recipe.seed, inputs)
-            return MemoryLoader(split, order, self._stored[key], augmentation, self.settings.placement.channels_last)
+            return MemoryLoader(split, order, self._stored[key], augmentation)
         return TorchLoader(split, order, self._data.workers, inputs, pin=self._device.type == "cuda")
 
     @property

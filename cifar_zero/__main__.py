@@ -19,7 +19,6 @@ COMMANDS = {
     "export": "cifar_zero.exporting.export",
     "compare": "cifar_zero.comparison.compare",
     "plan": "cifar_zero.planning.plan",
-    "sweep": "cifar_zero.sweeping.sweep",
     "doctor": "cifar_zero.diagnosis.doctor",
 }
 """The module of each command. Its function `main` runs the command and returns the exit code."""

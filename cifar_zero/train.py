@@ -18,17 +18,9 @@ from cifar_zero.training.resolve import announce, resolve
 
 def main() -> int:
     """Parses the command line, and trains the run in this process or in the ranks that this process starts. Returns the
-    exit code. With --plot_schedule or --check_gradients, nothing is trained; see `training.instead`."""
+    exit code."""
     rank_environment.adopt()
     run = resolve(survey.without_auto(command_line.parse(earlier_run=resume.saved_config)))
-    if run.output.plot_schedule:
-        from cifar_zero.training.instead import plot_schedule
-
-        return plot_schedule(run)
-    if run.output.check_gradients:
-        from cifar_zero.training.instead import check_gradients
-
-        return check_gradients(run)
     launched = rank_environment.RUN_FILE in os.environ  # by a process that has already called `announce`
     if rank_environment.global_rank() == 0 and not launched:
         announce(run)

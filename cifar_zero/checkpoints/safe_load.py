@@ -19,7 +19,7 @@ HARMLESS = (
 """Classes that DeepSpeed (0.19.8) puts into its checkpoints and that only hold data."""
 
 
-def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu", mapped: bool = False) -> Any:
+def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> Any:
     """Returns the content of a file written by torch.save.
 
     Args:
@@ -27,7 +27,6 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
         trust: Whether to load a file with more than tensors and plain Python objects, which can run code.
         verify: Whether to compare the checksum of each record first, which torch does not do.
         device: Device of the tensors. On `meta` they have shapes but no values, and the values are not read.
-        mapped: Whether to map the file into memory, so that values are read when they are used.
 
     Raises:
         UsageError: If the file is damaged, is not a checkpoint, or would need `trust`.
@@ -43,7 +42,7 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
             raise UsageError(f"{file} loads {wanted}, which could run any code: add --trust if you know who wrote it")
         allowed = [pkgutil.resolve_name(name) for name in HARMLESS if name in names]
         with torch.serialization.safe_globals([*allowed, (_stage, "builtins.getattr")]):
-            return torch.load(file, map_location=device, mmap=mapped or device == "meta", weights_only=not trust)
+            return torch.load(file, map_location=device, mmap=device == "meta", weights_only=not trust)
     except UsageError:
         raise
     except Exception as error:  # torch, pickle and zipfile each raise other errors for a damaged file

@@ -16,8 +16,8 @@ Universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files i
 - `offloaded_tensors/rank<rank>/` for an optimizer on NVMe, with the flat tensors that are empty in the other files, in
   float32. `<group>.tensor.swp` are the weights and `<key>-<group>.tensor.swp` is the state.
 
-To each file, except the experts' files, the strategy adds PARTS, TIED and PROGRESS, and for NVMe also ON_DISK. The
-folders of other programs, such as Accelerate and transformers, lack them. Only the weights of such a folder are read.
+To each file, except the experts' files, the strategy adds PARTS, TIED and PROGRESS, and for NVMe also ON_DISK. A folder
+without them, of another program, is refused.
 """
 
 from __future__ import annotations
@@ -79,21 +79,6 @@ def is_checkpoint_folder(path: Path) -> bool:
     return (path / LATEST).is_file() and (path / TAG).is_dir()
 
 
-def deepspeed_files(path: str) -> Path | None:
-    """Returns the folder that holds DeepSpeed's files. It is the path itself, or the folder inside the path that the
-    file `latest` names. Returns None if the path is not a DeepSpeed checkpoint. Raises UsageError if the path contains
-    folders with DeepSpeed's files, but no `latest`."""
-    folder, pattern = Path(path).resolve(), "*_states.pt"
-    latest = folder / LATEST
-    if latest.is_file():
-        folder /= plain_data.read_text(latest, str(latest)).strip()
-    if any(folder.glob(pattern)):
-        return folder
-    for file in folder.glob(f"*/{pattern}"):
-        raise UsageError(f"{path} has no file named latest: give the checkpoint folder, such as {file.parent}")
-    return None
-
-
 def read_folder(
     folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu", mapped: bool = False
 ) -> dict[str, Any]:
@@ -101,33 +86,23 @@ def read_folder(
     with state_dict, optimizer_states and progress.
 
     If DeepSpeed keeps float32 master weights in addition to the model's own weights, the state_dict has the master
-    weights. If another program wrote the files, the result has only state_dict and `missing`, a list of the names of
-    tensors whose values DeepSpeed has not stored. For the arguments see `safe_load.load`. Raises UsageError if a file
-    is missing, damaged or of another kind.
+    weights. For the arguments see `safe_load.load`. Raises UsageError if a file is missing, damaged or of another kind.
     """
     paths = files_of(folder)
     files = [[load(file, trust, verify, device, mapped) for file in kind] for kind in paths]
     models, experts, shards, of_expert_ranks = files
     main = models[0]
+    if PROGRESS not in main:
+        raise UsageError(f"{folder} was not written by this program: DeepSpeed's zero_to_fp32.py reads its weights")
     try:
-        if PROGRESS not in main and (
-            main.get("num_experts") or not main["module"] or any(folder.glob("*mp_rank_01_*"))
-        ):
-            raise UsageError(f"{folder} has experts, or pipeline or tensor parallelism, which export cannot assemble")
-        stage = 2 if shards or main.get("param_shapes") else 0  # stage 1 has the same files
+        stage = 2 if shards else 0  # stage 1 has the same files
         if paths[0][0].name.startswith("zero_pp_rank"):
             stage = 3
         _check_complete(folder, stage, files)
         for rank, shard in enumerate(shards):
-            if PROGRESS not in main:
-                shard[PARTS] = _parts_of(main["param_shapes"], shards, rank, stage)
-            elif ON_DISK in shard:
+            if ON_DISK in shard:
                 _fill_from_disk(shard["optimizer_state_dict"], folder, rank, shard[ON_DISK], device)
-        if PROGRESS in main:
-            return _own_content(models, experts, shards or of_expert_ranks or models[:1], stage)
-        masters = _unshard(shards, stage, with_state=False)[MASTER]
-        weights, missing = _model_weights(models, experts, masters, _tied_names(main, masters), stage)
-        return {"state_dict": weights, "missing": missing}
+        return _content(models, experts, shards or of_expert_ranks or models[:1], stage)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{folder} is not a complete DeepSpeed checkpoint: {type(error).__name__}: {error}") from error
 
@@ -207,38 +182,6 @@ def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: S
             state[number] |= {key: read(f"{key}-{name}") for key in empty}
 
 
-def _parts_of(groups: Sequence[Mapping[str, torch.Size]], shards: Sequence[Any], rank: int, stage: int) -> list[Parts]:
-    """Returns the parts of parameters in each flat tensor of a rank, for a folder of another program.
-
-    Stages 1 and 2 concatenate all parameters of a group, with padding after each parameter if DeepSpeed's
-    `parameter_alignment` is on, and give each rank one piece. Stage 3 gives each rank a shard of each parameter. In
-    both cases the last shard may be padded. `groups` has the names and shapes of the parameters in each group.
-    """
-    paddings = shards[rank]["optimizer_state_dict"].get("param_alignment_paddings") or [
-        [0] * len(each) for each in groups
-    ]
-    lengths = [[*map(len, _flat_weights(shard["optimizer_state_dict"], stage))] for shard in shards]
-    of_groups: list[Parts] = []
-    for number, (shapes, padding) in enumerate(zip(groups, paddings, strict=True)):
-        parts: dict[str, tuple[torch.Size, int, int, int]] = {}
-        length = lengths[rank][number]
-        offset = 0 if stage == 3 else -sum(each[number] for each in lengths[:rank])
-        for (name, shape), padded in zip(shapes.items(), padding, strict=True):
-            numel = math.prod(shape)
-            if stage == 3:
-                size = math.ceil(numel / len(shards))
-                parts[name] = shape, rank * size, offset, max(0, min(size, numel - rank * size))
-                offset += size
-            else:
-                first, end = max(0, offset), min(length, offset + numel)
-                parts[name] = shape, first - offset, first, max(0, end - first)
-                offset += numel + padded
-        if stage == 3 and offset != length:
-            raise ValueError(f"the weights are on NVMe, or not sharded over all {len(shards)} ranks")
-        of_groups.append(parts)
-    return of_groups
-
-
 def _flat_weights(optimizer: Mapping[str, Any], stage: int) -> Sequence[Tensor]:
     """Returns the float32 weights that a rank's optimizer updates. The result is empty if it updates the model's own
     weights."""
@@ -252,14 +195,14 @@ def _base_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     return optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or optimizer
 
 
-def _unshard(optimizers: Sequence[Any], stage: int, with_state: bool = True) -> dict[str, dict[str, Any]]:
+def _unshard(optimizers: Sequence[Any], stage: int) -> dict[str, dict[str, Any]]:
     """Returns the optimizer's master weights, under MASTER, and its state, by the state's keys. The values of each key
     are keyed by the parameter's plain name. `optimizers` has the files of all ranks."""
     full: dict[str, dict[str, Any]] = defaultdict(dict)
     missing: dict[str, int] = {}  # number of elements that no rank has
     for file in optimizers:
         optimizer = file["optimizer_state_dict" if stage else "optimizer"]
-        weights, state = _flat_weights(optimizer, stage), _base_state(optimizer)["state"] if with_state else {}
+        weights, state = _flat_weights(optimizer, stage), _base_state(optimizer)["state"]
         for number, parts in enumerate(file[PARTS]):
             values = {**state.get(number, {}), **({MASTER: weights[number]} if weights else {})}
             for key, value in values.items():
@@ -288,9 +231,8 @@ def _add_parts(full: dict[str, Any], key: str, value: Any, parts: Parts) -> None
 
 def _model_weights(
     models: Sequence[Any], experts: Sequence[Any], masters: Mapping[str, Tensor], tied: Mapping[str, str], stage: int
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns all weights and buffers, keyed by plain name in the model's order, but for experts, and the names of
-    those that have no value."""
+) -> dict[str, Tensor]:
+    """Returns all weights and buffers, keyed by plain name in the model's order, but for experts."""
     main = models[0]
     stored = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
     for expert in experts:
@@ -301,20 +243,7 @@ def _model_weights(
     for name, shape in frozen.items():
         weights[name] = _join([model["frozen_param_fragments"][name] for model in models], shape)
     weights |= {name: weights[first] for name, first in tied.items() if first in weights}
-    missing = [name for name in plain.values() if name not in weights]
-    return {name: weights[name] for name in plain.values() if name in weights}, missing
-
-
-def _tied_names(main: Mapping[str, Any], masters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Maps additional names of tied weights to the name of a master weight, for a folder of another program. Tied
-    weights share memory at stages 0 to 2. DeepSpeed lists them too, but not those of a module with two names."""
-    module = main["module"]
-    name_at = {module[name].data_ptr(): name for name in masters if name in module and module[name].numel()}
-    tied: dict[str, str] = dict(main["shared_params"] or {})
-    for name, value in module.items():
-        if name not in masters and value.data_ptr() in name_at:
-            tied[name] = name_at[value.data_ptr()]
-    return tied
+    return {name: weights[name] for name in plain.values()}
 
 
 def _join(shards: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -324,17 +253,13 @@ def _join(shards: Sequence[Tensor], shape: torch.Size) -> Tensor:
     return torch.cat([*map(torch.flatten, shards)])[: math.prod(shape)].reshape(shape)
 
 
-def _own_content(
-    models: Sequence[Any], experts: Sequence[Any], optimizers: Sequence[Any], stage: int
-) -> dict[str, Any]:
+def _content(models: Sequence[Any], experts: Sequence[Any], optimizers: Sequence[Any], stage: int) -> dict[str, Any]:
     main, full = models[0], _unshard(optimizers, stage)
     names: dict[int, dict[str, Any]] = defaultdict(dict)  # parts by flat tensor and name; ranks have other experts
     for file in optimizers:
         for number, parts in enumerate(file[PARTS]):
             names[number] |= parts
-    weights, missing = _model_weights(models, experts, full.pop(MASTER, {}), main[TIED], stage)
-    if missing:
-        raise KeyError(missing[0])
+    weights = _model_weights(models, experts, full.pop(MASTER, {}), main[TIED], stage)
     progress = {key: main[key] for key in main[PROGRESS]}
     if AVERAGE in main and main[AVERAGE]["sharded"]:
         average = {**main[AVERAGE]["weights"]}

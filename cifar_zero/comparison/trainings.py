@@ -179,8 +179,8 @@ def prepare(planned: Sequence[Planned]) -> None:
 
 def _resolved(flags: list[str], launcher: Sequence[str]) -> Run:
     config = command_line.parse(flags)
-    if config.recipe.only_measures or config.output.plot_schedule or config.output.check_gradients:
-        raise UsageError("cifar-zero compare trains: leave out --bench_steps, --plot_schedule and --check_gradients")
+    if config.recipe.only_measures:
+        raise UsageError("cifar-zero compare trains: leave out --bench_steps")
     if config.placement.strategy == AUTO:
         raise UsageError("--strategies auto cannot be compared: name the strategy that cifar-zero plan recommends")
     if config.output.resume:

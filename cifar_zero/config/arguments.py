@@ -9,7 +9,7 @@ from typing import Any
 from cifar_zero.config.settings import OWNERS, Consent, Settings, canonical, flat
 from cifar_zero.core.errors import UsageError
 
-NEED_NO_VALUE = {"help", "trust", "debug", "print_config", "plot_schedule"}
+NEED_NO_VALUE = {"help", "trust", "debug", "print_config"}
 NEED_NO_VALUE |= {option.name for part in OWNERS.values() for option in fields(part) if option.default is False}
 """Options whose value is true if the command line gives none."""
 
@@ -64,8 +64,6 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _value(name: str, given: list[str]) -> Any:
-    """Returns the value of an option from the words that the command line gives for it. Raises UsageError if a value is
-    missing, or if there are several values for an option that takes only one."""
     if name in LISTS and (len(given) != 1 or not given[0].startswith("[")):
         return given
     if not given and name in NEED_NO_VALUE:

@@ -91,10 +91,6 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
         print(text, end="")
         raise SystemExit(0)
     refuse_unknown(parser, options)
-    if options.get("plot_schedule") and not given.get("plot_schedule"):
-        raise UsageError("plot_schedule overwrites a file, so it works only on the command line: remove it elsewhere")
-    if options.get("plot_schedule") is True:
-        options["plot_schedule"] = str(Path(str(options.get("out", Output.out)), "schedule.png"))
     refuse_base_60(parser, options)
     nested = _nested(options)
     of_trainer = _of_trainer(nested.pop("trainer", {}))

@@ -55,7 +55,7 @@ REFUSED = {
 REFUSED_IF_ENABLED = {
     # These write files or send metrics elsewhere, whereas the configuration may only change how a run computes.
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), "--logger"),
-    "autotuning": "cifar-zero sweep",
+    "autotuning": "Optuna (docs/sweep.py)",
 }
 """Sections that are refused unless their `enabled` is false, and what to use instead."""
 
@@ -230,7 +230,6 @@ def _section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted name and the value of each option in a section and in its inner sections."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -239,7 +238,6 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _without_auto(value: Any) -> Any:
-    """Returns a section without the values that are "auto" or null."""
     if not isinstance(value, dict):
         return value
     return {key: _without_auto(inner) for key, inner in value.items() if inner not in ("auto", None)}

@@ -111,7 +111,6 @@ def _without_any(kind: Any) -> Any:
 
 
 def _is_file(text: str) -> bool:
-    """Returns whether jsonargparse takes a text for the path of a file."""
     try:
         Path(text, mode="fr")
     except TypeError:

@@ -137,7 +137,6 @@ def _check_type(flag: str, value: Any, hint: Any) -> None:
 
 
 def _described(hint: Any) -> str:
-    """Returns a type in words, for example: int or one of ['auto']."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Literal:
         return f"one of {[*inner]}"

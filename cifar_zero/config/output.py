@@ -36,16 +36,6 @@ class Output:
     wandb_project: str = "cifar-zero"
     """Weights & Biases: project."""
 
-    wandb_run_name: str = ""
-    """Weights & Biases: name of the run. Empty: the name of the run folder."""
-
-    wandb_group: str = ""
-    """Weights & Biases: group of runs that are shown together. Empty: the environment variable WANDB_RUN_GROUP, or no
-    group."""
-
-    wandb_tags: list[str] = field(default_factory=list)
-    """Weights & Biases: tags, one or more."""
-
     log_gradients: bool = False
     """Also log the norm of each parameter's gradient (grad_norm/*) and its histogram, every --log_interval steps."""
 
@@ -63,14 +53,6 @@ class Output:
 
     log_interval: int = limited(100, at_least=1)
     """Optimizer steps between two logged points of the training metrics."""
-
-    plot_schedule: str = ""
-    """Plot the learning rate of each step of the run to this PNG file, and exit. Without a value: schedule.png in
-    the folder --out."""
-
-    check_gradients: bool = False
-    """Compare autograd's derivatives with finite differences, one derivative per parameter, print the table, and
-    exit."""
 
     warmup_steps: int = 20
     """Optimizer steps at the start that speed measurements leave out, at most half of the run; --bench_steps runs them

@@ -152,10 +152,6 @@ class ComputeOptions:
     compile: bool = False
     """Compile the model with torch.compile."""
 
-    channels_last: bool = True
-    """Use the channels_last memory format on a GPU, as tensor cores prefer for convolutions. The CPU uses it in any
-    case."""
-
     fast_loop: bool = True
     """Train with this project's loop, which has less overhead per batch. false: Lightning's own loop, with the same
     results."""

@@ -67,10 +67,6 @@ def check_values(settings: Settings) -> None:
             f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
                 recipe.delta and not recipe.weights
             ),
-            # A recipe must not be able to overwrite a file that is not a plot.
-            f"--plot_schedule {output.plot_schedule}: give the name of a .png file": (
-                output.plot_schedule and not output.plot_schedule.endswith(".png")
-            ),
         }
     )
     _check_images(settings)
@@ -81,8 +77,6 @@ def check_values(settings: Settings) -> None:
 
 
 def _check_numbers(settings: Settings) -> None:
-    """Raises UsageError for a number that is outside its limits, in the settings or in the options of model, optimizer
-    and schedule."""
     for part in (settings.recipe, settings.placement, settings.output):
         groups = {"": part, **{f"{name}.": getattr(part, name) for name in sections(type(part))}}
         for prefix, options in groups.items():
@@ -153,9 +147,8 @@ def check_here(run: Run) -> None:
             f"--devices {placement.devices}: a CPU rank takes about 1 GB, so this computer has memory for {fit}": (
                 run.on_cpu and not launched and placement.devices > fit
             ),
-            "--logger wandb needs a package: pip install wandb": "wandb" in run.output.logger and _lacks("wandb"),
-            "--optimizer adam8bit needs a package: pip install bitsandbytes": (
-                optimizer == "adam8bit" and _lacks("bitsandbytes")
+            "--logger wandb needs a package: pip install wandb": (
+                "wandb" in run.output.logger and importlib.util.find_spec("wandb") is None
             ),
             f"{placement.strategy_name} splits layers, but torch {version('torch')} cannot split them: update torch": (
                 splits_layers and Version(version("torch")) < Version("2.12")
@@ -172,10 +165,6 @@ def check_here(run: Run) -> None:
 def ranks_in_memory() -> int:
     """Returns how many CPU ranks fit into the free memory, which may be 0."""
     return free_memory_bytes() // CPU_RANK_BYTES
-
-
-def _lacks(package: str) -> bool:
-    return importlib.util.find_spec(package) is None
 
 
 def check_nvme(path: str) -> None:

@@ -28,7 +28,6 @@ def _devices(run: Run) -> Rules:
         "--precision 16-mixed needs a GPU: on the CPU use bf16-mixed": run.on_cpu and placement.precision == "16-mixed",
         "--activation_offload needs a GPU: use --activation_checkpointing": run.on_cpu and placement.activation_offload,
         f"{name} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload": run.on_cpu and run.spec.super_offload,
-        "--optimizer adam8bit needs a GPU: use adam": run.on_cpu and run.recipe.optimizer.name == "adam8bit",
         "--zero.overlap_comm needs a GPU: leave it out": run.on_cpu and placement.zero.overlap_comm,
         "--offload.* needs a GPU: leave it out": run.on_cpu and placement.offload != OffloadConfig(),
         "--trainer.sync_batchnorm works only with ddp on GPUs": syncs and (run.on_cpu or run.spec.family != "baseline"),
@@ -98,7 +97,6 @@ def _switches(run: Run) -> Rules:
 
 
 def _splitting(run: Run) -> Rules:
-    """Returns the rules for a model that is split over several ranks, and for float16 without loss scaling."""
     spec, placement, model = run.spec, run.placement, run.recipe.model
     given, ranks = f"--strategy {placement.strategy}", placement.ranks_per_model
     rules: Rules = {

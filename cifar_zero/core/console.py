@@ -144,10 +144,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _is_script() -> bool:
-    """Returns whether this process was started as `python train.py`."""
     return Path(sys.argv[0]).resolve() == SCRIPT.resolve()
 
 
 def _short(path: Path) -> str:
-    """Returns the relative or the absolute form of a path, whichever is shorter."""
     return min(os.path.relpath(path), str(path), key=len)

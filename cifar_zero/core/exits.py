@@ -13,13 +13,13 @@ import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from cifar_zero.core import user_code
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped, UsageError, explain, short
 
-EXTRAS = ("optuna", "onnx", "onnxruntime", "onnxscript")  # packages that only the commands sweep and export need
+EXTRAS = ("onnx", "onnxruntime", "onnxscript")  # packages that only the command export needs
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a program: SIGINT (Ctrl-C), SIGTERM (from a cluster or container) and SIGHUP (a closed terminal)."""
@@ -31,6 +31,8 @@ PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTEMPTY)
 STARTED = "CIFAR_ZERO_STARTED"
 """Environment variable that holds the time when the command was given, in seconds since 1970. Ranks inherit it from
 their launcher, and the runs of a benchmark inherit it from the benchmark."""
+
+RANKS = ("RANK", "SLURM_PROCID")  # environment variables in which launchers give a process its rank
 
 _guarded = False  # whether `guarded` is running and catches Stopped
 
@@ -95,17 +97,17 @@ def interrupt(number: int, frame: object) -> None:
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Runs a program's `main` and ends the process with the exit code of `guarded`, or with 1 if standard output could
-    not be written. Messages on standard error that cannot be written are dropped.
+    not be written. Messages on standard error that cannot be written are dropped. Only rank 0 prints results, so on the
+    other ranks standard output is treated like standard error.
 
     If an error has left a process group of torch open, the process ends without the destructors of its libraries. With
     gloo, the destructors of torch 2.15 abort about one such process in ten, which then has the exit code 134.
     Destroying the group instead could hang, because other ranks may wait in a collective.
     """
     if sys.stderr is sys.__stderr__:  # otherwise it is no file, as in a notebook
-        raw = Unfailing(sys.stderr.fileno(), "w", closefd=False)
-        sys.stderr = io.TextIOWrapper(
-            io.BufferedWriter(raw), sys.stderr.encoding, "backslashreplace", line_buffering=True
-        )
+        sys.stderr = _unfailing(sys.stderr)
+    if sys.stdout is sys.__stdout__ and any(os.environ.get(name, "0") != "0" for name in RANKS):
+        sys.stdout = _unfailing(sys.stdout)
     code = guarded(main)
     try:
         sys.stdout.flush()
@@ -121,6 +123,11 @@ def run(main: Callable[[], int]) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _unfailing(stream: TextIO) -> TextIO:
+    raw = Unfailing(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
 
 
 def guarded(main: Callable[[], int]) -> int:

@@ -55,7 +55,6 @@ def build(config: DataConfig, directory: Path) -> None:
 
 
 def _sums(published: type[CIFAR10]) -> list[dict[str, str]]:
-    """Returns the MD5 of each training file and of each test file, by their paths in the archive."""
     lists = published.train_list, published.test_list
     return [{f"{published.base_folder}/{name}": md5 for name, md5 in files} for files in lists]
 

@@ -90,7 +90,6 @@ def build(config: DataConfig, directory: Path) -> None:
 
 
 def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
-    """Returns the path and label of each image of a split, sorted by class and then by name."""
     found: list[tuple[str, int]] = []
     for label, name in enumerate(class_names(config)):
         found += [(path, label) for path in sorted(_image_files(Path(config.root) / split / name))]

@@ -107,7 +107,6 @@ class Resumable:
         return self._given
 
     def _count(self) -> None:
-        """Counts a micro-batch just before it is yielded."""
         self._given = (self._given + 1) % len(self.batch_sampler)
 
 
@@ -128,7 +127,6 @@ class MemoryLoader(Resumable):
         order: Order,
         stored: Stored | None = None,
         augmentation: Augmentation | None = None,
-        channels_last: bool = False,
     ) -> None:
         self.batch_sampler = order
         self.sampler = order.sampler  # Lightning calls its `set_epoch` before each training epoch
@@ -136,7 +134,7 @@ class MemoryLoader(Resumable):
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
         self._augmentation = augmentation or Augmentation(AugmentConfig(), split.count, 0, 0)
-        self._format = memory_format(self._stored.device, channels_last)
+        self._format = memory_format(self._stored.device)
         block_images = GROUPED_BLOCK_IMAGES if self._augmentation.transforms else BLOCK_IMAGES
         images = self._augmentation.inputs.as_many(block_images[self._stored.device.type])
         self._block = math.ceil(images / order.batch_size)  # micro-batches in a block

@@ -18,7 +18,6 @@ from cifar_zero.diagnosis import Finding, Options, answer, machine, software
 from cifar_zero.launch import rank_environment
 
 CHECKS: dict[str, Callable[[Options], Finding]] = {
-    "python": software.python,
     "torch": partial(software.package, "torch"),
     "torchvision": software.torchvision_import,
     "lightning": partial(software.package, "lightning"),
@@ -27,9 +26,7 @@ CHECKS: dict[str, Callable[[Options], Finding]] = {
     "compiler": software.compiler,
     "gpu": machine.gpu,
     "all-reduce": machine.all_reduce,
-    "cores": machine.cores,
     "memory": machine.memory,
-    "shm": machine.shared_memory,
     "out": machine.out,
     "data": machine.data,
 }
@@ -40,6 +37,8 @@ SCHEMA = 1  # version of the output of `--json`, raised when a key changes its n
 EPILOG = """\
 exit code: 0 if no check failed (a warning names what some runs cannot do), 1 if one failed, or with --strict warned,
 2 for wrong usage
+
+`python -m torch.utils.collect_env` and `ds_report` list the versions, the processor and the GPUs of this machine.
 
 examples:
   %(prog)s                          all checks, in about ten seconds

@@ -1,5 +1,5 @@
-"""Checks the machine: its GPUs, their driver and CUDA toolkit, CPU cores, memory, disks and the dataset on them, and
-whether the ranks of a run on this machine can communicate."""
+"""Checks the machine: its GPUs, memory, disks and the dataset on them, and whether the ranks of a run on this machine
+can communicate."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from cifar_zero.config.rules import ranks_in_memory
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import short
-from cifar_zero.core.hardware import core_count, cpu_name, free_memory_bytes, has_gpu_driver
+from cifar_zero.core.hardware import cpu_name, free_memory_bytes, has_gpu_driver
 from cifar_zero.diagnosis import Finding, Options, existing, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
@@ -25,12 +25,6 @@ NO_GPU = "no GPU, so ranks run on the CPU"
 FREE_BYTES = 1_000_000_000
 """Least number of free bytes on a disk for images or runs. CIFAR's archive and its decoded images take 0.36 GB, and a
 run also writes checkpoints."""
-
-SHARED_MEMORY = Path("/dev/shm")  # named shared memory on Linux
-
-SHARED_BYTES = 64_000_000
-"""Bytes of shared memory per rank, for the buffers of NCCL and of the torch loader's worker processes. A Docker
-container has 64 MB for all ranks by default (`docker run --shm-size`)."""
 
 NEEDED = "the pinned torch needs driver R580 or newer and a GPU of compute capability 7.5 to 12.0 (no V100)"
 """The requirements of torch 2.15's wheel for CUDA 13.2, from its `torch.cuda.get_arch_list()` and from the oldest
@@ -71,16 +65,6 @@ def gpu(options: Options) -> Finding:
     return ok(f"{names}; torch is built for CUDA {torch.version.cuda}")
 
 
-def cores(options: Options) -> Finding:
-    """Checks whether there is a CPU core for each rank."""
-    count = core_count()
-    if count < options.ranks:
-        found, them = ("1 core", "it") if count == 1 else (f"{count} cores", "them")
-        found += f" for {options.ranks} ranks, which must share {them}"
-        return warning(found, command("train", "--devices", count))
-    return ok(f"{count}, {count // options.ranks} for each of {options.ranks} ranks")
-
-
 def memory(options: Options) -> Finding:
     """Checks whether the CPU memory is large enough for all ranks."""
     free = free_memory_bytes() / 1e9
@@ -89,17 +73,6 @@ def memory(options: Options) -> Finding:
         fix = command("train", "--devices", fit) if fit else "end other programs"
         return failed(f"{found}, and {options.ranks} ranks take about 1 GB each", fix)
     return ok(f"{found}, {free / options.ranks:.1f} GB for each of {options.ranks} ranks")
-
-
-def shared_memory(options: Options) -> Finding:
-    """Checks whether the shared memory is large enough for all ranks."""
-    if not SHARED_MEMORY.is_dir():
-        return ok(f"no {SHARED_MEMORY} on this system")
-    free, needed = shutil.disk_usage(SHARED_MEMORY).free, options.ranks * SHARED_BYTES
-    if free < needed:
-        fix = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
-        return warning(f"{decimal(free)} are free, but {options.ranks} ranks may need {decimal(needed)}", fix)
-    return ok(f"{decimal(free)} are free")
 
 
 def out(options: Options) -> Finding:

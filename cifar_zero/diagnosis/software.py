@@ -1,7 +1,6 @@
-"""Checks Python, the packages that a run needs, and the tools with which DeepSpeed compiles its operators."""
+"""Checks the packages that a run needs, and the tools with which DeepSpeed compiles its operators."""
 
 import os
-import platform
 import shlex
 import shutil
 import sys
@@ -44,11 +43,6 @@ releases (PEP 440), the strategy or option with which the fault appears, and the
 strategy, or an option, optimizer or schedule of DeepSpeed. If it is empty, the fault affects the whole package."""
 
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
-
-
-def python(options: Options) -> Finding:
-    """Returns a finding with the version of Python."""
-    return ok(platform.python_version())
 
 
 def torchvision_import(options: Options) -> Finding:

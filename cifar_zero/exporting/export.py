@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from cifar_zero.checkpoints import run_folder, zero_folder
+from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, quieten
 from cifar_zero.core.errors import UsageError
@@ -19,8 +19,7 @@ def main() -> int:
     """Writes one export, prints its description and returns the exit code."""
     arguments = _parse()
     quieten()
-    weights_only = _weights_only(arguments)
-    checkpoint = weights_only or run_folder.find_checkpoint(arguments.checkpoint)
+    checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     suffix = SUFFIXES[arguments.to]
     output = Path(arguments.output or checkpoint.with_suffix(suffix))
     if output.suffix != (ending := suffix.removeprefix(".delta")):
@@ -29,29 +28,13 @@ def main() -> int:
         raise UsageError(f"{output} cannot be written: name a file in an existing folder with --output FILE")
     if output.resolve() == checkpoint.resolve():
         raise UsageError(f"{output} is the checkpoint itself: name another file with --output FILE")
-    from cifar_zero.exporting import any_deepspeed, formats  # which import torch
+    from cifar_zero.exporting import formats  # which imports torch
 
-    if weights_only:
-        any_deepspeed.export(checkpoint, output, arguments.trust)
-    elif arguments.to == "delta":
+    if arguments.to == "delta":
         formats.export_delta(checkpoint, output, arguments.trust)
     else:
         formats.export(checkpoint, output, arguments.to, arguments.trust, arguments.delta)
     return 0
-
-
-def _weights_only(arguments: Namespace) -> Path | None:
-    """Returns the folder of DeepSpeed's files if a program other than cifar-zero train wrote the checkpoint, else None.
-    Such a checkpoint has weights but no description of the model."""
-    folder = zero_folder.deepspeed_files(arguments.checkpoint)
-    if folder:
-        from cifar_zero.exporting import any_deepspeed  # which imports torch
-
-        if any_deepspeed.is_of_another_program(folder, arguments.trust):
-            if arguments.to == "safetensors" and not arguments.delta:
-                return folder
-            raise UsageError(f"{arguments.checkpoint} has weights but no model: use --to safetensors without --delta")
-    return None
 
 
 def add_weight_options(parser: exits.Parser) -> None:
@@ -66,8 +49,7 @@ def add_weight_options(parser: exits.Parser) -> None:
 def _parse() -> Namespace:
     parser = exits.Parser(
         prog=command("export"),
-        description="Writes the model of a checkpoint of any strategy, or the weights of any DeepSpeed checkpoint (of "
-        "Lightning, Accelerate, transformers, your own loop), as one plain file.",
+        description="Writes the model of a checkpoint of any strategy as one plain file.",
         epilog="formats:\n"
         "  safetensors  weights, with a description of the model\n"
         "  onnx         the model itself, for onnxruntime\n"
@@ -75,7 +57,7 @@ def _parse() -> Namespace:
     )
     add_weight_options(parser)
     add = parser.add_argument
-    add("checkpoint", help="a run folder (its newest checkpoint), a .ckpt file or folder, or a DeepSpeed folder")
+    add("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
     add("--to", required=True, choices=SUFFIXES, help="format of the file")
     add("--output", metavar="FILE", help="file to write (default: next to the checkpoint)")
     arguments = parser.parse_args()

@@ -35,7 +35,7 @@ class OptimizerOptions(Options):
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class for this
         optimizer in `torch_updates`, or else of torch's class of the same name. A subclass overrides this method if
-        another library implements it, such as DeepSpeed or bitsandbytes, or if it needs other options."""
+        another library implements it, such as DeepSpeed, or if it needs other options."""
         import torch
 
         from cifar_zero.optimizers import torch_updates
@@ -102,16 +102,6 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
     """Weight decay, subtracted from the weights in addition to the gradient's update."""
-
-
-@dataclass
-class Adam8bit(Adam):
-    """Adam with its state in eight bits, by bitsandbytes on CUDA (Dettmers et al. 2022)"""
-
-    def build(self, parameters: Any, implementation: Implementation) -> Any:
-        import bitsandbytes  # pyright: ignore[reportMissingImports]
-
-        return bitsandbytes.optim.Adam8bit(parameters, **self.torch_options())
 
 
 @dataclass
@@ -243,7 +233,6 @@ OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
     "lion": Lion,
     "muon": Muon,
     "muon_sgd": MuonSGD,
-    "adam8bit": Adam8bit,
 }
 
 BY_DEEPSPEED = "DeepSpeed's C++"

@@ -1,2 +1,2 @@
-"""Predicts how much memory a rank needs and how many bytes it sends under each strategy, and recommends a strategy
+"""Predicts how much memory a rank needs under each strategy, and recommends a strategy
 (cifar-zero plan)."""

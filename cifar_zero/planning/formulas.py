@@ -34,7 +34,6 @@ STATE_TENSORS = {
     "sgd": 0,
     "adam": 2,
     "adamw": 2,
-    "adam8bit": 0.5,  # two numbers of one byte (Dettmers et al. 2022), without their scales
     "rmsprop": 1,
     "adagrad": 1,
     "adadelta": 2,
@@ -183,7 +182,6 @@ def parameter_size(spec: Spec, precision: str) -> int:
 
 
 def _state_size(optimizer: Choice, size: int) -> float:
-    """Returns the bytes that an optimizer keeps per trained element of `size` bytes."""
     tensors = STATE_TENSORS[optimizer.name]
     for option in ("momentum", "centered", "amsgrad"):
         tensors += bool(optimizer.options.get(option))

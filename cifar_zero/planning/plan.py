@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from cifar_zero.config import command_line, rules
-from cifar_zero.config.arguments import read_arguments
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.run import with_accelerator
-from cifar_zero.config.user_classes import check_options, read_given
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
@@ -25,11 +23,8 @@ exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
 examples:
   %(prog)s --model vit_large --devices 8 --device_memory 80GB --precision bf16-mixed --optimizer adamw
   %(prog)s --model vit_13b --devices 8 --num_nodes 4 --device_memory 80GB --host_memory 1TB --batch_size 256
-  %(prog)s --module my_module.py:MyModule --datamodule my_data.py:MyData --module.lr 0.1 --devices 8
 
-All other options are options of train (cifar-zero train --help all). --module plans your own LightningModule, with a
-micro-batch of its loader or of --datamodule. --module.X and --datamodule.X are arguments of your classes, --config
-is a configuration of LightningCLI, and devices, precision, accumulation, --zero.* and --offload.* are options of train.
+All other options are options of train (cifar-zero train --help all).
 """
 
 IMAGES = 32  # micro-batch per rank if no batch size is given
@@ -38,11 +33,7 @@ IMAGES = 32  # micro-batch per rank if no batch size is given
 def main() -> int:
     """Prints the plan and returns the exit code, which is 1 if no strategy fits."""
     arguments, flags = _parse()
-    given = None
-    if "module" in read_arguments(flags).options:
-        given = read_given(flags)
-        check_options(given)
-    config = command_line.settings_of_arguments(given.ours) if given else command_line.parse(flags)
+    config = command_line.parse(flags)
     if config.placement.ds_config:
         raise UsageError("--ds_config cannot be planned: leave it out to plan all named strategies")
     config = config.changed(strategy=Placement.strategy)  # every strategy is planned, whatever the settings name
@@ -51,24 +42,16 @@ def main() -> int:
         config = config.changed(devices=max(1, gpu_count()) if here and config.placement.accelerator != "cpu" else 1)
     config = resolve_devices(config) if here else with_accelerator(config, config.placement.accelerator != "cpu")
     room = available(config, arguments.device_memory, arguments.host_memory)
-    if given:
-        from cifar_zero.planning.own_module import measure  # imported here, because it imports torch
-
-        config, net, lines = measure(given, config)
-        run = make_run(config)
-    else:
-        if any_batch_size:
-            config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
-            flags += ["--batch_size", str(config.recipe.batch_size)]
-        run = make_run(config)
-        rules.check_model(run)
-        net, lines = network_of(run), {}
-    needs = survey(run, net, room, lines)
+    if any_batch_size:
+        config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
+        flags += ["--batch_size", str(config.recipe.batch_size)]
+    run = make_run(config)
+    rules.check_model(run)
+    net = network_of(run)
+    needs = survey(run, net, room, {})
     choice, reason = recommended(needs, room)
     start = ""
-    if choice is not None and given:
-        start = command("compare", *flags, "--strategies", choice.strategy)
-    elif choice is not None:
+    if choice is not None:
         flags += ["--strategy", choice.strategy]
         start = command("train", *flags)
         if run.placement.num_nodes > 1:
@@ -84,9 +67,7 @@ def main() -> int:
             "recommended": choice and choice.strategy,
             "reason": reason,
             "command": start,
-            "strategies": [
-                {**asdict(need), "device": need.device, "host": need.host, "sent": need.traffic.sent} for need in needs
-            ],
+            "strategies": [{**asdict(need), "device": need.device, "host": need.host} for need in needs],
         }
         print(json.dumps(plan, indent=1))  # all sizes in bytes
         return int(choice is None)
@@ -105,8 +86,7 @@ def main() -> int:
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
         prog=command("plan"),
-        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--json] [--<option> VALUE ...]\n"
-        "       %(prog)s --module FILE.py:NAME [--datamodule FILE.py:NAME] [--module.ARGUMENT VALUE ...]",
+        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--json] [--<option> VALUE ...]",
         description="Predicts the memory that a run needs under each strategy, before anything is launched, and "
         "recommends one.",
         epilog=EPILOG,
@@ -125,8 +105,8 @@ def _parse() -> tuple[Namespace, list[str]]:
 def print_plan(needs: Sequence[MemoryEstimate]) -> None:
     """Prints a row for each strategy, in GB on the rank with the most bytes, and the reasons why strategies are
     refused."""
-    row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}{:>9}"
-    print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch", "sent"))
+    row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}"
+    print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch"))
     for need in needs:
         parts = (need.states.device.total, need.buckets, need.activations, need.device, need.host)
         fits = "no"
@@ -134,13 +114,8 @@ def print_plan(needs: Sequence[MemoryEstimate]) -> None:
             fits = "-"
         elif need.fits:
             fits = "yes"
-        print(
-            row.format(
-                need.strategy, *map(gigabytes, parts), fits, f"{need.most_images:,}", gigabytes(need.traffic.sent)
-            )
-        )
+        print(row.format(need.strategy, *map(gigabytes, parts), fits, f"{need.most_images:,}"))
     print("states: on the device; device, host: the peak; batch: the largest micro-batch that fits")
-    print("sent: GB that a rank sends in an optimizer step, with ring collectives")
     for need in needs:
         if need.refused:
             print(f"{need.strategy}: {need.refused}")

@@ -21,7 +21,6 @@ from cifar_zero.core.hardware import free_memory_bytes
 from cifar_zero.launch import rank_environment
 from cifar_zero.planning import formulas
 from cifar_zero.planning.formulas import Network, Prediction, network_of, predicted
-from cifar_zero.planning.traffic import Traffic, traffic
 from cifar_zero.training.resolve import make_run, resolve_devices
 
 if TYPE_CHECKING:
@@ -52,8 +51,8 @@ class MemoryBudget:
     host: int | None  # None if it is unknown and not checked
     shared: bool = False  # whether the device is the CPU, so that offloaded tensors stay in the same memory
     elsewhere: bool = False
-    """Whether the plan is for another machine. The plan then does not check whether this machine has a compiler,
-    bitsandbytes and --nvme_path, because the other machine may have them."""
+    """Whether the plan is for another machine. The plan then does not check whether this machine has a compiler
+    and --nvme_path, because the other machine may have them."""
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
@@ -117,7 +116,6 @@ class MemoryEstimate:
     """Whether the host holds the activations too. The device is still planned for all activations, because temporary
     ones stay on it."""
     built_on_host: int  # the model on the host while it is built
-    traffic: Traffic  # what a rank sends in an optimizer step
     refused: str = ""  # why `train` would refuse the strategy; empty if it would accept it
     fits: bool = False
     most_images: int = 0  # the largest micro-batch that fits
@@ -198,7 +196,6 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
         host_buffers=formulas.host_buffers(run, network) + average_on_host,
         activation_offload=placement.activation_offload,
         built_on_host=formulas.built_on_host(run, network),
-        traffic=traffic(run, network),
     )
     try:
         strategy_rules.check(run)
@@ -223,8 +220,6 @@ def _activations(run: Run, lines: dict[str, LinearFit]) -> LinearFit:
 
 
 def _most_images(need: MemoryEstimate, line: LinearFit, room: MemoryBudget) -> int:
-    """Returns the largest micro-batch that fits, or 0 if none fits."""
-
     def is_too_large(images: int) -> bool:
         return bool(replace(need, activations=line.at(images)).lacking(room))
 

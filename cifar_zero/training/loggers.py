@@ -76,13 +76,10 @@ def write_to(logger: Any, write: Callable[..., Any], *arguments: Any, **options:
 def _wandb(run: Run, run_dir: Path) -> Logger:
     import wandb  # here, because the import takes half a second
 
-    output = run.output
     logger = WandbLogger(
-        name=output.wandb_run_name or run_dir.parent.name,
+        name=run_dir.parent.name,
         save_dir=run_dir,
-        project=output.wandb_project,
-        group=output.wandb_group or None,
-        tags=output.wandb_tags or None,
+        project=run.output.wandb_project,
         config=yaml.safe_load((run_dir / run_folder.CONFIG).read_text()),
     )
     try:

@@ -22,12 +22,6 @@ FILES = {
     [
         ("compare --module own.py:X --devices 2", "--module is now: stepcheck module FILE.py:MODULE"),
         ("compare --strategies baseline typo.json", "did you mean zero_optimization?"),
-        ("plan --module nowhere.py:X", "--module nowhere.py:X: nowhere.py does not exist"),
-        ("plan --module old.py:X", "--module old.py:X: old.py has no X"),
-        ("plan --module old", "--module old: give FILE.py:NAME or PACKAGE.MODULE:NAME"),
-        ("plan --module nopackage.old:X", "there is no package or module 'nopackage'"),
-        (f"plan --module {OWN}:Digits --datamodule nowhere.py:X", "--datamodule nowhere.py:X: nowhere.py does not"),
-        (f"plan --module {OWN}:Digits --config nowhere", "--config nowhere cannot be read"),
         ("train --ds_config typo.json", "did you mean zero_optimization?"),
         ("train --weights nowhere", "nowhere does not exist"),
         ("evaluate last.ckpt --delta nowhere", "--delta nowhere does not exist"),

@@ -167,8 +167,6 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: Non
         monkeypatch.delenv(name, raising=False)
     Path("file").touch()
     os.mkfifo("pipe.png")
-    Path("binary").mkdir()
-    Path("binary", "latest").write_bytes(b"\xff\xfe")
     write_run(Path("good"))
     write_run(Path("null"), strategy=None)
     write_run(Path("unknown"), {"outcome": "fine", "summary": ""})
@@ -187,10 +185,7 @@ WRONG = {
     'compare --strategies baseline ddp --launcher "\'"': "--launcher ': no closing quotation",
     "compare --runs good null": "null cannot be read: metrics.json has strategy null",
     "compare --runs good unknown": 'unknown cannot be read: step_check.json has the unknown outcome "fine"',
-    "export binary --to safetensors": "latest is not a text file",
     "export good.safetensors --to safetensors": "good.safetensors does not exist",
-    "sweep --search seed=0,1 --out file": "--out file: Not a directory (file/net)",
-    "sweep --search name=a,b": "--search name=a,b: the sweep sets --name of each run: leave it out",
     "predict 64.safetensors pipe.png": "pipe.png is neither a file nor a folder",
     "predict 64.safetensors file --delta pipe.png": "pipe.png does not exist, or is not a file",
     "predict ./-1.safetensors file": "image_size must be at least 32 and at most 8192, not -1",
@@ -211,7 +206,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     capsys: pytest.CaptureFixture[str],
 ):
     name, *words = shlex.split(line)
-    if name in ("train", "sweep"):
+    if name == "train":
         words = [*small_data, "--accelerator", "cpu", *words]
     monkeypatch.setattr("sys.argv", [name, *words])
     before = sorted(tmp_path.rglob("*"))

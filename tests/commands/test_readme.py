@@ -111,11 +111,7 @@ def test_commands(small_data: list[str], tmp_path: Path):
     for command in COMMANDS:
         program, *arguments = shlex.split(in_folder(command, tmp_path))
         if program == "python" and not {"--help", "--print_config"} & {*arguments}:
-            flags = [*arguments[1:], *small_data, *small]
-            if "--plot_schedule" in arguments:
-                others.append(["train.py", *flags])
-            else:
-                trainings.append(flags)
+            trainings.append([*arguments[1:], *small_data, *small])
         elif program == "stepcheck":
             stepchecks.append(["-m", "stepcheck", *arguments])
         elif program == "cifar-zero" and arguments[0] == "compare":
@@ -145,8 +141,7 @@ def test_commands_of_the_course(tmp_path: Path):
     assert len(commands) > 40
     for command in commands:
         arguments = shlex.split(in_folder(command, tmp_path))
-        trains = arguments[0] in ("train.py", "compare") and "--check_gradients" not in arguments
-        done = run_program(*arguments, *(small if trains else []))
+        done = run_program(*arguments, *(small if arguments[0] in ("train.py", "compare") else []))
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
 
@@ -207,6 +202,21 @@ def test_the_script_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "docs" / "augmentation.py"))
     assert (tmp_path / "augmentation.png").stat().st_size > 100_000
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_the_search_continues_its_study(
+    small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("optuna", reason="pip install optuna")
+    monkeypatch.chdir(tmp_path)
+    flags = [*small_data, "--batch_size", "64", "--epochs", "1", "--logger", "none", "--accelerator", "cpu"]
+    monkeypatch.setattr("sys.argv", ["sweep.py", "1", *flags])
+    for _ in range(2):
+        runpy.run_path(str(ROOT / "docs" / "sweep.py"))
+    trials = [json.loads((tmp_path / f"runs/trial_{number}/version_0/metrics.json").read_text()) for number in (0, 1)]
+    best = max(trial["val/acc"] for trial in trials)
+    assert f"val/acc {best:.2%}" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_first_cell_of_the_notebook_finds_the_program_from_docs():

@@ -22,7 +22,6 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
 @pytest.mark.parametrize(
     ("gpus", "flags", "expected"),
     [
-        (0, "--optimizer adam8bit", "adam8bit needs a GPU"),
         (0, "--optimizer muon --strategy deepspeed_stage_1", "use deepspeed_stage_0, ddp or baseline"),
         (0, "--optimizer muon_sgd --schedule range_test", "--schedule range_test sets one learning rate"),
         (0, "--accelerator gpu", "torch finds no usable GPU"),

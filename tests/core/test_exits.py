@@ -52,19 +52,21 @@ exits.run(main)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize(
-    ("full", "last", "code", "printed"),
+    ("rank", "full", "last", "code", "printed"),
     [
-        ("stderr", "print('result')", 0, "result\n"),
-        ("stderr", "raise RunError('x')", 1, ""),
-        ("stdout", "print('result')", 1, "error: standard output could not be written: No space left on device\n"),
+        (0, "stderr", "print('result')", 0, "result\n"),
+        (0, "stderr", "raise RunError('x')", 1, ""),
+        (0, "stdout", "print('result')", 1, "error: standard output could not be written: No space left on device\n"),
+        (1, "stdout", "print('x' * 20_000)", 0, "a warning\n"),
+        (1, "stdout", "raise RunError('x')", 1, "error: x\n"),
     ],
 )
-def test_a_full_disk_under_a_log_does_not_end_a_program(full: str, last: str, code: int, printed: str):
-    """The result of a program is not lost in silence."""
+def test_a_full_disk_under_a_log_does_not_end_a_program(rank: int, full: str, last: str, code: int, printed: str):
+    """The result of a program is not lost in silence. Only rank 0 has one."""
     with open("/dev/full", "w") as disk:
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: disk}
         program = [sys.executable, "-c", PROGRAM.format(last=last)]
-        environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "", "RANK": str(rank)}
         done = subprocess.run(program, cwd=ROOT, env=environment, text=True, **streams)
     assert (done.returncode, (done.stdout or done.stderr or "")[-len(printed) or None :]) == (code, printed)
 
@@ -82,7 +84,7 @@ def refused(path: str, number: int = errno.ENOTDIR) -> OSError:
         ("--out a/b/c", refused("a/b"), 2, "--out a/b/c: refused (a/b)"),
         ("--out file", refused("file/net", errno.ENOSPC), 1, "refused (file/net)"),  # the disk is full
         ("--model net", refused("other"), 1, "refused (other)"),
-        ("--search a=1,2", ModuleNotFoundError(name="optuna"), 2, "this command needs a package: pip install optuna"),
+        ("--to onnx", ModuleNotFoundError(name="onnx"), 2, "this command needs a package: pip install onnx"),
         ("", ModuleNotFoundError("gone", name="mine"), 1, "ModuleNotFoundError: gone (--debug shows where)"),
     ],
 )
@@ -97,6 +99,6 @@ def test_a_path_or_package_that_the_user_can_mend_is_a_mistake(
     def main() -> int:
         raise error
 
-    monkeypatch.setattr("sys.argv", ["sweep", *arguments.split()])
+    monkeypatch.setattr("sys.argv", ["export", *arguments.split()])
     assert exits.guarded(main) == code
     assert capsys.readouterr().err == f"error: {said}\n"

@@ -45,9 +45,9 @@ def test_this_machine_is_fit():
 
 
 def test_each_check_prints_one_line():
-    done = run_program("doctor", "python", "cores", "out", "--ranks", "1")
+    done = run_program("doctor", "all-reduce", "memory", "out", "--ranks", "1")
     assert_ok(done)
-    assert [*lines_of(done)] == ["python", "cores", "out"]
+    assert [*lines_of(done)] == ["all-reduce", "memory", "out"]
     assert {status for status, _ in lines_of(done).values()} == {"ok"}
     assert done.stdout.splitlines()[3:] == ["Nothing failed; warnings: 0."]
 
@@ -55,10 +55,10 @@ def test_each_check_prints_one_line():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("coers", "unknown check coers: did you mean cores?"),
+        ("memroy", "unknown check memroy: did you mean memory?"),
         ("--ranks 0", "--ranks must be at least 1"),
         ("--nodes", "start it on each node with torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d"),
-        ("--nodes cores", "--nodes cannot be combined with the name of a check"),
+        ("--nodes memory", "--nodes cannot be combined with the name of a check"),
     ],
 )
 def test_wrong_usage_is_reported_in_one_line(flags: str, said: str):

@@ -1,23 +1,19 @@
-"""Counts what a training step costs the host, and what it sends. A GPU computes a step only as fast as the host
+"""Counts what a training step costs the host. A GPU computes a step only as fast as the host
 prepares it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cifar_zero.data.loaders import BLOCK_IMAGES
 from cifar_zero.training.fast_loop import EpochLoop
-from tests.distributed.changes import optimizers_of_a_gpu, small_vit
+from tests.distributed.changes import optimizers_of_a_gpu
 
 COUNTED = range(4, 8)
 """Micro-batches of a run in which costs are counted. The first micro-batches belong to the start of a training and are
@@ -37,14 +33,13 @@ class StepCosts(TorchDispatchMode):
             `bool(tensor)` for example, and in DeepSpeed's `synchronize`. Reading a value is counted on the CPU too.
         operators: Number of calls of operators of aten that compute, and so launch at least one kernel on a GPU. Views
             and allocations launch none and are left out.
-        collectives: The name and the bytes of each collective operation of torch.distributed.
+        collectives: Number of collective operations of torch.distributed.
         copied_bytes: Bytes of the outputs of COPIES.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits = self.operators = self.copied_bytes = 0
-        self.collectives: list[tuple[str, int]] = []
+        self.waits = self.operators = self.collectives = self.copied_bytes = 0
 
     def __enter__(self) -> Any:
         from deepspeed.accelerator import get_accelerator  # imported here, once the run has chosen the device
@@ -66,8 +61,7 @@ class StepCosts(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.waits += 1
         elif namespace == "c10d":
-            sizes = [tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
-            self.collectives.append((name, max(sizes, default=0)))
+            self.collectives += 1
         elif namespace == "aten" and not func.is_view and not name.startswith(("empty", "new_empty")):
             self.operators += 1
         if name in COPIES:
@@ -79,27 +73,17 @@ class StepCosts(TorchDispatchMode):
         return {
             "waits": self.waits,
             "operators": self.operators,
-            "collectives": len(self.collectives),
+            "collectives": self.collectives,
             "copied_bytes": self.copied_bytes,
         }
 
 
 def counted_costs(patch: pytest.MonkeyPatch) -> None:
-    """Makes rank 0 write the totals of StepCosts into the run folder. Ranks use the optimizers that they would use on a
-    GPU. A block of images is one micro-batch, so that every step has the loader's whole cost."""
+    """Makes rank 0 write the totals of StepCosts in all COUNTED micro-batches into COSTS_FILE of the run folder. Ranks
+    use the optimizers that they would use on a GPU. A block of images is one micro-batch, so that every step has the
+    loader's whole cost."""
     optimizers_of_a_gpu(patch)
     patch.setitem(BLOCK_IMAGES, "cpu", 1)
-    _count(patch, StepCosts.totals)
-
-
-def counted_collectives(patch: pytest.MonkeyPatch) -> None:
-    """Makes rank 0 write the collectives of StepCosts into the run folder. vit_tiny is small."""
-    small_vit(patch)
-    _count(patch, attrgetter("collectives"))
-
-
-def _count(patch: pytest.MonkeyPatch, result: Callable[[StepCosts], Any]) -> None:
-    """Makes rank 0 write a result of StepCosts in all COUNTED micro-batches into COSTS_FILE of the run folder."""
     advance = EpochLoop.advance
 
     def counted_advance(self: EpochLoop, data_fetcher: Any) -> None:
@@ -108,6 +92,6 @@ def _count(patch: pytest.MonkeyPatch, result: Callable[[StepCosts], Any]) -> Non
         with mode if number in COUNTED else nullcontext():
             advance(self, data_fetcher)
         if number == COUNTED[-1] and self.trainer.is_global_zero:
-            Path(self.trainer.default_root_dir, COSTS_FILE).write_text(json.dumps(result(mode)))
+            Path(self.trainer.default_root_dir, COSTS_FILE).write_text(json.dumps(mode.totals()))
 
     patch.setattr(EpochLoop, "advance", counted_advance)

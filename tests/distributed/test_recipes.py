@@ -17,7 +17,6 @@ import pytest
 from cifar_zero.config import command_line
 from cifar_zero.optimizers import OFFLOADED_BY
 from cifar_zero.schedules import SCHEDULES
-from cifar_zero.training.instead import run_steps
 from datamodule import CIFARDataModule
 from tests.support.helpers import ROOT, losses, metrics_of, of_test_all, on_a_small_cpu, train_all
 
@@ -52,7 +51,10 @@ def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
     flags = ["--config", str(recipe), *size, *data, *where]
     config = command_line.parse(flags)
     if hasattr(SCHEDULES[config.recipe.schedule.name](), "total_steps"):  # of the whole recipe, not of its first steps
-        flags += ["--schedule.total_steps", str(run_steps(config, CIFARDataModule(config)))]
+        images = CIFARDataModule(config)
+        images.setup()
+        steps = config.recipe.epochs * len(images.train_dataloader()) // config.placement.accumulate
+        flags += ["--schedule.total_steps", str(steps)]
     return flags if recipe.stem == "debug_overfit" else [*flags, "--max_steps", str(STEPS)]
 
 

@@ -222,11 +222,9 @@ SHORT += ["--save_every_n_steps", "4", "--augment.flip", "random", "--logger", "
 RECORDS = ["--trainer.callbacks", "tests.users_code.sends_signal.RecordsBatches"]
 READS_LENGTH = ["--trainer.callbacks.plans", "true"]
 
-NEEDS_CUDA = {"adam8bit"}
-
 RESUMED: dict[str, list[str]] = {
     **{f"schedule {name}": ["--schedule", name] for name in SCHEDULES},
-    **{f"optimizer {name}": ["--optimizer", name] for name in OPTIMIZERS if name not in NEEDS_CUDA},
+    **{f"optimizer {name}": ["--optimizer", name] for name in OPTIMIZERS},
     "a callback reads the length": READS_LENGTH,
     "Lightning's loop": ["--schedule", "cosine", "--fast_loop", "false"],
     "torch loader": ["--schedule", "cosine", "--data.loader", "torch", "--augment.flip", "none"],

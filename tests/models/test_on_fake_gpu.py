@@ -40,7 +40,7 @@ def test_every_model_trains_on_one_device_without_waiting_for_it(model: str):
         assert {tensor.device for tensor in (*module.net.parameters(), *module.net.buffers())} == {GPU}
 
 
-@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adam8bit"}))  # which has its own kernels
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps_on_one_device_without_waiting_for_it(name: str):
     options = OPTIMIZERS[name]()
     with FakeTensorMode():

@@ -196,7 +196,6 @@ class Averaging(Callback):
         average_over_ranks([average for _, average in self._statistics(module)])
 
     def _statistics(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
-        """Returns each buffer of the model that is averaged, with its average."""
         pairs = zip(averaged_tensors(module).values(), self._averages, strict=True)
         return [(part, average) for part, average in pairs if not isinstance(part, torch.nn.Parameter)]
 

@@ -1,1 +1,0 @@
-"""Searches for the best settings of a recipe with Optuna."""
