@@ -43,12 +43,30 @@ from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines,
 
 LIGHTNING = Path(lightning.__file__).parent
 
+OVERRIDABLE: dict[str, Any] = {"enable_model_summary": False, "num_sanity_val_steps": 0}
+"""Options of Lightning's Trainer whose values --trainer may replace. It may set none of OWNED."""
+
 NOT_ZERO = ("check_val_every_n_epoch", "limit_train_batches", "val_check_interval")
 """Options of Lightning's Trainer whose numbers must be above 0."""
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0) -> Trainer:
-    """Returns Lightning's Trainer for a run. Raises UsageError if Lightning refuses an option of --trainer.
+    """Returns Lightning's Trainer for a run. Raises UsageError if Lightning refuses an option of --trainer. See
+    `trainer_options` for the arguments."""
+    options = trainer_options(run, run_dir, callbacks, elements)
+    try:
+        made = Trainer(**options)
+    except Exception as error:  # Lightning raises several types, such as MisconfigurationException
+        raise _refused(run, error) from error
+    keep_handlers(made)
+    fast_loop.install(made, run.placement.fast_loop)
+    return made
+
+
+def trainer_options(
+    run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None, elements: int = 0
+) -> dict[str, Any]:
+    """Returns all options of Lightning's Trainer for a run, with the options of --trainer. No other function sets any.
 
     Args:
         run: The resolved run.
@@ -56,8 +74,8 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
         callbacks: Callbacks that replace all of the run's callbacks. None for the run's callbacks.
         elements: Number of parameters in the model that replaces the run's model. 0 if the run's model is trained.
     """
-    strategy = strategies.build(run.placement, elements) if elements else strategy_of(run)
-    precision = run.placement.precision
+    recipe, placement = run.recipe, run.placement
+    precision = placement.precision
     if run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in precision):
         precision = None  # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision
     plugins: list[Any] = [AtomicCheckpointIO(run.consent.trust)]
@@ -66,36 +84,29 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     # be rank 0 of 1.
     if not rank_environment.by_torchrun():
         plugins.append(LightningEnvironment())
-    options: dict[str, Any] = {
-        "accelerator": run.placement.accelerator,
-        "devices": run.placement.devices,
-        "num_nodes": run.placement.num_nodes,
-        "strategy": strategy,
+    options = {
+        **OVERRIDABLE,
+        "accelerator": placement.accelerator,
+        "devices": placement.devices,
+        "num_nodes": placement.num_nodes,
+        "strategy": strategies.build(placement, elements) if elements else strategy_of(run),
         "precision": precision,
-        "max_epochs": run.recipe.epochs,
-        "max_steps": run.recipe.max_steps,
-        "accumulate_grad_batches": run.placement.accumulate,
-        "gradient_clip_val": run.recipe.gradient_clip_val or None,
+        "max_epochs": recipe.epochs,
+        "max_steps": recipe.max_steps,
+        "accumulate_grad_batches": placement.accumulate,
+        "gradient_clip_val": recipe.gradient_clip_val or None,
         "logger": loggers.loggers(run, run_dir),
         "callbacks": _callbacks(run, run_dir) if callbacks is None else [*callbacks],
         "default_root_dir": run_dir,
         "plugins": plugins,
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": run.output.log_interval,
-        "enable_model_summary": False,
         "enable_progress_bar": callbacks is None and sys.stdout.isatty(),
-        "num_sanity_val_steps": 0,
     }
-    if run.recipe.only_measures:
-        steps = run.output.warmup_steps + run.recipe.bench_steps
+    if recipe.only_measures:
+        steps = run.output.warmup_steps + recipe.bench_steps
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
-    try:
-        made = Trainer(**{**options, **run.recipe.trainer})
-    except Exception as error:  # Lightning raises several types, such as MisconfigurationException
-        raise _refused(run, error) from error
-    keep_handlers(made)
-    fast_loop.install(made, run.placement.fast_loop)
-    return made
+    return options | recipe.trainer
 
 
 def strategy_of(run: Run) -> Strategy | str:
