@@ -45,14 +45,14 @@ _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.
 @dataclass(frozen=True)
 class Dataset:
     """Holds decoded images and labels as read-only memory maps, so that the ranks of a node share the same pages of
-    memory. The three bytes of a pixel are adjacent in memory, as in torch's channels_last. A row of pixels is therefore
-    contiguous, and batches in channels_last, which is faster on a CPU, need no copy."""
+    memory. Images have the shape (N, H, W, 3), as in image files, up to the loader. Its batches (N, 3, H, W) need no
+    copy for torch's channels_last, which is faster on a CPU."""
 
     name: str  # the source that the images come from (never `auto`)
     classes: tuple[str, ...]  # name of each class; a label is an index into it
-    train_images: NDArray[np.uint8]  # RGB, (N, 3, H, W); H and W are 32, except for a folder source
+    train_images: NDArray[np.uint8]  # RGB, (N, H, W, 3); H and W are 32, except for a folder source
     train_labels: NDArray[np.int64]  # (N,)
-    test_images: NDArray[np.uint8]  # RGB, (M, 3, H, W)
+    test_images: NDArray[np.uint8]  # RGB, (M, H, W, 3)
     test_labels: NDArray[np.int64]  # (M,)
     identity: Mapping[str, int]  # numbers of images, and checksums: equal only for the same images in the same order
 
@@ -114,13 +114,12 @@ def locked(path: Path, work: str) -> AcquireReturnProxy:
 def allocate(
     directory: Path, split: str, count: int, side: int = IMAGE_SHAPE[1]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, side, side) and labels
+    """Creates the arrays of a split ("train" or "test") on the disk: images (count, side, side, 3) and labels
     (count,). A source calls it when it has the images, so that the message comes after a download."""
     if split == "train":
         say(f"Preparing the images in {directory.parent} (only once).")
     images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
-    labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
-    return images.transpose(0, 3, 1, 2), labels
+    return images, _create(directory / f"{split}_labels.npy", (count,), np.int64)
 
 
 def load(directory: Path) -> Dataset:
@@ -133,8 +132,6 @@ def load(directory: Path) -> Dataset:
             raise RunError(f"another run has just replaced the decoded images in {directory}: start again")
     except _DAMAGE as error:
         raise RunError(f"no decoded images in {directory}: prepare the data first") from error
-    for name in ("train_images", "test_images"):
-        arrays[name] = arrays[name].transpose(0, 3, 1, 2)  # stored with the channels last
     counts = {split: len(arrays[f"{split}_labels"]) for split in ("train", "test")}
     identity = counts | meta["checksums"]
     return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays, identity=identity)

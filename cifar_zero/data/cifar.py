@@ -50,7 +50,8 @@ def build(config: DataConfig, directory: Path) -> None:
             raise RunError(f"{archive} does not contain the published files of {published.__name__}: remove it")
     for name, batches in zip(("train", "test"), splits, strict=True):
         images, labels = cache.allocate(directory, name, sum(len(batch["data"]) for batch in batches))
-        np.concatenate([batch["data"].reshape(-1, *IMAGE_SHAPE) for batch in batches], out=images)
+        planes = [batch["data"].reshape(-1, *IMAGE_SHAPE) for batch in batches]  # (n, 3, 32, 32)
+        np.concatenate(planes, out=images.transpose(0, 3, 1, 2))
         labels[:] = [label for batch in batches for label in batch.get("labels") or batch["fine_labels"]]
 
 

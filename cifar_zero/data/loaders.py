@@ -46,7 +46,7 @@ takes 184 MB."""
 
 
 class Stored:
-    """Stores images uint8 (N, 3, H, W) for batches on a device. The images are stored on the GPU if they take at most
+    """Stores images uint8 (N, H, W, 3) for batches on a device. The images are stored on the GPU if they take at most
     RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU.
     `take` needs row numbers on `rows_device` and returns blocks on `device`."""
 
@@ -54,7 +54,7 @@ class Stored:
         with warnings.catch_warnings():
             # The map is read-only to protect the other ranks' images; nothing here writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-            self._images = torch.from_numpy(images.transpose(0, 2, 3, 1))
+            self._images = torch.from_numpy(images)
         self.device = torch.device("cpu")
         if torch.device(device).type == "cuda":
             self.device = torch.device(device)
@@ -191,8 +191,7 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
         pixels = self._split.images[self._split.indices[position]]
-        image = Image.fromarray(pixels.transpose(1, 2, 0))
-        return self._transform(image), int(self._split.labels[position])
+        return self._transform(Image.fromarray(pixels)), int(self._split.labels[position])
 
 
 class TorchLoader(Resumable, DataLoader[Any]):
