@@ -74,8 +74,8 @@ def ensure(
         UsageError: if the place cannot be written to.
         RunError: if writing fails, for example because the disk is full.
     """
-    wanted = {"schema": SCHEMA, "source": source, "fingerprint": fingerprint, "classes": [*classes]}
-    if _is_ready(directory, wanted):
+    expected = {"schema": SCHEMA, "source": source, "fingerprint": fingerprint, "classes": [*classes]}
+    if _is_ready(directory, expected):
         owner = directory.stat().st_uid
         if os.geteuid() not in (0, owner) and owner != 0:
             say(
@@ -85,8 +85,8 @@ def ensure(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with locked(directory.with_name(f"{directory.name}.lock"), f"prepares {source}"):
-            if not _is_ready(directory, wanted):
-                _write(directory, wanted, build)
+            if not _is_ready(directory, expected):
+                _write(directory, expected, build)
     except OSError as error:
         kind = UsageError if error.errno in _USERS_MISTAKES else RunError
         raise kind(
@@ -137,10 +137,10 @@ def load(directory: Path) -> Dataset:
     return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays, identity=identity)
 
 
-def _is_ready(directory: Path, wanted: Mapping[str, Any]) -> bool:
-    """Returns whether the cache has the entries `wanted` in its META file, and arrays that match their checksums."""
+def _is_ready(directory: Path, expected: Mapping[str, Any]) -> bool:
+    """Returns whether the cache has the entries `expected` in its META file, and arrays that match their checksums."""
     try:
-        return _read_meta(directory) == {**wanted, "checksums": _checksums(directory)}
+        return _read_meta(directory) == {**expected, "checksums": _checksums(directory)}
     except _DAMAGE:
         return False
 
@@ -154,7 +154,7 @@ def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], Non
     UsageError if the folder that would be replaced is not a cache."""
     temporary = atomic.staged(directory)
     for folder in (directory, temporary):
-        _check_ours(folder)
+        _check_only_cache(folder)
     atomic.discard(temporary)  # left by a killed writer, because only the holder of the lock writes
     if directory.exists():
         say(f"The decoded images of {meta['source']} in {directory} are out of date or damaged.")
@@ -168,11 +168,10 @@ def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], Non
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_ours(folder: Path) -> None:
+def _check_only_cache(folder: Path) -> None:
     """Raises UsageError if a folder holds anything but the files of a cache. The folder may be missing or empty."""
-    ours = {META, *(f"{name}.npy" for name in ARRAYS)}
-    foreign = sorted({entry.name for entry in folder.glob("*")} - ours)
-    if foreign:
+    files = {META, *(f"{name}.npy" for name in ARRAYS)}
+    if foreign := sorted({entry.name for entry in folder.glob("*")} - files):
         raise UsageError(
             f"{folder} is the place for decoded images, but it contains other files ({short(', '.join(foreign))}): "
             "choose another directory with --data.cache DIR, or move this folder"

@@ -56,24 +56,23 @@ def build(config: DataConfig, directory: Path) -> None:
 
 
 def _sums(published: type[CIFAR10]) -> list[dict[str, str]]:
-    """Returns the MD5 of each training file and of each test file, by their paths in the archive."""
+    """Returns two mappings from path in the archive to MD5, for training and test."""
     lists = published.train_list, published.test_list
     return [{f"{published.base_folder}/{name}": md5 for name, md5 in files} for files in lists]
 
 
 def _extracted(published: type[CIFAR10], root: Path) -> dict[str, bytes]:
-    """Returns the content of the files in an extracted archive, by their paths. Missing files are left out."""
     paths = [path for sums in _sums(published) for path in sums if (root / path).is_file()]
     return {path: (root / path).read_bytes() for path in paths}
 
 
 def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
-    """Returns the content of the files in an archive, by their paths. Files that cannot be read are left out."""
-    wanted, found = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
+    """Returns the content of the files in an archive by path, as far as they can be read."""
+    names, found = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
     try:
         with tarfile.open(archive) as members:
             for member in members:
-                if member.name in wanted and member.isreg():
+                if member.name in names and member.isreg():
                     content = members.extractfile(member)
                     assert content is not None  # a regular file
                     found[member.name] = content.read()

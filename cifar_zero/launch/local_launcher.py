@@ -119,21 +119,21 @@ def _start(
         env=environment,
         stdout=output,
         stderr=output,
-        preexec_fn=partial(prepare, cores, held=True),
+        preexec_fn=partial(prepare, cores, blocks_ctrl_c=True),
         pass_fds=[*files.values()],
     )
     return Rank(number, process, log)
 
 
-def prepare(cores: Collection[int], held: bool = False) -> None:
+def prepare(cores: Collection[int], blocks_ctrl_c: bool = False) -> None:
     """Prepares a new process between fork and exec. Linux will kill the process when its parent ends.
 
     Args:
         cores: Cores to which the process is bound. If empty, the process may use all cores.
-        held: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any Python
-            program.
+        blocks_ctrl_c: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any
+            Python program.
     """
-    if held:  # blocked, not ignored, so that the kernel keeps a signal that comes early
+    if blocks_ctrl_c:  # blocked, not ignored, so that the kernel keeps a signal that comes early
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -126,7 +126,6 @@ def maths_callbacks(recipe: Recipe) -> list[Callback]:
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
-    """Returns the callbacks of a run. Raises UsageError if one of --trainer.callbacks cannot be created."""
     recipe = run.recipe
     curves = TrainingCurves(writes_losses=not recipe.only_measures)
     made = [*maths_callbacks(recipe), curves, Divergence(curves), EngineInfo(), Interrupt()]
@@ -136,7 +135,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         made.append(GradientLogger())
     if recipe.reduce_on_plateau:
         made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
-    made += _given(run.consent.callbacks)
+    made += _user_callbacks(run.consent.callbacks)
 
     flops = training_flops(recipe, run.num_classes, run.micro_batch, run.data.image_size)
     # Throughput must come after the other callbacks. Otherwise it would count their work as waiting for data.
@@ -172,9 +171,8 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     return made
 
 
-def _given(flags: tuple[str, ...]) -> list[Callback]:
-    """Creates and returns the user's callbacks. `flags` are the flags --trainer.callbacks, which give class paths and
-    arguments as in LightningCLI. Raises UsageError if a callback cannot be created."""
+def _user_callbacks(flags: tuple[str, ...]) -> list[Callback]:
+    """Returns the callbacks that the flags --trainer.callbacks describe, as in LightningCLI."""
     if not flags:
         return []
     parser = ArgumentParser(exit_on_error=False)
@@ -183,9 +181,7 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
         made = parser.instantiate_classes(parser.parse_args([*flags]))["trainer.callbacks"]
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(f"--trainer.callbacks: {' '.join(str(error).split())}") from error
-    if isinstance(made, list):
-        return made
-    return [made]
+    return made if isinstance(made, list) else [made]
 
 
 def check_trainer_options(settings: Settings) -> None:
