@@ -27,7 +27,7 @@ RUN_FILE, FOLDER_FILE = "CIFAR_ZERO_RUN_FILE", "CIFAR_ZERO_FOLDER_FILE"
 has written the resolved run into the first file, and rank 0 writes the path of the run folder into the second one.
 
 The resolved run holds the user's consent to run code, so only the launcher may write it. The files have no name, and
-the ranks inherit them from the launcher: no other user can open them, and no path leads from a user's file to them."""
+the ranks inherit them from the launcher. No other user can open them, and no option in a user's file names them."""
 
 ADDRESS = "127.0.0.1"
 """Address of the ranks that `local_launcher` starts, which other computers cannot reach."""
