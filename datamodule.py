@@ -116,7 +116,7 @@ class CIFARDataModule(LightningDataModule):
         """Returns `count` training images, or all training images if there are fewer, as uint8 (n, 3, H, W). They are
         evenly spaced over the training images, so that they come from all classes."""
         rows = self._train[np.linspace(0, self.num_train - 1, min(count, self.num_train)).astype(np.int64)]
-        return torch.from_numpy(self.dataset.train_images[rows])
+        return torch.from_numpy(self.dataset.train_images[rows]).permute(0, 3, 1, 2)
 
     def train_dataloader(self) -> Any:
         """Returns a loader that yields shuffled micro-batches, only as many as fill whole optimizer steps. Raises

@@ -7,7 +7,7 @@ from typing import Any
 
 from cifar_zero.checkpoints import resume, run_folder
 from cifar_zero.config import command_line
-from cifar_zero.config.run import Run
+from cifar_zero.config.run import Run, run_of_bytes
 from cifar_zero.core.console import quieten, torchrun
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import local_launcher, rank_environment
@@ -18,24 +18,26 @@ from cifar_zero.training.resolve import announce, resolve
 
 def main() -> int:
     """Parses the command line, and trains the run in this process or in the ranks that this process starts. Returns the
-    exit code."""
+    exit code.
+
+    The command line is parsed and resolved once. A rank that this process has started reads the resolved run. A rank
+    that another launcher has started, such as torchrun, parses the command line itself."""
+    if rank_environment.by_local_launcher():
+        run = run_of_bytes(rank_environment.content_of(int(os.environ[rank_environment.RUN_FILE])))
+        command_line.allow_code(run.recipe.model.name, run.recipe.augment.transform)
+        train(run)
+        return 0
     rank_environment.adopt()
     run = resolve(survey.without_auto(command_line.parse(earlier_run=resume.saved_config)))
-    launched = rank_environment.RUN_FILE in os.environ  # by a process that has already called `announce`
-    if rank_environment.global_rank() == 0 and not launched:
+    if rank_environment.global_rank() == 0:
         announce(run)
     if run.placement.world_size == 1 or rank_environment.is_rank():
         train(run)
         return 0
     if run.placement.num_nodes > 1:
         raise UsageError(f"--num_nodes {run.placement.num_nodes}: start it on each node with {torchrun('train')} ...")
-    # The ranks must not resolve --strategy auto or --resume last again, because the answer may have changed.
-    resolved = ["--strategy", run.placement.strategy]
-    if run.output.resume:
-        resolved += ["--resume", run.output.resume]
-    return local_launcher.run_ranks(
-        run.placement.world_size, run.on_cpu, resolved, partial(resume.command_to_resume_newest, run)
-    )
+    how_to_resume = partial(resume.command_to_resume_newest, run)
+    return local_launcher.run_ranks(run.placement.world_size, run.on_cpu, run.to_bytes(), how_to_resume)
 
 
 def train(run: Run) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from cifar_zero.__main__ import COMMANDS
 from cifar_zero.config import command_line
+from cifar_zero.config.run import run_of_bytes
 from cifar_zero.planning.formulas import network_of
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
@@ -103,5 +104,6 @@ def test_a_recipe_builds_and_its_printed_configuration_is_the_same_run(
     again.write_text(command_line.dump(config))
     assert command_line.parse(["--config", str(again)]) == config
     run = resolve(config)
+    assert run_of_bytes(run.to_bytes()) == run
     assert network_of(run).trained
     assert build.trainer(run, None).max_epochs == config.recipe.epochs

@@ -33,7 +33,7 @@ def train(
     """Trains `model`, a name of --model, for the warm-up and `steps` timed steps. Returns the trained model and the
     measured figures."""
     dataset = sources.load(data, data.source)
-    images = torch.from_numpy(np.ascontiguousarray(dataset.train_images)).to(device)
+    images = torch.from_numpy(np.ascontiguousarray(dataset.train_images.transpose(0, 3, 1, 2))).to(device)
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)
     if tuned:
         if device.type == "cpu":  # the threads and convolution kernels that train.py chooses for the batch

@@ -34,7 +34,7 @@ class CIFAR10InMemory(torchvision.datasets.CIFAR10):
 
     def __init__(self, cache: str):  # does not call CIFAR10.__init__, which reads the files
         dataset = sources.load(DataConfig(source="synthetic", cache=cache), "synthetic")
-        self.data = np.ascontiguousarray(dataset.train_images.transpose(0, 2, 3, 1))  # (N, 32, 32, 3), as in CIFAR10
+        self.data = np.array(dataset.train_images)  # (N, 32, 32, 3), as in CIFAR10
         self.targets = dataset.train_labels.tolist()
         self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.5,) * 3)])
         self.target_transform = None

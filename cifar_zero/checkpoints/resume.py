@@ -139,7 +139,7 @@ def command_to_resume(run: Run, checkpoint: Path | str) -> str:
     if run.consent.trust:
         flags.append("--trust")
     line = command("train", "--resume", checkpoint, *flags)
-    if rank_environment.is_rank() and rank_environment.RUN_FILE not in os.environ:  # launched by another program
+    if rank_environment.is_rank() and not rank_environment.by_local_launcher():
         line += ", started by the same launcher"
     return line
 

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cifar_zero.checkpoints.safe_load import load
-from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,9 +78,7 @@ def is_checkpoint_folder(path: Path) -> bool:
     return (path / LATEST).is_file() and (path / TAG).is_dir()
 
 
-def read_folder(
-    folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu", mapped: bool = False
-) -> dict[str, Any]:
+def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns the content of a folder of DeepSpeed's files in the form in which Lightning's plain strategies write it,
     with state_dict, optimizer_states and progress.
 
@@ -89,7 +86,7 @@ def read_folder(
     weights. For the arguments see `safe_load.load`. Raises UsageError if a file is missing, damaged or of another kind.
     """
     paths = files_of(folder)
-    files = [[load(file, trust, verify, device, mapped) for file in kind] for kind in paths]
+    files = [[load(file, trust, verify, device) for file in kind] for kind in paths]
     models, experts, shards, of_expert_ranks = files
     main = models[0]
     if PROGRESS not in main:

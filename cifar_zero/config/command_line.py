@@ -74,7 +74,7 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
     given = {**arguments.options}
     asked_help, prints = given.pop("help", None), given.pop("print_config", False)
     given.pop("trust", None)
-    _allow_code(given)
+    allow_code(given.get("model", ""), given.get("augment.transform", ""))
     recipes = [*map(read_recipe, arguments.recipes)]
     _refuse_empty(given, recipes)
     options = _merged([*recipes, given])
@@ -162,12 +162,11 @@ def _refuse_empty(given: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]]
             raise UsageError(f"--{option} has an empty value, as from an unset shell variable: leave it out or set it")
 
 
-def _allow_code(given: Mapping[str, Any]) -> None:
-    """Loads the user's code that the command line itself names, so that the run may use it. The code is a model or a
-    transform of the images."""
-    if transform := given.get("augment.transform"):
+def allow_code(model: str, transform: str) -> None:
+    """Loads the user's model and the user's transform of the images, so that the run may use them. The names must come
+    from the command line itself."""
+    if transform:
         user_code.allow(transform, "--augment.transform")
-    model = given.get("model", "")
     if ":" in model and model not in MODELS:
         register_user_model(model)
 

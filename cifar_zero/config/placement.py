@@ -124,7 +124,8 @@ class DeviceOptions:
     timeout: float = limited(600.0, over=0, at_most=7 * 24 * 3600)  # Python and torch cannot represent much more
     """Time limit of a collective, in seconds; when it expires, the waiting ranks end with an error. It must allow for a
     rank that compiles or writes a checkpoint while the others wait. Before training, other limits apply: at least 30
-    minutes for data preparation, and 5 minutes until all ranks of one node or of torchrun have started."""
+    minutes for data preparation, and until all ranks of one node or of torchrun have started TIMEOUT, but 1 to 5
+    minutes."""
 
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Device type. auto: the GPU if there is one, otherwise the CPU."""

@@ -1,19 +1,20 @@
 """Defines the resolved run: the user's settings, in which open options have been decided for this computer. Imports no
 torch."""
 
+import marshal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cifar_zero.config import ds_config
-from cifar_zero.config.settings import Settings
+from cifar_zero.config.settings import Consent, Settings, settings_of, tree_of
 from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.core.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Settings):
-    """A run with its open options decided; `training.resolve.resolve` makes it, once per process. Among its options,
+    """A run with its open options decided; `training.resolve.resolve` makes it. Among its options,
     devices is a number, accelerator is cpu or gpu, precision is a number format, and resume and weights are paths.
 
     Two options may still be open, until `training.starting` decides them: data.source may be auto, and resume may be
@@ -37,6 +38,21 @@ class Run(Settings):
     def on_cpu(self) -> bool:
         """Whether the ranks are CPU processes."""
         return self.placement.accelerator == "cpu"
+
+    def to_bytes(self) -> bytes:
+        """Returns the run as `run_of_bytes` reads it. Raises ValueError if an option is not plain data."""
+        # Unlike JSON, marshal keeps tuples and the types of keys. Unlike pickle, it loads no code. Both sides are the
+        # same Python.
+        consent = (self.consent.trust, self.consent.callbacks)
+        return marshal.dumps((tree_of(self), consent, self.named, self.num_classes))
+
+
+def run_of_bytes(content: bytes) -> Run:
+    """Returns the run that `Run.to_bytes` has written. The content includes the user's consent to run code, so it must
+    come from this program itself and never from a user's file."""
+    tree, consent, named, num_classes = marshal.loads(content)
+    settings = replace(settings_of(tree), consent=Consent(*consent), named=named)
+    return Run(**vars(settings), num_classes=num_classes)
 
 
 def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:

@@ -1,7 +1,7 @@
 """Augments and normalises whole blocks of images, on any device.
 
-Internally, a block has the shape (n, H, W, 3), in which images are stored. The bytes of a row of pixels are then
-contiguous and can be copied at once. Each step runs a few operations on all images of the block. The same draws must
+A block has the shape (n, H, W, 3), in which images are stored. The bytes of a row of pixels are then contiguous and can
+be copied at once. Each step runs a few operations on all images of the block. The same draws must
 give the same bits for every block size and on every device. lerp and addcmul are therefore not used, because a
 processor may fuse their multiplication with their addition.
 """
@@ -55,8 +55,8 @@ class Augmentation:
         if draws.flip is not None or draws.crop is not None:
             images = flip_and_crop(images, draws.flip, draws.crop, self.config.crop, self.config.padding)
         if draws.group is not None:
-            images = in_groups(images.permute(0, 3, 1, 2), draws.group, self.transforms).permute(0, 2, 3, 1)
-        images = normalize(images.permute(0, 3, 1, 2), self.inputs).permute(0, 2, 3, 1)
+            images = in_groups(images, draws.group, self.transforms)
+        images = normalize(images, self.inputs, channels=3)
         for boxes in (draws.cutout, draws.erasing):
             if boxes is not None:
                 blank_out(images, boxes)
@@ -66,30 +66,30 @@ class Augmentation:
         return mix(images, labels, draws.box[:count], draws.weight[:count], self.num_classes)
 
 
-def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normalises uint8 pixels (n, 3, H, W) bit for bit like torchvision's ToTensor and Normalize, and casts them to
-    `dtype`. Floating-point images have been normalised by a loader and are only cast. The arithmetic is always float32,
-    because pixels 1/255 apart would become equal in bfloat16."""
+def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch.float32, channels: int = 1) -> Tensor:
+    """Normalises uint8 pixels bit for bit like torchvision's ToTensor and Normalize, and casts them to `dtype`.
+    `channels` is the dimension of red, green and blue. Floating-point images have been normalised by a loader and are
+    only cast. The arithmetic is always float32, because pixels 1/255 apart would become equal in bfloat16."""
     if not images.is_floating_point():
         # For a division by a Python number, torch multiplies with its reciprocal on a GPU, which gives a different
         # result for 111 of the 256 values. (x / 255 - 0.5) / 0.5 is computed in two passes, as x / 127.5 - 1. This
         # changes no bit, because 0.5 is a power of two.
         images = images.float()
         if inputs.mean == inputs.std == (0.5,):
-            images = images.div_(spread((127.5,), images)).sub_(1)
+            images = images.div_(spread((127.5,), images, channels)).sub_(1)
         else:
-            images = images.div_(spread((255.0,), images))
-            images = images.sub_(spread(inputs.mean, images)).div_(spread(inputs.std, images))
+            mean, std = (spread(values, images, channels) for values in (inputs.mean, inputs.std))
+            images = images.div_(spread((255.0,), images, channels)).sub_(mean).div_(std)
     return images.to(dtype)
 
 
-def spread(values: tuple[float, ...], images: Tensor) -> Tensor:
-    """Returns an image float32 (1, 3, H, W) that is filled with one value, or with one value per channel, in the memory
-    layout of `images`. With a tensor (1, 3, 1, 1) instead, torch's inner loop would run over three values only and take
-    5 times as long."""
+def spread(values: tuple[float, ...], images: Tensor, channels: int) -> Tensor:
+    """Returns an image float32 that is filled with one value, or with one value per channel, in the shape and memory
+    layout of an image of `images`. With a tensor of three values instead, torch's inner loop would run over three
+    values only and take 5 times as long."""
     image = torch.empty_like(images[:1], dtype=torch.float32)
     for channel, value in enumerate(values):
-        image[:, channel :: len(values)] = value
+        image.movedim(channels, 0)[channel :: len(values)] = value
     return image
 
 
@@ -210,7 +210,7 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
-    """Applies the transforms to images uint8 (n, 3, H, W) and returns the results. Images with the same seed form a
+    """Applies the transforms to images uint8 (n, H, W, 3) and returns the results. Images with the same seed form a
     group, and each transform is called once per group. The random generators from which torchvision draws are seeded
     for each group, and restored afterwards.
 
@@ -222,13 +222,13 @@ def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Ten
         for seed in seeds.unique().tolist():
             members = (seeds == seed).nonzero().flatten().to(images.device, non_blocking=True)
             torch.manual_seed(seed)
-            group = images[members]
+            before = group = images[members].permute(0, 3, 1, 2)
             for transform in transforms:
                 group = transform(group)
-            if (group.shape, group.dtype) != ((len(members), *images.shape[1:]), images.dtype):
+            if (group.shape, group.dtype) != (before.shape, before.dtype):
                 returned = f"{group.dtype} {tuple(group.shape)} for {len(members)} images"
                 raise ValueError(f"must return uint8 images of the same shape, but returned {returned}")
-            result[members] = group
+            result[members] = group.permute(0, 2, 3, 1)
     return result
 
 
@@ -242,7 +242,7 @@ def check_transform(config: AugmentConfig, side: int) -> None:
     (transform,) = transforms_of(AugmentConfig(transform=config.transform))
     flag = f"--augment.transform {config.transform}"
     brightness = torch.tensor([64, 128, 192, 255])[:, None, None, None]
-    images = (torch.rand(4, 3, side, side, generator=torch.Generator().manual_seed(0)) * brightness).byte()
+    images = (torch.rand(4, side, side, 3, generator=torch.Generator().manual_seed(0)) * brightness).byte()
     seeds = torch.zeros(4, dtype=torch.int64)
     try:
         together, alone = (in_groups(images[:count], seeds[:count], [transform]) for count in (4, 1))

@@ -45,14 +45,14 @@ _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.
 @dataclass(frozen=True)
 class Dataset:
     """Holds decoded images and labels as read-only memory maps, so that the ranks of a node share the same pages of
-    memory. The three bytes of a pixel are adjacent in memory, as in torch's channels_last. A row of pixels is therefore
-    contiguous, and batches in channels_last, which is faster on a CPU, need no copy."""
+    memory. Images have the shape (N, H, W, 3), as in image files, up to the loader. Its batches (N, 3, H, W) need no
+    copy for torch's channels_last, which is faster on a CPU."""
 
     name: str  # the source that the images come from (never `auto`)
     classes: tuple[str, ...]  # name of each class; a label is an index into it
-    train_images: NDArray[np.uint8]  # RGB, (N, 3, H, W); H and W are 32, except for a folder source
+    train_images: NDArray[np.uint8]  # RGB, (N, H, W, 3); H and W are 32, except for a folder source
     train_labels: NDArray[np.int64]  # (N,)
-    test_images: NDArray[np.uint8]  # RGB, (M, 3, H, W)
+    test_images: NDArray[np.uint8]  # RGB, (M, H, W, 3)
     test_labels: NDArray[np.int64]  # (M,)
     identity: Mapping[str, int]  # numbers of images, and checksums: equal only for the same images in the same order
 
@@ -74,8 +74,8 @@ def ensure(
         UsageError: if the place cannot be written to.
         RunError: if writing fails, for example because the disk is full.
     """
-    wanted = {"schema": SCHEMA, "source": source, "fingerprint": fingerprint, "classes": [*classes]}
-    if _is_ready(directory, wanted):
+    expected = {"schema": SCHEMA, "source": source, "fingerprint": fingerprint, "classes": [*classes]}
+    if _is_ready(directory, expected):
         owner = directory.stat().st_uid
         if os.geteuid() not in (0, owner) and owner != 0:
             say(
@@ -85,8 +85,8 @@ def ensure(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with locked(directory.with_name(f"{directory.name}.lock"), f"prepares {source}"):
-            if not _is_ready(directory, wanted):
-                _write(directory, wanted, build)
+            if not _is_ready(directory, expected):
+                _write(directory, expected, build)
     except OSError as error:
         kind = UsageError if error.errno in _USERS_MISTAKES else RunError
         raise kind(
@@ -114,13 +114,12 @@ def locked(path: Path, work: str) -> AcquireReturnProxy:
 def allocate(
     directory: Path, split: str, count: int, side: int = IMAGE_SHAPE[1]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Creates the arrays of a split ("train" or "test") on the disk: images (count, 3, side, side) and labels
+    """Creates the arrays of a split ("train" or "test") on the disk: images (count, side, side, 3) and labels
     (count,). A source calls it when it has the images, so that the message comes after a download."""
     if split == "train":
         say(f"Preparing the images in {directory.parent} (only once).")
     images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
-    labels = _create(directory / f"{split}_labels.npy", (count,), np.int64)
-    return images.transpose(0, 3, 1, 2), labels
+    return images, _create(directory / f"{split}_labels.npy", (count,), np.int64)
 
 
 def load(directory: Path) -> Dataset:
@@ -133,17 +132,15 @@ def load(directory: Path) -> Dataset:
             raise RunError(f"another run has just replaced the decoded images in {directory}: start again")
     except _DAMAGE as error:
         raise RunError(f"no decoded images in {directory}: prepare the data first") from error
-    for name in ("train_images", "test_images"):
-        arrays[name] = arrays[name].transpose(0, 3, 1, 2)  # stored with the channels last
     counts = {split: len(arrays[f"{split}_labels"]) for split in ("train", "test")}
     identity = counts | meta["checksums"]
     return Dataset(name=meta["source"], classes=tuple(meta["classes"]), **arrays, identity=identity)
 
 
-def _is_ready(directory: Path, wanted: Mapping[str, Any]) -> bool:
-    """Returns whether the cache has the entries `wanted` in its META file, and arrays that match their checksums."""
+def _is_ready(directory: Path, expected: Mapping[str, Any]) -> bool:
+    """Returns whether the cache has the entries `expected` in its META file, and arrays that match their checksums."""
     try:
-        return _read_meta(directory) == {**wanted, "checksums": _checksums(directory)}
+        return _read_meta(directory) == {**expected, "checksums": _checksums(directory)}
     except _DAMAGE:
         return False
 
@@ -157,7 +154,7 @@ def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], Non
     UsageError if the folder that would be replaced is not a cache."""
     temporary = atomic.staged(directory)
     for folder in (directory, temporary):
-        _check_ours(folder)
+        _check_only_cache(folder)
     atomic.discard(temporary)  # left by a killed writer, because only the holder of the lock writes
     if directory.exists():
         say(f"The decoded images of {meta['source']} in {directory} are out of date or damaged.")
@@ -171,11 +168,10 @@ def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], Non
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_ours(folder: Path) -> None:
+def _check_only_cache(folder: Path) -> None:
     """Raises UsageError if a folder holds anything but the files of a cache. The folder may be missing or empty."""
-    ours = {META, *(f"{name}.npy" for name in ARRAYS)}
-    foreign = sorted({entry.name for entry in folder.glob("*")} - ours)
-    if foreign:
+    files = {META, *(f"{name}.npy" for name in ARRAYS)}
+    if foreign := sorted({entry.name for entry in folder.glob("*")} - files):
         raise UsageError(
             f"{folder} is the place for decoded images, but it contains other files ({short(', '.join(foreign))}): "
             "choose another directory with --data.cache DIR, or move this folder"

@@ -50,7 +50,8 @@ def build(config: DataConfig, directory: Path) -> None:
             raise RunError(f"{archive} does not contain the published files of {published.__name__}: remove it")
     for name, batches in zip(("train", "test"), splits, strict=True):
         images, labels = cache.allocate(directory, name, sum(len(batch["data"]) for batch in batches))
-        np.concatenate([batch["data"].reshape(-1, *IMAGE_SHAPE) for batch in batches], out=images)
+        planes = [batch["data"].reshape(-1, *IMAGE_SHAPE) for batch in batches]  # (n, 3, 32, 32)
+        np.concatenate(planes, out=images.transpose(0, 3, 1, 2))
         labels[:] = [label for batch in batches for label in batch.get("labels") or batch["fine_labels"]]
 
 
@@ -60,18 +61,17 @@ def _sums(published: type[CIFAR10]) -> list[dict[str, str]]:
 
 
 def _extracted(published: type[CIFAR10], root: Path) -> dict[str, bytes]:
-    """Returns the content of the files in an extracted archive, by their paths. Missing files are left out."""
     paths = [path for sums in _sums(published) for path in sums if (root / path).is_file()]
     return {path: (root / path).read_bytes() for path in paths}
 
 
 def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
-    """Returns the content of the files in an archive, by their paths. Files that cannot be read are left out."""
-    wanted, found = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
+    """Returns the content of the files in an archive by path, as far as they can be read."""
+    names, found = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
     try:
         with tarfile.open(archive) as members:
             for member in members:
-                if member.name in wanted and member.isreg():
+                if member.name in names and member.isreg():
                     content = members.extractfile(member)
                     assert content is not None  # a regular file
                     found[member.name] = content.read()

@@ -38,7 +38,7 @@ class Split:
         """Makes a split of the stored images.
 
         Args:
-            images: all stored images (N, 3, H, W).
+            images: all stored images (N, H, W, 3).
             labels: all stored labels (N,).
             indices: rows of the split's images (n,), with n at least 1.
         """

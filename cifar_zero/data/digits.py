@@ -71,7 +71,7 @@ def build(config: DataConfig, directory: Path) -> None:
 def render(
     originals: NDArray[np.float32], labels: NDArray[np.int64], per_class: int, seed: int
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-    """Yields batches of images (m, 3, 32, 32) and labels (m,) in a shuffled order, with `per_class` images of each
+    """Yields batches of images (m, 32, 32, 3) and labels (m,) in a shuffled order, with `per_class` images of each
     class in total.
 
     `originals` are (n, 8, 8) with ink from 0 to 1. The originals of a class are used equally often, except that some
@@ -102,8 +102,8 @@ def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.
 
 
 def _colour(strokes: torch.Tensor, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Paints ink (m, 1, 32, 32) on a background, each in a random colour, and adds noise. Returns images uint8 (m, 3,
-    32, 32)."""
+    """Paints ink (m, 1, 32, 32) on a background, each in a random colour, and adds noise. Returns images uint8 (m, 32,
+    32, 3)."""
     count = len(strokes)
     paper = rng.random((count, 1, 3), dtype=np.float32)
     candidates = rng.random((count, 8, 3), dtype=np.float32)
@@ -117,4 +117,4 @@ def _colour(strokes: torch.Tensor, rng: np.random.Generator) -> NDArray[np.uint8
     noise = torch.from_numpy(raw).view(2, *images.shape).float()
     width = torch.from_numpy(rng.uniform(*NOISE, (count, 1, 1, 1)).astype(np.float32))
     images.addcmul_(noise[0].sub_(noise[1]), width / 255)
-    return images.clamp_(0, 1).mul_(255).round_().to(torch.uint8).numpy()
+    return images.clamp_(0, 1).mul_(255).round_().to(torch.uint8).permute(0, 2, 3, 1).numpy()

@@ -117,7 +117,7 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
-    """Reads an image file of any size and mode as RGB pixels uint8 (3, side, side), in the camera's orientation.
+    """Reads an image file of any size and mode as RGB pixels uint8 (side, side, 3), in the camera's orientation.
 
     Transparency is ignored. An image of another size is scaled to `side` pixels on its shorter side (bilinear with
     antialiasing, torchvision's default) and cropped at its centre. Raises UsageError if the file cannot be read as a
@@ -138,11 +138,11 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
         raise UsageError(f"cannot read the image {path}: {why}; fix or remove it") from error
     if image.size != (side, side):
         image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
-    return np.asarray(image).transpose(2, 0, 1)
+    return np.asarray(image)
 
 
 def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:
-    """Decodes image files on all cores into the rows of `images` (N, 3, side, side), with a progress bar that has the
+    """Decodes image files on all cores into the rows of `images` (N, side, side, 3), with a progress bar that has the
     given title. Raises UsageError for the first unreadable image."""
 
     def decode_row(row: int) -> None:

@@ -46,7 +46,7 @@ takes 184 MB."""
 
 
 class Stored:
-    """Stores images uint8 (N, 3, H, W) for batches on a device. The images are stored on the GPU if they take at most
+    """Stores images uint8 (N, H, W, 3) for batches on a device. The images are stored on the GPU if they take at most
     RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU.
     `take` needs row numbers on `rows_device` and returns blocks on `device`."""
 
@@ -54,7 +54,7 @@ class Stored:
         with warnings.catch_warnings():
             # The map is read-only to protect the other ranks' images; nothing here writes to it.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-            self._images = torch.from_numpy(images.transpose(0, 2, 3, 1))
+            self._images = torch.from_numpy(images)
         self.device = torch.device("cpu")
         if torch.device(device).type == "cuda":
             self.device = torch.device(device)
@@ -86,13 +86,13 @@ class Resumable:
     """Tracks a loader's position in its epoch, for Lightning's checkpoints."""
 
     batch_sampler: Order  # the order, under the name from which Lightning and DeepSpeed read the batch size
-    _given = 0  # micro-batches yielded in this epoch so far; 0 at its end
+    _yielded = 0  # micro-batches yielded in this epoch so far; 0 at its end
     _resumed: Mapping[str, int] = {}
 
     def state_dict(self) -> dict[str, int]:
         """Returns the epoch and the number of micro-batches that were yielded in it so far. Lightning saves both in a
         checkpoint."""
-        return {"epoch": self.batch_sampler.epoch, "given": self._given}
+        return {"epoch": self.batch_sampler.epoch, "given": self._yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Makes the next pass continue at the saved position if it is a pass over the saved epoch."""
@@ -100,14 +100,14 @@ class Resumable:
 
     def _begin(self) -> int:
         """Starts a pass and returns the number of micro-batches to skip. The epoch must already be set."""
-        self._given = 0
+        self._yielded = 0
         if self._resumed.get("epoch") == self.batch_sampler.epoch:
-            self._given = self._resumed["given"]
+            self._yielded = self._resumed["given"]
         self._resumed = {}
-        return self._given
+        return self._yielded
 
     def _count(self) -> None:
-        self._given = (self._given + 1) % len(self.batch_sampler)
+        self._yielded = (self._yielded + 1) % len(self.batch_sampler)
 
 
 class MemoryLoader(Resumable):
@@ -159,7 +159,7 @@ class MemoryLoader(Resumable):
         the partners follow the entries of the images that they are mixed into."""
         device, rows_device = self._stored.device, self._stored.rows_device
         table = self._augmentation.draw(self.batch_sampler.epoch)
-        for stretch in self.batch_sampler.positions()[self._given :].split(self._block * STRETCH_BLOCKS):
+        for stretch in self.batch_sampler.positions()[self._yielded :].split(self._block * STRETCH_BLOCKS):
             positions = stretch[None]  # (1, micro-batches, m)
             if table.partner is not None:
                 positions = torch.cat([positions, table.partner[positions]])  # (2, micro-batches, m)
@@ -189,8 +189,7 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
         pixels = self._split.images[self._split.indices[position]]
-        image = Image.fromarray(pixels.transpose(1, 2, 0))
-        return self._transform(image), int(self._split.labels[position])
+        return self._transform(Image.fromarray(pixels)), int(self._split.labels[position])
 
 
 class TorchLoader(Resumable, DataLoader[Any]):

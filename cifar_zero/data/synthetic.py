@@ -7,6 +7,7 @@ import numpy as np
 
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.data import CLASSES, cache
+from cifar_zero.models import IMAGE_SHAPE
 
 SEED = 0
 CHUNK = 4096  # images generated at once (12 MB), so that a set may be larger than the memory
@@ -27,5 +28,5 @@ def build(config: DataConfig, directory: Path) -> None:
         images, labels = cache.allocate(directory, split, count)
         for start in range(0, count, CHUNK):
             chunk = images[start : start + CHUNK]
-            chunk[:] = rng.integers(0, 256, size=chunk.shape, dtype=np.uint8)
+            chunk[:] = rng.integers(0, 256, (len(chunk), *IMAGE_SHAPE), np.uint8).transpose(0, 2, 3, 1)
         labels[:] = np.arange(count) % len(CLASSES["synthetic"])

@@ -58,7 +58,7 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
     top = min(top, len(classifier.classes))
     for file in files:
         try:
-            image = torch.tensor(decode(file, classifier.inputs.side))
+            image = torch.tensor(decode(file, classifier.inputs.side)).permute(2, 0, 1)
         except UsageError as error:
             yield file, error
             continue

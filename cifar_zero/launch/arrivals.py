@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -14,8 +15,8 @@ from cifar_zero.launch import rank_environment
 POLL_SECONDS = 0.1  # time between two looks for the other ranks
 
 FIRST_NOTE_SECONDS = 15.0
-"""Time after which rank 0 says for the first time which ranks are missing. Later notes come after twice the time of the
-note before."""
+"""Time after which rank 0 says for the first time which ranks are missing, and the other ranks say that rank 0 is
+missing. Later notes of rank 0 come after twice the time of the note before."""
 
 NAMED = 8  # the most missing ranks that a message names
 
@@ -31,12 +32,22 @@ def open_store(patience: timedelta) -> Store:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise UsageError(f"the environment variable {name} is not set: set it on each rank, or use torchrun")
-    opens = rank_environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    rank = rank_environment.global_rank()
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = None
     if opens and rank_environment.by_local_launcher():
         listener = socket.create_server((address, port)).detach()
-    tcp = TCPStore(address, port, is_master=opens, timeout=patience, wait_for_workers=False, master_listen_fd=listener)
+    note = f"rank {rank} waits for rank 0, not connected after {FIRST_NOTE_SECONDS:g} s ({address}:{port})"
+    notice = threading.Timer(FIRST_NOTE_SECONDS, say, [note])
+    notice.daemon = True
+    notice.start()
+    try:
+        tcp = TCPStore(
+            address, port, is_master=opens, timeout=patience, wait_for_workers=False, master_listen_fd=listener
+        )
+    finally:
+        notice.cancel()
     return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
 
 

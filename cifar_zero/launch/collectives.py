@@ -32,8 +32,11 @@ start minutes apart, and rank 0 downloads and decodes the images while the other
 
 START_TOGETHER = timedelta(minutes=5)
 """Time limit for the ranks of one node, and for torchrun's ranks, to form the process group. It is shorter than START,
-because these ranks start together. If one of torchrun's ranks fails before the rendezvous (no GPU, for example),
-torchrun ends the other ranks of that node, and this limit ends the ranks of the other nodes."""
+because these ranks start together. A --timeout below it replaces it. If one of torchrun's ranks fails before the
+rendezvous (no GPU, for example), torchrun ends the other ranks of that node, and this limit ends the ranks of the other
+nodes."""
+
+LEAST_START = timedelta(minutes=1)  # least limit for the ranks to meet: imports may take that long on a busy machine
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable that makes torchrun create a new store for restarted ranks if it is 1. By default (torch 2.15,
@@ -65,18 +68,19 @@ def init_process_group(run: Run) -> list[Place]:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         say(f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1")
-    connect(run.on_cpu, run.placement.num_nodes)
+    timeout = timedelta(seconds=run.placement.timeout)
+    together = rank_environment.by_torchrun() or run.placement.num_nodes == 1
+    connect(run.on_cpu, max(min(timeout, START_TOGETHER), LEAST_START) if together else START)
     places = gather(place)
-    _set_timeout(max(timedelta(seconds=run.placement.timeout), START))
+    _set_timeout(max(timeout, START))
     return places
 
 
-def connect(on_cpu: bool, nodes: int = 1) -> None:
-    """Forms the default process group of all ranks, on `nodes` nodes. Names the ranks that do not come."""
+def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:
+    """Forms the default process group of all ranks. Names the ranks that do not come within `patience`."""
     gpu = None if on_cpu else torch.device(f"cuda:{rank_environment.local_rank()}")
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    patience = START_TOGETHER if rank_environment.by_torchrun() or nodes == 1 else START
     rank, ranks = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"])
     store = open_store(patience)
     await_ranks(store, rank, ranks, patience)

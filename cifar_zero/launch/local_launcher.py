@@ -25,8 +25,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import RESUME_WITH, say
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import share_of_cores
-from cifar_zero.launch import rank_environment
-from cifar_zero.launch.rank_environment import ADDRESS
+from cifar_zero.launch.rank_environment import ADDRESS, FOLDER_FILE, RUN_FILE, content_of
 
 _LIBC = ctypes.CDLL(None)  # loaded here, because it is too late after a fork
 
@@ -58,9 +57,7 @@ class Rank:
     log: IO[bytes]
 
 
-def run_ranks(
-    ranks: int, on_cpu: bool, flags: Sequence[str] = (), how_to_resume: Callable[[Path], str] = lambda _: ""
-) -> int:
+def run_ranks(ranks: int, on_cpu: bool, run: bytes = b"", how_to_resume: Callable[[Path], str] = lambda _: "") -> int:
     """Runs this process's command line again as several ranks on this computer, and waits for them.
 
     Returns 0 if all ranks succeed, otherwise the exit code of the first rank that failed.
@@ -68,7 +65,7 @@ def run_ranks(
     Args:
         ranks: Number of ranks.
         on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores.
-        flags: Flags to add to the command line.
+        run: The resolved run, for the ranks to read from RUN_FILE instead of parsing their command line.
         how_to_resume: Returns the command that resumes a run from its folder, or an empty string if there is no
             checkpoint. The command is printed if rank 0 was killed. Otherwise rank 0 prints it itself.
 
@@ -82,11 +79,14 @@ def run_ranks(
     port = free_port()
     with ExitStack() as stack:
         # Files without a name, which a killed launcher does not leave behind.
-        run_file, *logs = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(ranks + 1))
+        run_file, folder_file, *logs = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(ranks + 2))
+        run_file.write(run)
+        run_file.flush()
+        files = {RUN_FILE: run_file.fileno(), FOLDER_FILE: folder_file.fileno()}
         try:
             for number, log in enumerate(logs):
                 cores = share_of_cores(number, ranks) if divides_cores else set()
-                started.append(_start(number, variables(number, ranks, port), cores, log, run_file, flags))
+                started.append(_start(number, variables(number, ranks, port), cores, log, files))
                 if received:  # the handler did not pass it on to the rank that was being started
                     raise Stopped(received[0])
             code = _supervise(started, received)
@@ -94,53 +94,46 @@ def run_ranks(
             for rank in started:
                 rank.process.kill()  # no effect on an ended process
                 rank.process.wait()
-        run_folder = _content(run_file)
+        run_folder = _text(folder_file)
         was_killed = started[0].process.returncode < 0  # from outside, or because it hung
         if was_killed and code == RunError.exit_code and run_folder and (command := how_to_resume(Path(run_folder))):
             say(f"{RESUME_WITH} {command}")
         return code
 
 
-def _content(file: IO[bytes]) -> str:
-    """Returns the text in a file of which processes share the position, without moving it."""
-    descriptor = file.fileno()
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+def _text(file: IO[bytes]) -> str:
+    return content_of(file.fileno()).decode(errors="replace")
 
 
 def _start(
-    number: int,
-    environment: Mapping[str, str],
-    cores: set[int],
-    log: IO[bytes],
-    run_file: IO[bytes],
-    flags: Sequence[str],
+    number: int, environment: Mapping[str, str], cores: set[int], log: IO[bytes], files: Mapping[str, int]
 ) -> Rank:
-    run = {rank_environment.RUN_FILE: f"/dev/fd/{run_file.fileno()}"}
-    environment = {LOOPBACK: "lo", **os.environ, **environment, **run}
+    descriptors = {name: str(descriptor) for name, descriptor in files.items()}
+    environment = {LOOPBACK: "lo", **os.environ, **environment, **descriptors}
     if cores:
         # Two ranks that each use all cores were measured 5 times slower than two ranks with a share each.
         environment["OMP_NUM_THREADS"] = str(len(cores))
     output = log if number else None  # only rank 0 prints
     process = subprocess.Popen(
-        [sys.executable, *sys.orig_argv[1:], *flags],
+        [sys.executable, *sys.orig_argv[1:]],
         env=environment,
         stdout=output,
         stderr=output,
-        preexec_fn=partial(prepare, cores, held=True),
-        pass_fds=(run_file.fileno(),),
+        preexec_fn=partial(prepare, cores, blocks_ctrl_c=True),
+        pass_fds=[*files.values()],
     )
     return Rank(number, process, log)
 
 
-def prepare(cores: Collection[int], held: bool = False) -> None:
+def prepare(cores: Collection[int], blocks_ctrl_c: bool = False) -> None:
     """Prepares a new process between fork and exec. Linux will kill the process when its parent ends.
 
     Args:
         cores: Cores to which the process is bound. If empty, the process may use all cores.
-        held: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any Python
-            program.
+        blocks_ctrl_c: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any
+            Python program.
     """
-    if held:  # blocked, not ignored, so that the kernel keeps a signal that comes early
+    if blocks_ctrl_c:  # blocked, not ignored, so that the kernel keeps a signal that comes early
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -252,7 +245,7 @@ def _report(rank: Rank) -> None:
     code = rank.process.returncode
     if rank.number == 0 and code > 0:
         return
-    lines = [line.rstrip() for line in _content(rank.log).splitlines() if line.strip()]
+    lines = [line.rstrip() for line in _text(rank.log).splitlines() if line.strip()]
     if not exits.wants_traceback():
         lines = lines[-TAIL_LINES:]
     what = f"error: rank {rank.number} ended with {how_ended(code)}"

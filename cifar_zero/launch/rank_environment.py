@@ -22,9 +22,12 @@ of a step."""
 
 MOST_PORT = 65_535  # the largest port of TCP
 
-RUN_FILE = "CIFAR_ZERO_RUN_FILE"
-"""Environment variable that `local_launcher` sets for its ranks. It names the file into which rank 0 writes the path of
-the run folder for the launcher."""
+RUN_FILE, FOLDER_FILE = "CIFAR_ZERO_RUN_FILE", "CIFAR_ZERO_FOLDER_FILE"
+"""Environment variables that `local_launcher` sets for its ranks, to the descriptors of two open files. The launcher
+has written the resolved run into the first file, and rank 0 writes the path of the run folder into the second one.
+
+The resolved run holds the user's consent to run code, so only the launcher may write it. The files have no name, and
+the ranks inherit them from the launcher. No other user can open them, and no option in a user's file names them."""
 
 ADDRESS = "127.0.0.1"
 """Address of the ranks that `local_launcher` starts, which other computers cannot reach."""
@@ -89,6 +92,11 @@ def adopt() -> None:
 def by_local_launcher() -> bool:
     """Returns whether `local_launcher` started this rank."""
     return RUN_FILE in os.environ and is_rank()
+
+
+def content_of(descriptor: int) -> bytes:
+    """Returns the content of an open file. The position in the file, which processes share, is not moved."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def by_torchrun() -> bool:

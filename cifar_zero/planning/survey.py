@@ -260,7 +260,7 @@ def gigabytes(size: int) -> str:
 
 def without_auto(settings: Settings) -> Settings:
     """Returns the settings with the recommended strategy if their strategy is auto, or else unchanged. Prints the
-    recommended strategy and the reason for it. Ranks that `train` starts receive this strategy instead of auto.
+    recommended strategy and the reason for it.
 
     Raises:
         UsageError: if no strategy fits, or if torchrun, srun or DeepSpeed's launcher started this process, because each

@@ -42,19 +42,36 @@ from stepcheck.lightning import StepCheck
 
 LIGHTNING = Path(lightning.__file__).parent
 
+OVERRIDABLE: dict[str, Any] = {"enable_model_summary": False, "num_sanity_val_steps": 0}
+"""Options of Lightning's Trainer whose values --trainer may replace. It may set none of OWNED."""
+
 NOT_ZERO = ("check_val_every_n_epoch", "limit_train_batches", "val_check_interval")
 """Options of Lightning's Trainer whose numbers must be above 0."""
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None) -> Trainer:
-    """Returns Lightning's Trainer for a run. Raises UsageError if Lightning refuses an option of --trainer.
+    """Returns Lightning's Trainer for a run. Raises UsageError if Lightning refuses an option of --trainer. See
+    `trainer_options` for the arguments."""
+    options = trainer_options(run, run_dir, callbacks)
+    try:
+        made = Trainer(**options)
+    except Exception as error:  # Lightning raises several types, such as MisconfigurationException
+        raise _refused(run, error) from error
+    keep_handlers(made)
+    fast_loop.install(made, run.placement.fast_loop)
+    return made
+
+
+def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None) -> dict[str, Any]:
+    """Returns all options of Lightning's Trainer for a run, with the options of --trainer. No other function sets any.
 
     Args:
         run: The resolved run.
         run_dir: The run folder on rank 0, into which the callbacks write. None on the other ranks.
         callbacks: Callbacks that replace all of the run's callbacks. None for the run's callbacks.
     """
-    precision = run.placement.precision
+    recipe, placement = run.recipe, run.placement
+    precision = placement.precision
     if run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in precision):
         precision = None  # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision
     plugins: list[Any] = [AtomicCheckpointIO(run.consent.trust)]
@@ -63,36 +80,29 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
     # be rank 0 of 1.
     if not rank_environment.by_torchrun():
         plugins.append(LightningEnvironment())
-    options: dict[str, Any] = {
-        "accelerator": run.placement.accelerator,
-        "devices": run.placement.devices,
-        "num_nodes": run.placement.num_nodes,
+    options = {
+        **OVERRIDABLE,
+        "accelerator": placement.accelerator,
+        "devices": placement.devices,
+        "num_nodes": placement.num_nodes,
         "strategy": strategy_of(run),
         "precision": precision,
-        "max_epochs": run.recipe.epochs,
-        "max_steps": run.recipe.max_steps,
-        "accumulate_grad_batches": run.placement.accumulate,
-        "gradient_clip_val": run.recipe.gradient_clip_val or None,
+        "max_epochs": recipe.epochs,
+        "max_steps": recipe.max_steps,
+        "accumulate_grad_batches": placement.accumulate,
+        "gradient_clip_val": recipe.gradient_clip_val or None,
         "logger": loggers.loggers(run, run_dir),
         "callbacks": _callbacks(run, run_dir) if callbacks is None else [*callbacks],
         "default_root_dir": run_dir,
         "plugins": plugins,
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": run.output.log_interval,
-        "enable_model_summary": False,
         "enable_progress_bar": callbacks is None and sys.stdout.isatty(),
-        "num_sanity_val_steps": 0,
     }
-    if run.recipe.only_measures:
-        steps = run.output.warmup_steps + run.recipe.bench_steps
+    if recipe.only_measures:
+        steps = run.output.warmup_steps + recipe.bench_steps
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
-    try:
-        made = Trainer(**{**options, **run.recipe.trainer})
-    except Exception as error:  # Lightning raises several types, such as MisconfigurationException
-        raise _refused(run, error) from error
-    keep_handlers(made)
-    fast_loop.install(made, run.placement.fast_loop)
-    return made
+    return options | recipe.trainer
 
 
 def strategy_of(run: Run) -> Strategy | str:
@@ -103,7 +113,6 @@ def strategy_of(run: Run) -> Strategy | str:
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
-    """Returns the callbacks of a run. Raises UsageError if one of --trainer.callbacks cannot be created."""
     recipe = run.recipe
     made: list[Callback] = [BatchNormStatistics(), RunState()]
     if recipe.ema or recipe.swa_from:
@@ -116,7 +125,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         made.append(GradientLogger())
     if recipe.reduce_on_plateau:
         made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
-    made += _given(run.consent.callbacks)
+    made += _user_callbacks(run.consent.callbacks)
 
     flops = training_flops(recipe, run.num_classes, run.micro_batch, run.data.image_size)
     # Throughput must come after the other callbacks. Otherwise it would count their work as waiting for data.
@@ -152,9 +161,8 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     return made
 
 
-def _given(flags: tuple[str, ...]) -> list[Callback]:
-    """Creates and returns the user's callbacks. `flags` are the flags --trainer.callbacks, which give class paths and
-    arguments as in LightningCLI. Raises UsageError if a callback cannot be created."""
+def _user_callbacks(flags: tuple[str, ...]) -> list[Callback]:
+    """Returns the callbacks that the flags --trainer.callbacks describe, as in LightningCLI."""
     if not flags:
         return []
     parser = ArgumentParser(exit_on_error=False)
@@ -163,9 +171,7 @@ def _given(flags: tuple[str, ...]) -> list[Callback]:
         made = parser.instantiate_classes(parser.parse_args([*flags]))["trainer.callbacks"]
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(f"--trainer.callbacks: {' '.join(str(error).split())}") from error
-    if isinstance(made, list):
-        return made
-    return [made]
+    return made if isinstance(made, list) else [made]
 
 
 def check_trainer_options(settings: Settings) -> None:

@@ -57,10 +57,10 @@ instead of the fast loop."""
 def install(trainer: Trainer, fast: bool = True) -> None:
     """Replaces the loops of a Trainer. Must be called before `fit`. The new fit loop is a `FitLoop`. The new epoch loop
     is an `EpochLoop` if `fast` is set, otherwise Lightning's own epoch loop."""
-    theirs = trainer.fit_loop
-    trainer.fit_loop = FitLoop(trainer, theirs.min_epochs, theirs.max_epochs)
+    before = trainer.fit_loop
+    trainer.fit_loop = FitLoop(trainer, before.min_epochs, before.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
-    trainer.fit_loop.epoch_loop = loop(trainer, theirs.epoch_loop.min_steps, theirs.epoch_loop.max_steps)
+    trainer.fit_loop.epoch_loop = loop(trainer, before.epoch_loop.min_steps, before.epoch_loop.max_steps)
 
 
 class EpochLoop(_TrainingEpochLoop):
@@ -148,8 +148,6 @@ class EpochLoop(_TrainingEpochLoop):
         return outputs
 
     def _zero_grad(self, batch_idx: int, groups: list[dict[str, Any]]) -> None:
-        """At the first micro-batch of an optimizer step, calls the hooks `on_before_zero_grad` and removes the
-        gradients of the parameter groups. At other micro-batches, does nothing."""
         if batch_idx % self.trainer.accumulate_grad_batches:
             return
         progress = self.automatic_optimization.optim_progress.optimizer.zero_grad
@@ -166,7 +164,6 @@ class EpochLoop(_TrainingEpochLoop):
             hook(*args)
 
     def _applies(self) -> bool:
-        """Returns whether the fast loop can train this run. Otherwise Lightning's own code runs."""
         trainer: Any = self.trainer
         module, combined = trainer.lightning_module, trainer.fit_loop._combined_loader
         on_device = combined is not None and all(isinstance(loader, MemoryLoader) for loader in combined.flattened)
@@ -176,14 +173,13 @@ class EpochLoop(_TrainingEpochLoop):
         return on_device and not (is_custom or is_profiled or is_scaled)
 
     def _implemented(self, name: str) -> list[Callable[..., Any]]:
-        """Returns the implemented hooks with this name: the callbacks' hooks in the order of the callbacks, then the
-        module's hook."""
         trainer: Any = self.trainer
         module = trainer.lightning_module
-        found: list[Callable[..., Any]] = []
-        for callback in trainer.callbacks:
-            if is_overridden(name, callback):
-                found.append(partial(getattr(callback, name), trainer, module))
+        found: list[Callable[..., Any]] = [
+            partial(getattr(callback, name), trainer, module)
+            for callback in trainer.callbacks
+            if is_overridden(name, callback)
+        ]
         if is_overridden(name, module):
             found.append(getattr(module, name))
         return found

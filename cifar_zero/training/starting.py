@@ -136,8 +136,8 @@ def open_run(run: Run, weights: Match | None) -> Path:
     pretrained weights fit. Only rank 0 calls it. The folder contains a recipe file that repeats the run. Raises
     UsageError if the folder cannot be written."""
     folder = run_folder.claim(run.output.out, run.run_name)
-    if file := os.environ.get(rank_environment.RUN_FILE):
-        Path(file).write_text(str(folder))
+    if rank_environment.by_local_launcher():
+        os.write(int(os.environ[rank_environment.FOLDER_FILE]), os.fsencode(folder))
     # Absolute paths: the recipe repeats the run from any directory.
     cache = run.data.cache and os.path.abspath(run.data.cache)
     images = replace(run.data, root=os.path.abspath(run.data.root), cache=cache)

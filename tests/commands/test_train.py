@@ -218,7 +218,6 @@ def test_the_sources_own_configuration(small_data: list[str], tmp_path: Path):
     [
         ("--trainer.no_such_option 1", "is not an option of Lightning's Trainer"),
         ("--out /dev/null", "cannot be written"),
-        pytest.param("--batch_size 10000 --devices 2", "training images", marks=LONG_ON_RANKS),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(flags: str, expected: str, small_data: list[str], tmp_path: Path):
@@ -227,6 +226,16 @@ def test_a_mistake_is_reported_in_one_line(flags: str, expected: str, small_data
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert expected in line
+
+
+@pytest.mark.distributed
+def test_the_ranks_do_not_read_the_recipe_again(small_data: list[str], tmp_path: Path):
+    """A pipe can be read only once. The mistake is found by the ranks, which count the images."""
+    flags = [*small_data, "--config", "/dev/stdin", "--accelerator", "cpu", "--out", str(tmp_path)]
+    done = run_program("train.py", *flags, fresh=True, given="{batch_size: 10000, devices: 2}")
+    assert done.returncode == 2
+    mistake = "error: --batch_size 10000 is more than the 580 training images: use a smaller one"
+    assert done.stderr.splitlines()[-1] == mistake
 
 
 def test_a_run_with_another_optimizer_is_not_resumed(run: tuple[Path, str], tmp_path: Path):

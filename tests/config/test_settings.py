@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from cifar_zero.checkpoints.resume import check_same_run
 from cifar_zero.comparison import reading
 from cifar_zero.comparison.result import Curve, FinishedRun, Variant
 from cifar_zero.config import command_line
+from cifar_zero.config.run import Run, run_of_bytes
 from cifar_zero.config.settings import flat, may_change_on_resume, owner_of
 from cifar_zero.core.errors import UsageError
 
@@ -52,6 +54,23 @@ def test_a_resumed_run_keeps_its_recipe():
             check_same_run(now, before)
     allowed = {option: other(value) for option, value in EVERY.items() if may_change_on_resume(option)}
     check_same_run(now, {**EVERY, **allowed, "data.source": "auto"})
+
+
+TUPLE_AND_KEYS = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, widths: tuple = ((1, 2), 3), names: dict = {1: "a"}): super().__init__()
+"""
+
+
+def test_the_ranks_get_the_same_run(tmp_path: Path):
+    (tmp_path / "net_with_a_tuple.py").write_text(TUPLE_AND_KEYS)
+    flags = ["--model", f"{tmp_path}/net_with_a_tuple.py:Net", "--optimizer", "adam", "--trust", "--devices", "2"]
+    settings = command_line.parse([*flags, "--trainer.callbacks", "a.B", "--trainer.max_time", "10:30:00"])
+    run = Run(**vars(settings), num_classes=10)
+    got = run_of_bytes(run.to_bytes())
+    assert (got, got.consent, got.named) == (run, run.consent, run.named)
+    assert got.recipe.model.options == {"widths": ((1, 2), 3), "names": {1: "a"}}
 
 
 def test_each_option_has_one_owner():

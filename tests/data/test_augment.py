@@ -47,7 +47,7 @@ def make_split(images: NDArray[np.uint8]) -> Split:
 
 
 def noise() -> Split:
-    return make_split(np.random.default_rng(0).integers(0, 256, (STORED, 3, 32, 32), dtype=np.uint8))
+    return make_split(np.random.default_rng(0).integers(0, 256, (STORED, 32, 32, 3), dtype=np.uint8))
 
 
 def make_loader(split: Split, config: AugmentConfig, world_size: int = 1, rank: int = 0, accumulate: int = 1):
@@ -86,7 +86,7 @@ def expected(split: Split, config: AugmentConfig, draws: Draws, position: int) -
 
 
 def alone(split: Split, config: AugmentConfig, draws: Draws, position: int) -> NDArray[np.float32]:
-    pixels = split.images[split.indices[position]]
+    pixels = split.images[split.indices[position]].transpose(2, 0, 1)
     if draws.flip is not None and draws.flip[position]:
         pixels = pixels[:, :, ::-1]
     if draws.crop is not None:

@@ -48,7 +48,7 @@ def test_images_labels_and_names_are_those_of_the_files(
         (False, dataset.test_images, dataset.test_labels),
     ):
         expected = published(str(tmp_path), train)
-        np.testing.assert_array_equal(images.transpose(0, 2, 3, 1), expected.data)
+        np.testing.assert_array_equal(images, expected.data)
         np.testing.assert_array_equal(labels, expected.targets)
     assert dataset.classes == data.CLASSES[name]
     assert not dataset.train_images.flags.writeable

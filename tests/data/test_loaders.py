@@ -20,7 +20,7 @@ BATCH = 8
 def make_split() -> Split:
     """Returns 53 of 60 stored images in a random order. The label of an image is its row, which identifies it."""
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
+    images = rng.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8)
     images.flags.writeable = False
     return Split(images, np.arange(60), rng.permutation(60)[:COUNT])
 
@@ -49,7 +49,7 @@ def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers
 
 
 def test_cifars_normalisation_takes_mean_and_deviation_by_channel():
-    pixels = torch.tensor(make_split().images)
+    pixels = torch.tensor(make_split().images).permute(0, 3, 1, 2)
     expected = Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))(pixels / 255)
     torch.testing.assert_close(normalize(pixels, inputs(32, "cifar")), expected)
 
@@ -82,6 +82,6 @@ def test_evaluation_counts_every_image_once(world_size: int, max_batch_size: int
             for image, label in zip(images, labels.tolist(), strict=True):
                 if label != IGNORED:
                     counted.append(label)
-                    assert torch.equal(image, normalize(torch.tensor(split.images[label])))
+                    assert torch.equal(image, normalize(torch.tensor(split.images[label]).permute(2, 0, 1)[None])[0])
     assert sorted(counted) == sorted(split.labels[:-1].tolist())
     assert len(shapes) == 1, "every rank must make as many forwards, of one shape"

@@ -91,7 +91,7 @@ def test_averaged_weights_have_the_statistics_of_all_ranks_images(folder: Path, 
     averaged, newest = net_weights(checkpoint), net_weights(checkpoint, averaged=False)
     assert checkpoint[AVERAGE]["count"] == 2
     data = command_line.parse([*small_data, "--data.synthetic_size", "160"]).data
-    images = torch.from_numpy(np.ascontiguousarray(sources.load(data, "synthetic").train_images))
+    images = torch.from_numpy(np.array(sources.load(data, "synthetic").train_images)).permute(0, 3, 1, 2)
     found = []
     for rank in range(2):
         net = MLP([16], batch_norm=True).build(10)

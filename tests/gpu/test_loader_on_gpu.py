@@ -44,7 +44,7 @@ def test_two_epochs_equal_those_of_the_cpu(
         monkeypatch.setitem(loader.BLOCK_IMAGES, kind, block_images)
         monkeypatch.setitem(loader.GROUPED_BLOCK_IMAGES, kind, 16 * block_images)
     rng = np.random.default_rng(0)
-    stored = rng.integers(0, 256, (COUNT, 3, 32, 32), dtype=np.uint8)
+    stored = rng.integers(0, 256, (COUNT, 32, 32, 3), dtype=np.uint8)
     split = Split(stored, rng.integers(0, CLASSES, COUNT), rng.permutation(COUNT))
     on_cpu = make_loader(split, Stored(split.images, CPU), config)
     resident = make_loader(split, place_where(1, split, monkeypatch), config)

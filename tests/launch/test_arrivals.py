@@ -6,11 +6,12 @@ import threading
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistNetworkError, HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero.core.errors import RunError
 from cifar_zero.launch import arrivals
-from cifar_zero.launch.arrivals import await_ranks
+from cifar_zero.launch.arrivals import await_ranks, open_store
+from cifar_zero.launch.local_launcher import free_port, variables
 
 LONG = timedelta(minutes=30)
 
@@ -38,6 +39,16 @@ def test_missing_ranks_are_named_while_rank_0_waits(
     await_ranks(store, 0, 4, LONG)
     late.join()
     assert capsys.readouterr().out.startswith("waiting for ranks 1, 3 of 4 ranks, not connected after 0 s\n")
+
+
+def test_the_others_say_that_rank_0_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(arrivals, "FIRST_NOTE_SECONDS", 0.0)
+    port = free_port()
+    for name, value in variables(1, 2, port).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DistNetworkError):
+        open_store(timedelta(seconds=1))
+    assert capsys.readouterr().err == f"rank 1 waits for rank 0, not connected after 0 s (127.0.0.1:{port})\n"
 
 
 def test_a_rank_that_never_comes_is_named():

@@ -61,9 +61,15 @@ def train_command(*arguments: object) -> str:
 
 
 def run_program(
-    *command: str, cwd: Path = ROOT, env: dict[str, str] | None = None, fresh: bool = False, parent: int = 0
+    *command: str,
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+    fresh: bool = False,
+    parent: int = 0,
+    given: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python <command>`, or a command of cifar-zero. Returns its output and exit code.
+    """Runs `python <command>`, or a command of cifar-zero. Returns its output and exit code. A program that is started
+    afresh reads `given` from its standard input.
 
     Programs of `WARM` run in a fork of tests.support.warm_start, which has their imports, unless `fresh` is true. One
     parent has one fork at a time, so programs that run at the same time need different numbers `parent`.
@@ -80,6 +86,7 @@ def run_program(
         [sys.executable, *(["-m", "cifar_zero"] if command[0] in COMMANDS else []), *command],
         cwd=cwd,
         env=environment,
+        input=given,
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,

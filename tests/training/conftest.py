@@ -52,7 +52,7 @@ class RandomImages(LightningDataModule):
         generator = torch.Generator().manual_seed(0)
         images = torch.randint(0, 256, (num_train, 3, 32, 32), generator=generator, dtype=torch.uint8)
         labels = torch.randint(0, 10, (num_train,), generator=generator)
-        self.split = Split(images.numpy(), labels.numpy(), np.arange(num_train))
+        self.split = Split(images.permute(0, 2, 3, 1).numpy(), labels.numpy(), np.arange(num_train))
         self.test_images = torch.randint(0, 256, (61, 3, 32, 32), generator=generator, dtype=torch.uint8)
         self.test_labels = torch.randint(0, 10, (61,), generator=generator)
         self.test_labels[-1] = -1

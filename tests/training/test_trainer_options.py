@@ -33,6 +33,13 @@ def resolved(small_data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return run_of
 
 
+@pytest.mark.parametrize("flags", [[], ["--bench_steps", "3"]], ids=str)
+def test_an_option_that_the_program_sets_has_one_owner(flags: list[str], resolved):
+    options = build.trainer_options(resolved(*flags), None, callbacks=[])
+    overridable = {*build.OVERRIDABLE, *(["limit_val_batches"] if flags else [])}
+    assert options.keys() - OWNED.keys() == overridable
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
     said: list[str] = []
