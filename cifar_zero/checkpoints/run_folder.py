@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cifar_zero.config.settings import FALLBACK_SUFFIX
-from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
+from stepcheck.lightning import plain_data
 
 CHECKPOINTS = "checkpoints"
 LAST = "last.ckpt"

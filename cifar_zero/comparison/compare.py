@@ -20,12 +20,12 @@ from cifar_zero.comparison.result import PLAIN, Comparison, Variant
 from cifar_zero.comparison.resuming import Continuation, Resolve, with_continuations
 from cifar_zero.comparison.trainings import plan, prepare, train_variants
 from cifar_zero.config import ds_config
-from cifar_zero.config.user_classes import PARTS
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.core.hardware import gpu_count, this_computer
 from cifar_zero.core.usage import words_of
 from cifar_zero.launch import rank_environment
+from stepcheck.lightning.case import PARTS
 
 TRAIN = "cifar_zero.comparison.jobs:train_recipe"
 """The function that each rank calls to train a case of --acceptance, or to train this project's module on the recorded

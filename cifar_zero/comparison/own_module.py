@@ -24,9 +24,11 @@ from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.config.user_classes import PARTS, check_classes, check_options, fit, instance, read_given
+from cifar_zero.config.user_classes import check_options, read_given
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
+from stepcheck.lightning.case import PARTS
+from stepcheck.lightning.user_classes import check_classes, fit, instance
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -65,7 +67,7 @@ def plan(
     check_options(given)
     cases: list[Variant] = []
     for parts in accumulate or [""]:
-        row, common = str(given.theirs["module"]).rpartition(":")[2], flags
+        row, common = str(given.options["module"]).rpartition(":")[2], flags
         if parts:
             row, common = f"accumulate {parts}", [*flags, "--accumulate", parts]
         for case in cases_by_strategy(strategies, DEFAULT, ranks, common, row, resolved):
@@ -106,7 +108,7 @@ def compare(cases: list[Variant], title: str, folder: Path, **baselines: Any) ->
     Raises:
         UsageError: If the module cannot be trained under DeepSpeed.
     """
-    theirs = read_given(cases[0].flags).theirs
+    theirs = read_given(cases[0].flags).options
     recipe = {"module": theirs["module"], "datamodule": theirs.get("datamodule", "the module's own loader")}
     return train_cases(Comparison(title, recipe, PLAIN, cases, **baselines), folder, TRAIN, of_user=True)
 

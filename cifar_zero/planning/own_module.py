@@ -14,13 +14,14 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.config.user_classes import Given, check_classes, fit, instance
-from cifar_zero.core import user_code
+from cifar_zero.config.user_classes import Given
 from cifar_zero.core.console import quieten, say
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.planning.activations import FAKE, ActivationTracker, LinearFit, fake, format_of
 from cifar_zero.planning.formulas import STATE_TENSORS, Network, Weight
 from cifar_zero.planning.survey import PLANNED
+from stepcheck.lightning import user_code
+from stepcheck.lightning.user_classes import check_classes, fit, instance
 
 Own = tuple[Settings, Network, dict[str, LinearFit]]
 """The result of `measure`. It consists of the settings with the module's name, optimizer and batch size, the properties
@@ -108,7 +109,7 @@ def _measured(given: Given, settings: Settings, device: str) -> Own:
         say(f"--module: its optimizer, {name}, counts as adam, which keeps two numbers per parameter")
         name = "adam"
     settings = settings.changed(
-        model=Choice(given.theirs["module"]),
+        model=Choice(given.options["module"]),
         optimizer=Choice(name, {"weight_decay": 0, **first.optimizer.defaults}),
         batch_size=first.micro_batch * placement.world_size * placement.accumulate,
     )

@@ -29,7 +29,6 @@ from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
-from stepcheck.lightning import StepCheck
 from cifar_zero.training import fast_loop, loggers
 from cifar_zero.training.callbacks.averaging import Averaging, BatchNormStatistics
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint, RunState
@@ -40,6 +39,7 @@ from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
 from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, training_flops
+from stepcheck.lightning import StepCheck
 
 LIGHTNING = Path(lightning.__file__).parent
 

@@ -119,7 +119,7 @@ def test_a_configuration_of_lightning_cli_gives_arguments_and_maths(tmp_path: Pa
     file.write_text(CLI)
     (case,) = own_module.plan(["deepspeed_stage_2"], 1, [], [*OWN, "--config", str(file), "--module.lr", "0.3"])
     given = read_given(case.flags)
-    assert given.theirs["module.lr"] == "0.3", "the command line overrides the file"
+    assert given.options["module.lr"] == "0.3", "the command line overrides the file"
     assert given.files[str(file)] == {"module": {"lr": 0.02}, "datamodule": {"batch_size": 4}}
     run = own_module.resolved(case.flags)
     placement = run.placement
