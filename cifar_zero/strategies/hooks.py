@@ -4,13 +4,9 @@
 How a parameter is sharded, and where its gradient and the optimizer's copy of it are stored, depends on the strategy.
 """
 
-import copy
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,41 +15,16 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, _foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from cifar_zero.optimizers import Implementation
+from cifar_zero.strategies.check_hooks import CheckHooks, Updated
+
+__all__ = ["Hooks", "Updated", "count_bytes", "local_of", "shard_like", "tensors_in", "unsharded"]
 
 
-@dataclass(frozen=True)
-class Updated:
-    """A tensor that an optimizer updates on this rank: a weight, a shard, or a flat part of several master weights."""
-
-    target: Any
-    parameters: Sequence[Any]  # the module's parameters that the tensor covers, in order
-    # Returns this rank's part, given the unsharded tensors of the parameters. Nothing is communicated.
-    cut: Callable[[Sequence[Tensor]], Tensor]
-    optimizer: Any
-    group: dict[str, Any]  # the options with which the step updates the tensor
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """The optimizer's state of the tensor, which is empty before the first step."""
-        return self.optimizer.state.get(self.target, {})
-
-    def optimizer_of(self, twin: Parameter) -> Any:
-        """Returns a new optimizer that updates `twin`, a copy of `target`, exactly as the original optimizer updates
-        `target`. The new optimizer has a copy of the original optimizer's state of `target`."""
-        other = object.__new__(type(self.optimizer))  # copy.copy would drop attributes of subclasses (torch 2.15)
-        vars(other).update(vars(self.optimizer))
-        other.param_groups = [{**self.group, "params": [twin]}]
-        other.state = defaultdict(dict)
-        if self.state:
-            other.state[twin] = copy.deepcopy({**self.state})
-        return other
-
-
-class Hooks:
+class Hooks(CheckHooks):
     """The default hooks, for a strategy that uses plain tensors or DTensors as parameters and an optimizer of torch.
 
     Each family of strategies has a subclass that overrides what differs. Every parameter that is passed in belongs to
@@ -105,11 +76,6 @@ class Hooks:
         result are the names in the plain model, and the keys of `tensors` are the names on this rank. Collective."""
         return dict(tensors)
 
-    def weights(self, module: Module) -> dict[str, Tensor]:
-        """Returns `full` for every parameter of a module, on the CPU, keyed by the names in the plain model.
-        Collective."""
-        return self.by_plain_name({name: self.full(each).cpu() for name, each in module.named_parameters()})
-
     def gradients(self, module: Module) -> dict[str, Tensor]:
         """Returns `full_gradient` for every parameter of a module that is trained, on the CPU, keyed by the names in
         the plain model. Collective."""
@@ -123,17 +89,6 @@ class Hooks:
         """Returns the unsharded shape of a parameter, without communication."""
         return parameter.shape
 
-    def full(self, parameter: Any) -> Tensor:
-        """Returns a float32 copy of the unsharded parameter, with the values that a plain module would hold at this
-        step.
-
-        These are the values that the optimizer updates. Under mixed precision they are the float32 master weight, which
-        is the module's own parameter under autocast and a separate tensor under an engine. A frozen parameter has no
-        master weight, so the module's parameter is converted. If the parameter belongs to an expert, the copy is of
-        this rank's expert. Collective; call it only during a fit.
-        """
-        return unsharded(parameter).to(torch.float32, copy=True)
-
     def full_gradient(self, parameter: Any) -> Tensor:
         """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none.
 
@@ -141,58 +96,36 @@ class Hooks:
         For a parameter of an expert, it is the gradient of this rank's own expert. Collective; call it only in
         `on_before_optimizer_step` when `ends_step` returns true.
         """
-        if parameter.grad is None:
-            return torch.zeros(self.shape(parameter), device=parameter.device)
-        return unsharded(parameter.grad).to(torch.float32, copy=True)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return self.unshard(parameter, gradient)
+
+    def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
+        """Returns a float32 copy of an unsharded tensor, of which this rank has the same shard as of a parameter.
+        Collective."""
+        return unsharded(shard).to(torch.float32, copy=True)
 
     def write(self, parameter: Any, value: Tensor) -> None:
         """Overwrites a parameter with an unsharded value, which must be the same on every rank. Collective. Call it
         before the optimizer is made, because the optimizer may keep a copy."""
         with torch.no_grad():
-            parameter.copy_(cut(value, parameter))
+            parameter.copy_(shard_like(value, parameter))
 
     def local(self, parameter: Any) -> Tensor:
         """Returns the tensor that this rank holds, which is the parameter itself or its shard. It is not copied."""
         return local_of(parameter)
 
-    def cut(self, whole: Tensor, parameter: Any) -> Tensor:
+    def shard(self, full: Tensor, parameter: Any) -> Tensor:
         """Returns this rank's shard of an unsharded tensor, without communication."""
-        return local_of(cut(whole, parameter))
+        return local_of(shard_like(full, parameter))
 
     def compute_dtype(self, parameter: Any) -> torch.dtype:
         """Returns the dtype in which the forward pass uses a parameter, regardless of autocast."""
         return parameter.dtype
 
-    def held(self, parameter: Any, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each tensor that this rank stores of a parameter and computes with. Yields with it the value that the
-        tensor must have if the unsharded parameter is `whole`."""
-        local = self.local(parameter).detach()
-        yield local, self.cut(whole, parameter).to(local.dtype)
-
-    def updated(self, optimizer: Any, at_any_step: bool = False) -> Iterator[Updated]:
-        """Yields the tensors that this rank's optimizer updates in the coming step. With `at_any_step`, yields all
-        tensors that the optimizer ever updates. Yields nothing if the tensors cannot be read, as on NVMe."""
-        own = getattr(optimizer, "optimizer", optimizer)  # removes Lightning's wrapper
-        for group in own.param_groups:
-            for parameter in group["params"]:
-                if at_any_step or parameter.grad is not None:
-                    yield Updated(parameter, [parameter], partial(self._cut_one, parameter), own, group)
-
-    def _cut_one(self, parameter: Any, wholes: Sequence[Tensor]) -> Tensor:
-        return cut(wholes[0], parameter)
-
     def rewriting(self) -> AbstractContextManager[None]:
         """Returns a context in which the tensors of `local` may be overwritten in place during a fit. All ranks must
         enter it."""
         return nullcontext()
-
-    def starts_step(self, batch_idx: int, accumulate: int) -> bool:
-        """Returns whether the micro-batch is the first of a step. Must be called before the forward pass."""
-        return batch_idx % accumulate == 0
-
-    def clip_limit(self, trainer: Any) -> float:
-        """Returns the norm to which the gradient is clipped, or 0 if it is not clipped."""
-        return trainer.gradient_clip_val or 0.0
 
     def ends_step(self) -> bool:
         """Returns whether the micro-batch is at an accumulation boundary. Must be called in
@@ -267,19 +200,15 @@ class Hooks:
         empty if the strategy has no engine."""
         return {}
 
-    def free(self) -> None:
-        """Frees memory that would outlive the fit. Must be called before another fit in the same process."""
 
-
-def cut(whole: Any, like: Any) -> Any:
-    """Returns this rank's shard of a whole tensor, sharded like `like`. A value of another shape, such as an
+def shard_like(full: Any, like: Any) -> Any:
+    """Returns this rank's shard of an unsharded tensor, sharded like `like`. A value of another shape, such as an
     optimizer's step count, is returned unchanged. Nothing is communicated."""
-    if not like.numel():  # in a block that another rank of the pipeline holds
+    if not like.numel():  # in a block of another rank of the pipeline
         return like
-    if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or whole.shape != like.shape:
-        return whole
-    whole = whole.to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    if not isinstance(like, DTensor) or not isinstance(full, Tensor) or full.shape != like.shape:
+        return full
+    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def count_bytes(parameters: Any, gradients: Any, state: Any) -> tuple[int, int, int]:
@@ -305,7 +234,7 @@ def tensors_in(container: Any) -> list[Tensor]:
 
 
 def unsharded(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor of a DTensor, or any other tensor as it is. The result is detached from the graph.
+    """Returns the full tensor of a DTensor, or any other tensor as it is. The result is detached from the graph.
     Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 

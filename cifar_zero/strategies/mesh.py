@@ -10,20 +10,20 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from cifar_zero.config.placement import Placement
 from cifar_zero.optimizers import Implementation
 from cifar_zero.optimizers.groups import keep_own_options
-from cifar_zero.strategies.hooks import Hooks, cut, unsharded
+from cifar_zero.strategies.check_hooks import MeshCheckHooks
+from cifar_zero.strategies.hooks import Hooks, shard_like, unsharded
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
-"""Function that replaces the parameters of a whole model, which are the same on every rank, with this rank's shards."""
+"""Function that replaces the parameters of a full model, which are the same on every rank, with this rank's shards."""
 
 
-class MeshHooks(Hooks):
+class MeshHooks(MeshCheckHooks, Hooks):
     """The hooks of the strategies that split the model themselves."""
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
@@ -34,12 +34,6 @@ class MeshHooks(Hooks):
     def data_group(self) -> dist.ProcessGroup:
         return self.strategy.device_mesh["data_parallel"].get_group()
 
-    def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # after a validation, the outermost module is still gathered, in the low precision
-        return super().weights(module)
-
     def compute_dtype(self, parameter: Any) -> torch.dtype:
         if self.strategy.casts and parameter.is_floating_point():
             return torch.bfloat16
@@ -49,7 +43,7 @@ class MeshHooks(Hooks):
 class MeshStrategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy, except that `shard` splits the model and checkpoints are plain files.
 
-    `shard` runs just before the optimizer is made. For a checkpoint, rank 0 gets whole tensors one at a time, so that
+    `shard` runs just before the optimizer is made. For a checkpoint, rank 0 gets full tensors one at a time, so that
     no GPU ever holds the whole model. Lightning's own strategy (2.6.6) reads only checkpoints that it wrote itself.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`, the
@@ -110,7 +104,7 @@ class MeshStrategy(ModelParallelStrategy):
         return {**state, "state": self.gathered(state["state"])}
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Returns weights or optimizer states with whole tensors on rank 0, and an empty dict on the other ranks.
+        """Returns weights or optimizer states with full tensors on rank 0, and an empty dict on the other ranks.
         Weights are keyed by name, and optimizer states by parameter index. Collective."""
         return on_host(states, self.is_global_zero)
 
@@ -118,42 +112,40 @@ class MeshStrategy(ModelParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        own, whole = self.lightning_module.state_dict(), checkpoint["state_dict"]
-        shards = {name: cut(whole[name], like) for name, like in own.items() if name in whole}
+        full = checkpoint["state_dict"]
+        own = self.lightning_module.state_dict()
+        shards = {name: shard_like(full[name], like) for name, like in own.items() if name in full}
         self.lightning_module.load_state_dict(shards, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            whole = keep_own_options(optimizer, saved)
+            full = keep_own_options(optimizer, saved)
             parameters: list[Any] = []
             for group in optimizer.param_groups:
                 parameters += group["params"]
             state: dict[int, dict[str, Any]] = {}
-            for number, entry in whole["state"].items():
+            for number, entry in full["state"].items():
                 parameter = parameters[number]
                 if parameter.numel():
-                    state[number] = {key: cut(value, parameter) for key, value in entry.items()}
-            optimizer.load_state_dict({**whole, "state": state})
+                    state[number] = {key: shard_like(value, parameter) for key, value in entry.items()}
+            optimizer.load_state_dict({**full, "state": state})
 
 
-def by_block(net: nn.Module, spread: Callable[[nn.Module], Any]) -> None:
-    """Applies `spread`, which is fully_shard or replicate, to each block of a model that has `blocks`, and then to the
-    rest of the model."""
+def by_block(net: nn.Module, distribute: Callable[[nn.Module], Any]) -> None:
+    """Applies `distribute`, which is fully_shard or replicate, to each block of a model that has `blocks`, and then to
+    the rest of the model."""
     for block in getattr(net, "blocks", nn.Sequential()).children():
-        spread(block)
-    spread(net)
+        distribute(block)
+    distribute(net)
 
 
 def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
-    """Returns `states` with whole tensors on the CPU if `keep` is true, and an empty dict otherwise. All ranks that
+    """Returns `states` with full tensors on the CPU if `keep` is true, and an empty dict otherwise. All ranks that
     have shards must call this function."""
 
-    def whole(tensor: Tensor) -> Tensor | None:
+    def full(tensor: Tensor) -> Tensor | None:
         tensor = unsharded(tensor)
-        if keep:
-            return tensor.cpu()
+        return tensor.cpu() if keep else None
 
-    found = tree_map_only(Tensor, whole, dict(states))
-    if keep:
-        return found
-    return {}
+    unsharded_states = tree_map_only(Tensor, full, dict(states))
+    return unsharded_states if keep else {}

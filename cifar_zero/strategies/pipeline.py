@@ -113,25 +113,18 @@ class PipelineHooks(MeshHooks):
     """Reads the tensors of a block from the rank that computes the block. The strategy marks the parameters of all
     blocks with `stage`, the process group of the ranks that divide the blocks."""
 
-    def full(self, parameter: Any) -> Tensor:
-        return self._from_its_rank(parameter, super().full(parameter))
-
-    def full_gradient(self, parameter: Any) -> Tensor:
-        return self._from_its_rank(parameter, super().full_gradient(parameter))
+    def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
+        """Returns the tensor from the rank that has the parameter's block. Other ranks pass an empty tensor. A
+        parameter outside of the blocks is on every rank."""
+        own = super().unshard(parameter, shard)
+        if not hasattr(parameter, "stage"):
+            return own
+        return max(gather(own.cpu(), parameter.stage), key=Tensor.numel).to(own.device)
 
     def ranks_of(self, parameter: Any) -> int:
         if hasattr(parameter, "stage"):
             return parameter.stage.size()
         return super().ranks_of(parameter)
-
-    @staticmethod
-    def _from_its_rank(parameter: Any, tensor: Tensor) -> Tensor:
-        """Returns, on every rank of the pipeline, the tensor from the rank that has the parameter's block. The other
-        ranks pass an empty tensor as `tensor`. A parameter outside of the blocks is on every rank, so its tensor is
-        returned unchanged."""
-        if not hasattr(parameter, "stage"):
-            return tensor
-        return max(gather(tensor.cpu(), parameter.stage), key=Tensor.numel).to(tensor.device)
 
 
 class PipelineStrategy(MeshStrategy):
@@ -157,7 +150,7 @@ class PipelineStrategy(MeshStrategy):
         dist.gather_object(on_host(states, keep=one_of_each_stage), parts, 0, self._hosts)
         if parts is None:
             return {}
-        held = dict.fromkeys(states)
+        full = dict.fromkeys(states)
         for part in parts:
-            held |= {key: value for key, value in part.items() if len(value)}
-        return held
+            full |= {key: value for key, value in part.items() if len(value)}
+        return full

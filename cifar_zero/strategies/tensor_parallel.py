@@ -40,19 +40,19 @@ class ColwiseQKV(ColwiseParallel):
     The weight stays one DTensor in its plain order, so that it is written to a checkpoint like any other weight. The
     split takes every n-th piece of each of the three parts. torch (2.15) has this placement under a private name,
     `_StridedShard`, for FSDP combined with tensor parallelism. FSDP cannot split the rows of the weight again (see
-    `data_dimension`). The bias has no other dimension that FSDP could split, so it is whole on every rank.
+    `data_dimension`). The bias has no other dimension that FSDP could split, so it is not split.
     """
 
     def __init__(self) -> None:
         super().__init__(output_layouts=_StridedShard(2, split_factor=3))
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        for key, whole in [*module.named_parameters()]:
+        for key, full in [*module.named_parameters()]:
             placement = Replicate()
             if key == "weight":
                 placement = _StridedShard(0, split_factor=3)
-            cut = distribute_tensor(whole, device_mesh, [placement], src_data_rank=None)
-            module.register_parameter(key, nn.Parameter(cut))
+            own = distribute_tensor(full, device_mesh, [placement], src_data_rank=None)
+            module.register_parameter(key, nn.Parameter(own))
 
 
 PLAN: dict[str, Any] = {
@@ -66,7 +66,7 @@ columns, and the second by rows."""
 
 
 def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits the blocks of a vision transformer. Patches, positions, norms and head stay whole on every rank."""
+    """Splits the blocks of a vision transformer. Patches, positions, norms and head are not split."""
     ranks = mesh["tensor_parallel"]
     for block in net.modules():
         if isinstance(block, Block):

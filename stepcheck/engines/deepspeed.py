@@ -1,7 +1,7 @@
 """View of a DeepSpeedEngine, ZeRO 0 to 3. The only file that reads attributes of DeepSpeed.
 
 Read in the sources of the releases 0.16.0 to 0.19.8. Where DeepSpeed keeps what its optimizer updates differs by stage
-and wrapper (`_flat_groups`).
+and wrapper (`flat_groups`).
 """
 
 import importlib
@@ -31,10 +31,10 @@ class DeepSpeedView(View):
         super().__init__(engine.module, engine.basic_optimizer)
         self.gathers = self.stage == 3
         index_of = {id(each): index for index, each in enumerate(self.parameters)}
-        self._target_list = [
-            Target(tensor, tuple(Part(index_of[id(each)], *rest) for each, *rest in parts if id(each) in index_of))
-            for tensor, parts in _flat_groups(engine)
-        ]
+        self._target_list: list[Target] = []
+        for tensor, parts in flat_groups(engine):
+            own = [Part(index_of[id(each)], *rest) for each, *rest in parts if id(each) in index_of]
+            self._target_list.append(Target(tensor, tuple(part for part in own if part.length or not self.stage)))
         groups = _bit16_groups(engine) if self.stage else []
         self.trained = {index_of[id(each)] for group in groups for each in group if id(each) in index_of}
         self.trained |= {part.index for target in self._target_list for part in target.parts}
@@ -97,7 +97,7 @@ class DeepSpeedView(View):
         parameter = self.parameters[index]
         if not hasattr(parameter, "ds_tensor"):
             return parameter.detach(), 0
-        start, length = _stage_3_part(parameter)
+        start, length = stage_3_part(parameter)
         return parameter.ds_tensor.detach()[:length], start
 
     def gradient_replicas(self, index: int) -> int:
@@ -115,7 +115,7 @@ class DeepSpeedView(View):
         return own | {self.engine.communication_data_type, *self.engine.get_data_types()}
 
     def loss_scale(self) -> float:
-        return float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0)
+        return loss_scale(self.engine)
 
     def reduction_factor(self) -> float:
         return 1.0 if getattr(self.engine, "gradient_average", True) else float(self.ranks.size)
@@ -246,7 +246,7 @@ class LossScales:
         self.outputs = []
         divides = self.view.divides_loss and kwargs.get("scale_wrt_gas", True)
         self.divisor = self.engine.gradient_accumulation_steps() if divides else 1
-        expected = float(getattr(self.engine.optimizer, "loss_scale", 1.0) or 1.0) / self.divisor
+        expected = loss_scale(self.engine) / self.divisor
         seen: list[Tensor] = []
         handle = loss.register_hook(lambda gradient: seen.append(gradient.detach().double()))
         result = real(loss, *args, **kwargs)
@@ -287,7 +287,12 @@ def _norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double()
 
 
-def _stage_3_part(parameter: Any) -> tuple[int, int]:
+def loss_scale(engine: Any) -> float:
+    """Returns the factor of the gradients until the step. It is 1 unless the engine scales the loss."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
+
+
+def stage_3_part(parameter: Any) -> tuple[int, int]:
     """Returns the start and the length of this rank's shard of a parameter at ZeRO 3, without the padding."""
     size = parameter.ds_tensor.ds_numel
     start = dist.get_rank(parameter.ds_process_group) * size
@@ -310,9 +315,10 @@ def _bit16_groups(engine: Any) -> Any:
     return next(getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name))
 
 
-def _flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
-    """Yields each tensor that the inner optimizer updates, and its parts: the parameter, its start in the parameter and
-    in the tensor, and its length."""
+def flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
+    """Yields each tensor that this rank's inner optimizer updates, with a part for each parameter of its group, in
+    order. A part is the parameter, the part's start in the parameter and in the tensor, and its length, which is 0 if
+    only other ranks have the parameter."""
     optimizer, stage = engine.optimizer, _stage(engine)
     if stage == 3:
         yield from _stage_3_groups(optimizer)
@@ -342,7 +348,7 @@ def _stage_3_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Para
     for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         parts, offset = [], 0
         for each in group:
-            start, length = _stage_3_part(each)
+            start, length = stage_3_part(each)
             parts.append((each, start, offset, length))
             offset += each.ds_tensor.ds_numel
         yield target, parts
@@ -358,8 +364,7 @@ def _partitions(
         parts, offset = [], 0
         for each, padding in zip(group, paddings[number], strict=True):
             begin, end = max(offset, first), min(offset + each.numel(), first + target.numel())
-            if begin < end:
-                parts.append((each, begin - offset, begin - first, end - begin))
+            parts.append((each, begin - offset, begin - first, max(0, end - begin)))
             offset += each.numel() + padding
         yield target, parts
 

@@ -5,6 +5,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+
 from cifar_zero.config import ds_config
 from cifar_zero.config.ds_config import Dtype, get_ds_config
 from cifar_zero.config.placement import Placement, Precision
@@ -13,7 +15,6 @@ from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.models import MODELS, ThirdParty
 from cifar_zero.models.cast import STATISTICS
 from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
-from cifar_zero.strategies.deepspeed.precision import ZeROPrecision
 from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
 
 __all__ = ["ZeROStrategy", "build"]
@@ -26,7 +27,7 @@ def build(
 ) -> ZeROStrategy:
     """Returns the strategy for Lightning's Trainer; for the arguments see `strategies.build`."""
     config = engine_config(placement, spec, num_parameters, largest_parameter)
-    precision: Any = ZeROPrecision(placement.precision)  # pyright: ignore[reportArgumentType]
+    precision: Any = DeepSpeedPrecision(placement.precision)  # pyright: ignore[reportArgumentType]
     shards: Any = spec.offload_parameters or None  # where the shards of the parameters are stored
     strategy = ZeROStrategy(config=config, precision_plugin=precision, remote_device=shards)
     if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
@@ -34,7 +35,8 @@ def build(
     if run is None:
         return strategy
 
-    precision.casts_batches = False  # CIFARModule casts them
+    # CIFARModule casts its images itself, and its soft labels must not be rounded.
+    precision.convert_input = lambda data: data
     dtype = DTYPES[placement.precision]
     if dtype != "fp32":
         # By default DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
@@ -56,10 +58,10 @@ def engine_config(placement: Placement, spec: Spec, num_parameters: int, largest
         config[key] = {**config.get(key, example[key]), "enabled": key == dtype}
     # Accepts optimizers that are not DeepSpeed's, on the CPU too, because DeepSpeed has no SGD for the CPU.
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    whole, reduced = num_parameters + num_parameters % 2, placement.zero.reduce_bucket_size
+    total, reduced = num_parameters + num_parameters % 2, placement.zero.reduce_bucket_size
     buckets = {
-        "allgather_bucket_size": min(example["zero_optimization"]["allgather_bucket_size"], whole),
-        "reduce_bucket_size": min(reduced + reduced % 2, whole),  # ZeRO 1 and 2 (0.19.8) need an even number
+        "allgather_bucket_size": min(example["zero_optimization"]["allgather_bucket_size"], total),
+        "reduce_bucket_size": min(reduced + reduced % 2, total),  # ZeRO 1 and 2 (0.19.8) need an even number
     }
     zero = config["zero_optimization"]
     if spec.raw:

@@ -17,14 +17,12 @@ from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
 from cifar_zero.launch.collectives import gather
 from cifar_zero.optimizers.groups import by_name
-from cifar_zero.strategies.deepspeed.engine_state import (
-    Cut,
-    cut_parameter,
-    names_of_parameters,
-    optimizer_groups,
-    plain_names_of,
-    rewriting,
-)
+from cifar_zero.strategies.deepspeed.engine_state import names_of_parameters, plain_names_of, rewriting
+from stepcheck.engines.deepspeed import flat_groups, stage_3_part
+
+Parts = Sequence[tuple[str, int, int, int]]
+"""The parts of a flat tensor. Each has the parameter's plain name, the part's start in the parameter and in the tensor,
+and its length."""
 
 MOVED = ("lr", "momentum", "betas")
 """Options of a parameter group that a schedule in a user's module may change. They are restored from the checkpoint.
@@ -101,8 +99,8 @@ def _group_shapes(engine: Any) -> list[dict[str, torch.Size]]:
     parameters."""
     names = names_of_parameters(engine)
     shapes: list[dict[str, torch.Size]] = []
-    for parameters, *_ in optimizer_groups(engine):
-        shapes.append({names[each]: getattr(each, "ds_shape", each.shape) for each in parameters})
+    for _, parts in flat_groups(engine):
+        shapes.append({names[each]: getattr(each, "ds_shape", each.shape) for each, *_ in parts})
     return shapes
 
 
@@ -128,18 +126,19 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
     stage, base = engine.zero_optimization_stage(), engine.basic_optimizer
     with rewriting(engine):
         if stage == 3:
-            buffers = dict(engine.module.named_buffers())  # whole on every rank
+            buffers = dict(engine.module.named_buffers())  # not sharded
             for name in plain.keys() & buffers.keys():
                 buffers[name].copy_(weights[plain[name]])
             for parameter, name in names.items():
+                start, length = stage_3_part(parameter)
                 shard: Any = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
-                _fill(shard.data, cut_parameter(weights[name], parameter))
+                _fill(shard.data, [(name, start, 0, length)], weights)
         else:
             engine.module.load_state_dict({name: weights[plain[name]] for name in plain})
-        for parameters, target, cut in optimizer_groups(engine):
-            own = [names[parameter] for parameter in parameters]
-            _fill(target.data, cut([weights[name] for name in own]))
-            _set_state(base, target, [saved[name][1] for name in own], cut)
+        for target, parts in flat_groups(engine):
+            own: Any = [(names[parameter], *rest) for parameter, *rest in parts]
+            _fill(target.data, own, weights)
+            _set_state(base, target, own, {name: saved[name][1] for name, *_ in own})
     for group in base.param_groups:
         options, _ = next(saved[plain[name]] for name in group["param_names"] if plain[name] in saved)
         group.update({key: options[key] for key in MOVED if key in options})
@@ -157,21 +156,24 @@ def _named(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[
     return {**state, "param_groups": named}
 
 
-def _fill(target: Tensor, part: Tensor) -> Tensor:
-    """Copies a flat part into a tensor in place, and returns the tensor, which may end with padding."""
-    target.view(-1)[: part.numel()].copy_(part)
+def _fill(target: Tensor, parts: Parts, full: Mapping[str, Tensor]) -> Tensor:
+    """Copies the parts of a flat tensor from the unsharded tensors, keyed by name, and returns the flat tensor."""
+    flat = target.view(-1)
+    for name, start, offset, length in parts:
+        flat[offset : offset + length] = full[name].flatten()[start : start + length]
     return target
 
 
-def _set_state(base: Any, target: Tensor, entries: list[dict[str, Any]], cut: Cut) -> None:
-    """Sets the base optimizer's state of the flat tensor `target`. `entries` has the whole, unsharded state of each
-    parameter that the tensor covers, and `cut` returns this rank's part of it."""
+def _set_state(base: Any, target: Tensor, parts: Parts, states: Mapping[str, dict[str, Any]]) -> None:
+    """Sets the base optimizer's state of the flat tensor `target`. `states` has the unsharded state of each parameter
+    of which `target` may have a part, keyed by name."""
     state: dict[str, Any] = {}
-    for key, value in entries[0].items():
+    for key, value in next(iter(states.values())).items():
         if key == "step":
             state[key] = _step(base, target, float(value))
         elif isinstance(value, Tensor):
-            state[key] = _fill(torch.zeros_like(target), cut([entry[key] for entry in entries]))
+            full = {name: each[key] for name, each in states.items()}
+            state[key] = _fill(torch.zeros_like(target), parts, full)
         else:
             state[key] = value
     if state:

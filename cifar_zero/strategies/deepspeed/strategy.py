@@ -1,7 +1,6 @@
-"""Extends Lightning's DeepSpeedStrategy to CPU ranks, and corrects it where it changes the maths or a checkpoint."""
+"""Extends stepcheck's DeepSpeedStrategy by what a training needs, such as checkpoints and experts."""
 
 import importlib
-import os
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,10 +12,7 @@ import deepspeed
 import torch
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.utils import groups
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
 
@@ -31,7 +27,7 @@ from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine, restore, write_folder
 from cifar_zero.strategies.deepspeed.engine_state import forget_second_copies
 from cifar_zero.strategies.deepspeed.hooks import EngineHooks
-from cifar_zero.strategies.deepspeed.precision import ZeROPrecision
+from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
 
 LINEAR = torch.nn.functional.linear
 """torch's own linear function. ZeRO 3 replaces it for the lifetime of the process, for other models too (DeepSpeed
@@ -45,17 +41,13 @@ ENGINE = "_deepspeed_engine"
 second fit."""
 
 
-class ZeROStrategy(DeepSpeedStrategy):
-    """Runs DeepSpeed's engine under Lightning. GPU ranks use CUDA, as under Lightning's strategy. CPU ranks use
-    DeepSpeed's own CPU accelerator.
+class ZeROStrategy(CPUDeepSpeedStrategy):
+    """Runs DeepSpeed's engine under Lightning, on GPUs or CPU ranks.
 
     Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are the options of Lightning's
-    strategy. The class adds two things that Lightning 2.6.6 lacks:
-
-    - CPU ranks. Lightning's strategy accepts only CUDA, but DeepSpeed trains every stage on the CPU over gloo.
-    - `test` after `fit` (Lightning issue 15247). Lightning's strategy would start a second engine on the same model,
-      after which `save_checkpoint` fails or silently leaves the optimizer out. Here the trained engine also runs the
-      test.
+    strategy. Unlike Lightning's strategy (2.6.6), the class can `test` after `fit` (Lightning issue 15247). Lightning's
+    strategy would start a second engine on the same model, after which `save_checkpoint` fails or silently leaves the
+    optimizer out. Here the trained engine also runs the test.
     """
 
     shards_while_building = False
@@ -67,8 +59,6 @@ class ZeROStrategy(DeepSpeedStrategy):
     """DeepSpeed's operators that the run needs. They are compiled when they are first used."""
 
     checkpoint_io: Any  # an AtomicCheckpointIO after `setup_environment`
-
-    config: dict[str, Any]
 
     _training_engine: Any = None  # None before the first fit
 
@@ -82,21 +72,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             raise UsageError(
                 "the DeepSpeed configuration has an optimizer: return it from configure_optimizers instead"
             )
-        self.config.setdefault("zero_force_ds_cpu_optimizer", False)  # any optimizer may be offloaded
         # The throughput timer waits for the device twice in each step (DeepSpeed 0.19.8, utils/timer.py).
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the ranks are CPU processes."""
-        return isinstance(self.accelerator, CPUAccelerator)
-
-    @property
-    def root_device(self) -> torch.device:
-        """The rank's device. DeepSpeed reads the index of the device, which Lightning's CPU devices lack."""
-        if self.on_cpu:
-            return torch.device("cpu", 0)
-        return super().root_device
 
     def _configure_launcher(self) -> None:
         """Makes no launcher for a single rank, because there is nothing to launch. Lightning (2.6.6) refuses its
@@ -105,55 +82,17 @@ class ZeROStrategy(DeepSpeedStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Replaces the default plugins of a plain Trainer, starts the process group, and loads the `operators`. Also
+        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`. Also
         switches off what DeepSpeed would do at the start or in each step without need."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
             self.checkpoint_io = AtomicCheckpointIO()
-        if not isinstance(self.precision_plugin, ZeROPrecision):
-            self.precision_plugin = ZeROPrecision(self.precision_plugin.precision)  # pyright: ignore
         deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at ZeRO 3
         import_muon_uncompiled()
-        if self.on_cpu:
-            # DeepSpeed's own launcher sets this variable. Without it the CPU accelerator starts numactl in every step
-            # to count the devices (DeepSpeed 0.19.8, accelerator/cpu_accelerator.py).
-            os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))
-            super(DeepSpeedStrategy, self).setup_environment()  # DDP's method, without the check for CUDA
-        else:
-            super().setup_environment()
+        super().setup_environment()
         for name in self.operators:  # loaded before Lightning's next call, which starts the clock of the fit
             if self.local_rank == 0:
                 say(f"loading DeepSpeed's {name}; its first use on this computer compiles it in a minute or more")
             ALL_OPS[name].load(verbose=False)
-
-    def _format_config(self) -> None:
-        """Completes DeepSpeed's configuration, and turns off the check for gradient overflow in bfloat16 unless the
-        user set it. With the check, ZeRO 1 and 2 would wait for all gradients in each step (DeepSpeed 0.19.8,
-        runtime/precision_config.py). They would also skip a step with NaN, which no other strategy does."""
-        super()._format_config()
-        if "bf16" in self.config:
-            self.config["bf16"].setdefault("check_grad_overflow", False)
-
-    def _auto_select_batch_size(self) -> int:
-        """Returns the micro-batch size that is passed to DeepSpeed, which only its log shows. Returns 1 if Lightning
-        (2.6.6) fails to read the attribute `batch_sampler`, which a CombinedLoader does not have."""
-        try:
-            return super()._auto_select_batch_size()
-        except AttributeError:
-            return 1
-
-    def setup_distributed(self) -> None:
-        """Starts the process group. On CPU ranks, skips Lightning's check of GPU indices."""
-        if not self.on_cpu:
-            super().setup_distributed()
-            return
-        # Turned off, because only DeepSpeed's inference uses this collective, which would be compiled at the first
-        # start. The table is not read before, because then DeepSpeed (0.19.8, ops/__init__.py) tries to compile and
-        # link a program for each operator, and in a notebook the errors of the linker appear.
-        operators: Any = vars(deepspeed.ops)
-        operators.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -176,7 +115,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Casts the shards, lays the parameters out for DeepSpeed, spreads experts over the ranks, keeps batch norms in
+        """Casts the shards, makes the parameters contiguous, distributes experts over the ranks, keeps batch norms in
         float32 and starts the engine. Raises UsageError for a parameter that DeepSpeed cannot train."""
         assert self.model is not None
         if self._casts_shards and self._training_engine is None:
@@ -186,12 +125,12 @@ class ZeROStrategy(DeepSpeedStrategy):
                 parameter.data = parameter.data.to(dtype)
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             forget_second_copies(self.model)
-        self._lay_out(self.model)
+        self._make_contiguous(self.model)
         experts.spread(self.model, self.global_rank)
         keep_batch_norm_float32(self.model)
         super().setup(trainer)
 
-    def _lay_out(self, model: Module) -> None:
+    def _make_contiguous(self, model: Module) -> None:
         """Makes each parameter contiguous, because DeepSpeed (0.19.8, `_broadcast_model`) cannot broadcast another
         layout. Raises UsageError for a scalar, which it cannot broadcast either, and for two parameters that share
         memory, because DeepSpeed would silently separate them."""
@@ -292,18 +231,11 @@ class ZeROStrategy(DeepSpeedStrategy):
             say(f"ZeRO 3 shards {sharded:,} of {total:,} parameters{how}")
 
     def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Starts the engine without an optimizer step.
-
-        At ZeRO 0 in a low precision DeepSpeed would step once with zero gradients (DeepSpeed 0.19.8,
-        fp16/unfused_optimizer.py, `initialize_optimizer_states`; DeepSpeed pull request 5104). Adam would then count
-        one step too many, so that its first update would be 0.74 of the right one, and AdamW would decay the weights.
-        """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.group_names = [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, self.group_names, strict=True):
             group.setdefault("param_names", own)  # needed to restore the checkpoint in another layout
         _drop_frozen_groups(optimizer, lr_scheduler)
-        step, optimizer.step = optimizer.step, lambda *args, **kwargs: None
         # SuperOffload starts a process, which inherits the handling of Ctrl-C. Ctrl-C must not end it before the run is
         # saved.
         spawns = self._zero.get("offload_optimizer", {}).get("super_offload")
@@ -311,7 +243,6 @@ class ZeROStrategy(DeepSpeedStrategy):
         started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         if spawns:
             signal.signal(signal.SIGINT, handler)
-        optimizer.step = step
         return started
 
     def _initialize_deepspeed_inference(self, model: Module) -> None:

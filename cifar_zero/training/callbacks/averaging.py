@@ -70,12 +70,12 @@ class Averaging(Callback):
         self._first_step = 0
         self._count = 0
         self._averages: list[Tensor] = []
-        self._held: list[Any] = []  # the model's tensors that are averaged, in the order of `_averages`
+        self._averaged: list[Any] = []  # the model's tensors that are averaged, in the order of `_averages`
         self._newest: list[Tensor] = []  # the unaveraged weights, while the model has the averages
         self._stale = False  # whether the batch norm statistics belong to other weights than the averages
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._held = [*averaged_tensors(pl_module).values()]
+        self._averaged = [*averaged_tensors(pl_module).values()]
         if self._kind == "swa":
             self._first_step = round(self._swa_from * trainer.estimated_stepping_batches)
 
@@ -87,7 +87,7 @@ class Averaging(Callback):
         if accumulating or not ends or trainer.global_step < self._first_step:
             return
         with torch.no_grad():
-            values = [part.float() for part in map(hooks_of(trainer.strategy).local, self._held)]
+            values = [part.float() for part in map(hooks_of(trainer.strategy).local, self._averaged)]
             if self._count:
                 self._average_in(self._averages, values, min(self._count, self._max_count))
             else:
@@ -129,7 +129,7 @@ class Averaging(Callback):
         for name, part in parts.items():
             value = saved["weights"][plain[name]]
             if not saved["sharded"]:
-                value = hooks.cut(value, part)
+                value = hooks.shard(value, part)
             self._averages.append(value.to(hooks.local(part).device, torch.float32, copy=True))
 
     # Lightning calls these hooks in inference mode. Inference mode is turned off here, because ZeRO 3 gathers
