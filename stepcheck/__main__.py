@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from stepcheck import run
 from stepcheck.accept import command as accept
 from stepcheck.lightning import module
+from stepcheck.record import command as script
 from stepcheck.usage import UsageError, nearest
 
 
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_parser(commands)
     accept.add_parser(commands)
     module.add_parser(commands)
+    script.add_parser(commands)
     options, more = parser.parse_known_args(arguments)
     try:
         options.more = _sections(more, getattr(options, "sections", ()))
