@@ -14,7 +14,7 @@ from stepcheck.bounds import UPDATE
 from stepcheck.lightning.callback import INTERNAL, build_copy, call_before_step, cloned, loss_of
 from stepcheck.lightning.user_classes import fit
 from stepcheck.record.explain import explain_batch, explain_gradient, explain_loss
-from stepcheck.record.steps import Recording, Step, match, options_of, same_random_state
+from stepcheck.record.steps import Recording, Value, match, options_of, same_random_state
 from stepcheck.replay.compare import Compared, compare, identical
 from stepcheck.replay.plain_copy import Computed, PlainCopy
 from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
@@ -33,7 +33,7 @@ class ScriptCheck(Callback):
     def __init__(self, recording: Recording, renames: Mapping[str, str]):
         self.recording, self.renames = recording, renames
         self.verdict = Verdict(skipped=recording.skipped)
-        self.step: Any = None  # the script's step that runs, with the module's names
+        self.step: Any = None  # the script's step that runs
         self.number = 0  # of this step, from 1
         self._trainer: Any = None
         self._module: Any = None
@@ -43,7 +43,8 @@ class ScriptCheck(Callback):
         self._micro_batches: list[Any] = []
         self._faults: set[tuple[str, str]] = set()  # kinds of faults in this step
         self._draws_alike = True  # whether the module has drawn the script's random numbers in this step
-        self._before: Step | None = None  # the step before
+        self._values: dict[str, Value] = {}  # weights and buffers of the script in this step, by the module's names
+        self._before: dict[str, Value] = {}  # and in the step before
         self._rates: dict[str, tuple[float, float]] = {}  # of each weight in the step before, in module and script
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -54,11 +55,14 @@ class ScriptCheck(Callback):
         """Matches the names, and watches the optimizer."""
         build_copy(self._copy, trainer)
         self._copy = PlainCopy(self._copy, INTERNAL)
-        first = self.recording.step(1)
-        weights = {name: weight.before for name, weight in first.weights.items()}
+        values = self.recording.step(1).values
+        weights, buffers = (
+            {name: each.before for name, each in values.items() if each.is_weight is is_weight}
+            for is_weight in (True, False)
+        )
         self._names = match(weights, dict(pl_module.named_parameters()), self.renames)
         try:
-            self._names |= match(first.buffers, dict(pl_module.named_buffers()), self.renames)
+            self._names |= match(buffers, dict(pl_module.named_buffers()), self.renames)
         except UsageError as error:
             self.verdict.not_judged["buffers"] = str(error)
         call_before_step(trainer.strategy, self._before_micro_batch)
@@ -76,12 +80,13 @@ class ScriptCheck(Callback):
 
     def _begin_step(self) -> None:
         self.number += 1
-        self._before, self.step = self.step, self.recording.step(self.number).renamed(self._names)
+        self._before, self.step = self._values, self.recording.step(self.number)
+        self._values = {self._names[name]: each for name, each in self.step.values.items() if name in self._names}
         self._computed, self._micro_batches, self._draws_alike = Computed(), [], True
         self._faults = set()
         weights, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
-        _copy_into(weights, {name: weight.before for name, weight in self.step.weights.items()})
-        _copy_into(buffers, self.step.buffers)
+        for name, value in self._values.items():
+            {**weights, **buffers}[name].data.copy_(value.before)
         trained = [name for name, weight in weights.items() if weight.requires_grad]
         self._copy.keep(_snapshot(weights), _snapshot(buffers), trained)
 
@@ -122,8 +127,11 @@ class ScriptCheck(Callback):
         script, module = Computed(), self._computed
         device = self._trainer.strategy.root_device
         script.losses = [loss.to(device) for loss in self.step.losses]
-        script.gradients = {name: _wide(each).to(device) for name, each in self._gradients(self.step).items()}
-        script.buffers = {name: each.to(device) for name, each in self.step.buffers_after.items()}
+        for name, value in self._values.items():
+            if value.gradient is not None:
+                script.gradients[name] = _wide(value.gradient).to(device)
+            elif not value.is_weight:
+                script.buffers[name] = value.after.to(device)
         self.verdict.values_in_all += sum(each.numel() for each in module.gradients.values())
         self.verdict.replayed += 1
         if identical(script, module):
@@ -140,9 +148,6 @@ class ScriptCheck(Callback):
             if each.kind == "replayed gradient" and each.tolerance < VISIBLE:
                 self.verdict.values += each.elements
             self._add(each.kind, each.share, self._describe(each, script))
-
-    def _gradients(self, step: Step) -> dict[str, Tensor]:
-        return {name: weight.gradient for name, weight in step.weights.items() if weight.gradient is not None}
 
     def _exact(self) -> Computed:
         """Returns the step in float64, with what clipping and hooks have made of its gradients."""
@@ -166,7 +171,7 @@ class ScriptCheck(Callback):
             number = int(each.name.split()[-1]) - 1
             why = explain_loss(script.losses[number], self._computed.losses[number], self.step)
         elif each.share > 1 and each.kind == "replayed gradient":
-            before = self._gradients(self._before).get(each.name) if self._before else None
+            before = self._before[each.name].gradient if self._before else None
             why = explain_gradient(script.gradients[each.name], self._computed.gradients[each.name], before)
         return f"{what} is off by {each.error:.2g} of its norm (tolerance {each.tolerance:.1e})" + (why and f"; {why}")
 
@@ -175,7 +180,7 @@ class ScriptCheck(Callback):
         for group in optimizer.param_groups:
             module = options_of(group)
             for name in (names[id(each)] for each in group["params"] if id(each) in names):
-                script = self.step.weights[name].options
+                script = self._values[name].options
                 for key in module.keys() & script.keys():
                     own, other = module[key], script[key]
                     agrees = len(own) == len(other) and all(map(partial(math.isclose, rel_tol=1e-6), own, other))
@@ -197,7 +202,7 @@ class ScriptCheck(Callback):
         weight, gradient and state."""
         updated: list[str] = []
         for name, weight in weights.items():
-            script, state = self.step.weights[name], self._state_for(optimizer, weight, name)
+            script, state = self._values[name], self._state_for(optimizer, weight, name)
             if script.gradient is not None and state is not None:
                 updated.append(name)
                 optimizer.state[weight] = state
@@ -211,7 +216,7 @@ class ScriptCheck(Callback):
         before = [weights[name].detach().clone() for name in updated]
         optimizer.step()
         expected = [weights[name].detach() for name in updated]
-        actual = [self.step.weights[name].after.to(weights[name]) for name in updated]
+        actual = [self._values[name].after.to(weights[name]) for name in updated]
         errors, moved = distances(actual, expected), distances(expected, before)
         rounding = torch.finfo(expected[0].dtype).eps * norms(before)
         shares = (errors / (UPDATE * moved + rounding + 1e-30)).nan_to_num(nan=math.inf)
@@ -224,7 +229,7 @@ class ScriptCheck(Callback):
 
     def _state_for(self, optimizer: Any, weight: Any, name: str) -> dict[str, Any] | None:
         """Returns the script's state of a weight for the module's optimizer, or None if it has other entries."""
-        own, state = optimizer.state[weight], {**self.step.weights[name].state}
+        own, state = optimizer.state[weight], {**self._values[name].state}
         if state and "step" in own:  # DeepSpeed's Adam counts steps elsewhere
             state["step"] = torch.full_like(own["step"], self.number - 1)
         if state and state.keys() != own.keys():
@@ -325,11 +330,6 @@ def _wide(gradient: Tensor) -> Tensor:
 
 def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _copy_into(tensors: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
-    for name in tensors.keys() & values.keys():
-        tensors[name].data.copy_(values[name])
 
 
 def _shown(values: tuple[float, ...]) -> str:

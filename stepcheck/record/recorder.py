@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from stepcheck.attach import find_model
-from stepcheck.record.steps import Recording, Step, Weight, options_of, tensors_in
+from stepcheck.record.steps import Recording, Step, Value, options_of, tensors_in
 from stepcheck.replay.random_state import random_state
 
 FETCHED_AHEAD = 64
@@ -114,7 +114,7 @@ class Recorder:
         if self._step is None:
             self._step = Step(epoch, state)
             if self._model is not None:
-                self._keep_weights(self._step)
+                self._keep_values(self._step)
         self._step.batches.append(batch)
         self._step.states_after.append(random_state())
         self._step.states.append(self._before or self._step.states_after[-1])
@@ -146,34 +146,34 @@ class Recorder:
             recording.model, recording.optimizer = type(self._model).__name__, type(optimizer).__name__
             recording.device = next(self._model.parameters()).device.type
             recording.accumulate = len(step.batches)
-            self._keep_weights(step)
+            self._keep_values(step)
         if len(step.batches) != recording.accumulate:
             counts = f"{recording.accumulate} and {len(step.batches)}"
             raise Refused(f"its steps have {counts} micro-batches: give all steps the same number")
+        options = {id(each): options_of(group) for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                step.weights[name].gradient = _copied(parameter.grad)
-                step.weights[name].state = _copied(dict(optimizer.state.get(parameter, {})))
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                step.weights[names[id(parameter)]].options = options_of(group)
+            value = step.values[name]
+            value.gradient, value.options = _copied(parameter.grad), options.get(id(parameter), {})
+            value.state = _copied(dict(optimizer.state.get(parameter, {})))
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         step, self._step = self._step, None
         assert step is not None
-        for name, parameter in self._model.named_parameters():
-            step.weights[name].after = _copied(parameter)
-        step.buffers_after = _copied(dict(self._model.named_buffers()))
+        for name, tensor in _tensors(self._model).items():
+            step.values[name].after = _copied(tensor)
         self.recording.add(step)
         if self.recording.steps == self.steps:
             raise RecordingEnded
 
-    def _keep_weights(self, step: Step) -> None:
-        step.weights = {name: Weight(_copied(each)) for name, each in self._model.named_parameters()}
-        for name, buffer in self._model.named_buffers():
-            step.buffers[name] = self._buffers[id(buffer)] if id(buffer) in self._buffers else _copied(buffer)
+    def _keep_values(self, step: Step) -> None:
+        for name, tensor in _tensors(self._model).items():
+            before = _copied(tensor) if id(tensor) not in self._buffers else self._buffers[id(tensor)]
+            step.values[name] = Value(isinstance(tensor, nn.Parameter), before, before)
         self._buffers = {}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def main() -> int:

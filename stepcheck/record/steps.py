@@ -1,7 +1,7 @@
 """The optimizer steps that were recorded of a script, on the CPU."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "neste
 
 
 @dataclass
-class Weight:
-    """A weight in a step."""
+class Value:
+    """A weight or a buffer in a step."""
 
+    is_weight: bool
     before: Tensor
-    after: Tensor | None = None
+    after: Tensor
     gradient: Tensor | None = None  # as the optimizer receives it
     options: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of its parameter group
     state: dict[str, Any] = field(default_factory=dict)  # of the optimizer, before the step
@@ -28,28 +29,15 @@ class Weight:
 
 @dataclass
 class Step:
-    """A step."""
+    """A step. Its lists have an item for each micro-batch."""
 
     epoch: int  # number of loader iterators that the script made before the iterator of this step
     order_state: Any  # state of the random generators before this iterator was made
-    weights: dict[str, Weight] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # before the step
-    buffers_after: dict[str, Tensor] = field(default_factory=dict)
-    batches: list[Any] = field(default_factory=list)  # the micro-batches
+    values: dict[str, Value] = field(default_factory=dict)  # of the model, by name
+    batches: list[Any] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)  # of the random generators before each forward pass
     states_after: list[Any] = field(default_factory=list)  # and before each backward pass
     losses: list[Tensor] = field(default_factory=list)  # that backward passes start from, without a loss scale
-
-    def renamed(self, names: Mapping[str, str]) -> "Step":
-        """Returns the step with other names of weights and buffers. Names that are not in `names` are left out."""
-        each = {key: getattr(self, key) for key in ("weights", "buffers", "buffers_after")}
-        return replace(
-            self,
-            **{
-                key: {names[name]: value for name, value in values.items() if name in names}
-                for key, values in each.items()
-            },
-        )
 
 
 @dataclass

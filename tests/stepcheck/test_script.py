@@ -30,7 +30,12 @@ UNDIVIDED = ("either the script does not divide its loss by its 2", "or the modu
 
 
 def verdict_of(
-    script: Sequence[str], folder: Path, module: str = MODULE, own_data: bool = False, max_steps: int = 0, **given: str
+    script: Sequence[str],
+    folder: Path,
+    given: Mapping[str, str],
+    module: str = MODULE,
+    own_data: bool = False,
+    max_steps: int = 0,
 ) -> Verdict:
     """Returns the verdict on a module, trained in this process. `given` are its arguments."""
     from stepcheck.lightning.script import check_script
@@ -49,7 +54,7 @@ def verdict_of(
     ],
 )
 def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], identical: int, tmp_path: Path):
-    verdict = verdict_of([SCRIPT, *flags.split()], tmp_path, own_data=True, **given)
+    verdict = verdict_of([SCRIPT, *flags.split()], tmp_path, given, own_data=True)
     assert verdict.outcome == "agrees", str(verdict)
     assert (verdict.steps, verdict.identical, verdict.values) == (4, identical, 4 * WEIGHTS)
     assert {"batch", "options", "update"} <= verdict.shares.keys()
@@ -70,7 +75,7 @@ def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], identic
 def test_mistakes_of_a_migration(
     flags: str, given: Mapping[str, str], outcome: str, texts: Sequence[str], tmp_path: Path
 ):
-    verdict = verdict_of([SCRIPT, *flags.split()], tmp_path, own_data="scale" in given, **given)
+    verdict = verdict_of([SCRIPT, *flags.split()], tmp_path, given, own_data="scale" in given)
     assert verdict.outcome == outcome, str(verdict)
     found = "\n".join([str(verdict), *map(str, verdict.findings)])
     for text in texts:
@@ -84,7 +89,7 @@ def test_scripts_of_other_libraries(library: str, tmp_path: Path):
     """`make test-all` installs the libraries."""
     pytest.importorskip(library)
     file = FOLDER / f"with_{library}.py"
-    verdict = verdict_of([str(file)], tmp_path, f"{file}:Migrated", max_steps=30)
+    verdict = verdict_of([str(file)], tmp_path, {}, f"{file}:Migrated", max_steps=30)
     assert verdict.outcome == "agrees", str(verdict)
 
 
@@ -179,6 +184,6 @@ def test_weights_are_matched(
     tensors = [{name: torch.zeros(size) for name, size in each.items()} for each in (script, module)]
     if isinstance(expected, str):
         with pytest.raises(UsageError, match=expected):
-            match(*tensors, renames)
+            match(tensors[0], tensors[1], renames)
     else:
-        assert [*match(*tensors, renames).values()] == expected
+        assert [*match(tensors[0], tensors[1], renames).values()] == expected
