@@ -101,9 +101,13 @@ class ScriptCheck(Callback):
         """Compares a step, after the module's optimizer has updated its weights."""
         if not self._micro_batches:  # the step that repeats the script's update
             return
-        weights = {name: each for name, each in self._module.named_parameters() if each.grad is not None}
-        self._computed.gradients = {name: _wide(each.grad) for name, each in weights.items()}
-        self._computed.buffers = _snapshot(dict(self._module.named_buffers()))
+        weights: dict[str, Any] = {
+            name: each for name, each in self._module.named_parameters() if each.grad is not None
+        }
+        for name, weight in weights.items():
+            self._computed.add(name, weight.grad.to_dense())
+        buffers = {name: each for name, each in self._module.named_buffers() if name in self._values}
+        self._computed.buffers = _snapshot(buffers)
         self.verdict.steps += 1
         self._compare_gradients()
         self._micro_batches = []
@@ -113,7 +117,8 @@ class ScriptCheck(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Ends the training after the last recorded step."""
-        trainer.should_stop = not self._micro_batches and self.number == self.recording.steps
+        ended = len(self._micro_batches) in (0, self.recording.accumulate)  # 0 unless a gradient overflowed
+        trainer.should_stop = ended and self.number == self.recording.steps
 
     def _add(self, kind: Kind, share: float, text: str, key: str = "") -> None:
         """Adds what was compared. Only the first fault of each kind and key is kept in a step."""
@@ -129,7 +134,7 @@ class ScriptCheck(Callback):
         script.losses = [loss.to(device) for loss in self.step.losses]
         for name, value in self._values.items():
             if value.gradient is not None:
-                script.gradients[name] = _wide(value.gradient).to(device)
+                script.add(name, value.gradient.to(device).to_dense())
             elif not value.is_weight:
                 script.buffers[name] = value.after.to(device)
         self.verdict.values_in_all += sum(each.numel() for each in module.gradients.values())
@@ -321,11 +326,6 @@ def check_script(
     fit(trainer, module, datamodule)
     check.verdict.engine = f"{type(module).__name__} and {recording.model} of the script"
     return check.verdict
-
-
-def _wide(gradient: Tensor) -> Tensor:
-    value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    return value.clone() if value.dtype == torch.float64 else value.float().clone()
 
 
 def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ def test_a_mistake_on_the_command_line_is_refused(
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The script calls `model` what the module calls `net`. One step overflows, and is left out."""
+    """The script calls `model` what the module calls `net`. Its first steps overflow, and are left out."""
     script, module = tmp_path / "old.py", tmp_path / "new.py"
     module.write_text(
         "import torch\nfrom lightning.pytorch import LightningModule\n"
@@ -142,13 +142,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     )
     script.write_text(
         "import torch\n"
+        "torch.manual_seed(0)\n"
         "model = torch.nn.ModuleDict({'first': torch.nn.Linear(2, 2), 'second': torch.nn.Linear(2, 3)})\n"
-        "scaler = torch.amp.GradScaler('cpu', init_scale=3e38, growth_interval=1000)\n"
+        "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**127, growth_interval=1000)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "data = torch.utils.data.TensorDataset(torch.randn(8, 2))\n"
         "for (x,) in torch.utils.data.DataLoader(data, batch_size=1):\n"
         "    optimizer.zero_grad()\n"
-        "    scaler.scale(1e3 * model['second'](model['first'](x)).square().mean() / 1e3).backward()\n"
+        "    scaler.scale(model['second'](model['first'](x)).square().mean() / 8 * 8).backward()\n"
         "    scaler.step(optimizer)\n"
         "    scaler.update()\n"
     )
@@ -158,7 +159,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "the module has net.b.weight (3, 2)" in capsys.readouterr().err
     code = main([*arguments, "--rename", "first=net.a", "second=net.b"])
     output = capsys.readouterr().out
-    assert "skipped for overflow" in output
+    assert "5 steps audited, 3 skipped for overflow" in output
     assert code == 0, output
     assert ElementTree.parse(junit).getroot().attrib["failures"] == "0"
 
