@@ -28,8 +28,9 @@ sys.path.append(str(ROOT))  # for the new processes too, to which multiprocessin
 
 from cifar_zero import models  # noqa: E402 - it is found now
 from cifar_zero.config import command_line  # noqa: E402
-from cifar_zero.core import exits, user_code  # noqa: E402
+from cifar_zero.core import exits  # noqa: E402
 from cifar_zero.core.errors import RunError, UsageError, short  # noqa: E402
+from stepcheck.lightning import user_code  # noqa: E402
 
 TOLERANCE = 1e-4  # relative; the rounding of float32 stays below it, and no mistake does
 SECONDS = 120  # for an answer and the start of its processes

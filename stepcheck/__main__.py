@@ -2,10 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from stepcheck import run
 from stepcheck.accept import command as accept
+from stepcheck.lightning import module
+from stepcheck.record import command as script
+from stepcheck.usage import UsageError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +20,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run.add_parser(commands)
     accept.add_parser(commands)
-    options = parser.parse_args(arguments)
-    return options.run(options)
+    module.add_parser(commands)
+    script.add_parser(commands)
+    options, more = parser.parse_known_args(arguments)
+    try:
+        options.more = _sections(more, getattr(options, "sections", ()))
+        return options.run(options)
+    except UsageError as error:
+        print(f"stepcheck: {error}", file=sys.stderr)
+        return 2
+
+
+def _sections(words: Sequence[str], sections: Collection[str]) -> dict[str, str]:
+    """Returns the values of options such as --module.lr, by name. Raises UsageError for another option."""
+    found, left = {}, [*words]
+    while left:
+        flag, equals, value = left.pop(0).partition("=")
+        section, dot, _ = flag.removeprefix("--").partition(".")
+        if not (flag.startswith("--") and dot and section in sections):
+            known = [f"--{each}.NAME" for each in sections]
+            raise UsageError(f"{flag} is not an option: {nearest(flag, known, otherwise='--help lists all')}")
+        if not equals and not left:
+            raise UsageError(f"{flag} has no value")
+        found[flag.removeprefix("--")] = value if equals else left.pop(0)
+    return found
 
 
 if __name__ == "__main__":

@@ -55,9 +55,17 @@ class AfterImport(importlib.abc.MetaPathFinder):
 class Attached:
     """The audits of this process."""
 
-    def __init__(self, reports: str, every: int = 1, weights_every: int = 8, keep_going: bool = False):
+    def __init__(
+        self,
+        reports: str,
+        every: int = 1,
+        weights_every: int = 8,
+        keep_going: bool = False,
+        baseline: dict[str, Any] | None = None,
+    ):
         self.reports, self.keep_going = Path(reports), keep_going
         self.options = {"every": every, "weights_every": weights_every}
+        self.baseline: Any = baseline  # arguments of Baseline, or the object after the first audit has begun
         self.audits: Any = weakref.WeakSet()  # an audit must not outlive its model
         self.verdicts: list[Any] = []  # of all audits
         self.refused: dict[int, tuple[str, str]] = {}  # engines that cannot be audited, and why, by their id
@@ -127,7 +135,12 @@ class Attached:
         try:
             from stepcheck.audit import audit
 
-            started = audit(model, *args, **self.options, on_fault=self.on_fault, **kwargs)
+            if isinstance(self.baseline, dict):
+                from stepcheck.record.baseline import Baseline
+
+                self.baseline = Baseline(**self.baseline)
+            baseline = self.baseline and self.baseline.audit()
+            started = audit(model, *args, **self.options, on_fault=self.on_fault, baseline=baseline, **kwargs)
         except Exception as error:
             known = type(error).__name__ == "NotAuditable"
             self.refuse(model, str(error) if known else f"the audit failed: {type(error).__name__}: {error}")
@@ -205,6 +218,8 @@ class Attached:
             verdicts.append(
                 {"engine": engine, "steps": 0, "passed": False, "findings": [], "summary": f"not judged: {why}"}
             )
+        if self.verdicts and self.baseline and not self.found:
+            self.baseline.write()
         if verdicts:
             (self.reports / f"{os.getpid()}.json").write_text(json.dumps(verdicts))
 

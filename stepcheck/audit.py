@@ -59,6 +59,7 @@ class Audit:
         on_fault: Literal["raise", "warn"] | Callable[[Finding], None] = "raise",
         start: Start | None = None,
         replay: Any = None,
+        baseline: Any = None,
     ):
         self.view, self.every, self.weights_every, self.on_fault = view, every, weights_every, on_fault
         self.verdict = Verdict(engine=view.label)
@@ -95,6 +96,7 @@ class Audit:
         if start:
             for text in start.changes(view.module):
                 self.add("start", 2.0, text)
+        self.baseline = baseline
         self.replay = replay
         if replay is not None:
             replay.attach(self)
@@ -395,6 +397,7 @@ class Audit:
         else:
             verdict.steps += 1
             findings += self._judge.gradients(step)
+            findings += self.baseline.judge(self._judge, step) if self.baseline is not None else []
         findings += self._judge.weights(step)
         self._local, self._noted = [], []
         verdict.training_seconds = time.perf_counter() - self._began
@@ -459,6 +462,7 @@ def audit(
     on_fault: Literal["raise", "warn"] | Callable[[Finding], None] = "raise",
     start: Start | None = None,
     replay: Any = None,
+    baseline: Any = None,
 ) -> Audit:
     """Audits each step from now on. Every rank must call it, after the engine or wrapper was built.
 
@@ -470,11 +474,12 @@ def audit(
         on_fault: Whether to raise StepCheckError at the first step with a fault or to print it, or what to call.
         start: What `Start` recorded before the engine was built.
         replay: Computes chosen steps again on a copy of the module.
+        baseline: Saves each step, or compares it with a saved one.
 
     Raises:
         NotAuditable: If the audit cannot read the engine. The message says why.
     """
-    return Audit(view_of(model, optimizer), every, weights_every, on_fault, start, replay)
+    return Audit(view_of(model, optimizer), every, weights_every, on_fault, start, replay, baseline)
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -55,6 +55,7 @@ class Judge:
             self.replicas[row] = view.gradient_replicas(index)
             self.weight_replicas[row] = view.weight_replicas(index)
             self.sizes[row] = getattr(view.parameters[index], "ds_numel", view.parameters[index].numel())
+        self.expected, self.deviation = torch.zeros(rows, K), torch.zeros(rows, 1)  # of the last step's gradients
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
     def finding(self, step: int, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
@@ -78,6 +79,7 @@ class Judge:
             return []
         micro_batches = max(1, step.micro_batches)
         deviation = gradient_deviation(summands, self.sizes, self.unit, micro_batches, view.ranks.size)[:, None]
+        self.expected, self.deviation = expected * trained[:, None], deviation
         signal = (expected / deviation)[trained]
         strength = float(signal.norm()) or 1e-30
         factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2

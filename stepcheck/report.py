@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -28,9 +29,15 @@ def write_junit(file: Path, result: dict[str, Any]) -> None:
         if not each["passed"]:
             message = each["findings"][0]["text"] if each["findings"] else each.get("error", "no step was audited")
             failure = ElementTree.SubElement(case, "failure", message=message)
-            failure.text = f"{each['summary']}\n{shlex.join(result['command'])}"
+            failure.text = f"{each['summary']}\n{shlex.join(each.get('command', result['command']))}"
     for name, why in result.get("left_out", {}).items():
         case = ElementTree.SubElement(suite, "testcase", classname="stepcheck", name=name)
         ElementTree.SubElement(case, "skipped", message=why)
     file.parent.mkdir(parents=True, exist_ok=True)
     ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table, with columns as wide as their longest text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,9 @@ def add_parser(commands: Any) -> None:
         help="compare each weight in each N-th step (default: 8)",
     )
     parser.add_argument("--keep_going", action="store_true", help="report all faults at the end, instead of the first")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--save", type=Path, metavar="FILE", help="save what each step computes")
+    either.add_argument("--against", type=Path, metavar="FILE", help="compare each step with those that --save saved")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdict for a CI system")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="a .py file, or a launcher")
@@ -67,7 +71,9 @@ def run(options: argparse.Namespace) -> int:
         if found is None:
             return _refuse(f"SCRIPT: {program or 'it'} is missing; give a .py file, or a launcher such as torchrun")
         command = [found, *command[1:]]
-    for flag in ("json", "junit"):
+    if options.against and not options.against.is_file():
+        return _refuse(f"--against: {options.against} is not a file")
+    for flag in ("json", "junit", "save"):
         file = getattr(options, flag)
         if file is not None and file.is_dir():
             return _refuse(f"--{flag}: {file} is a folder; give a file")
@@ -78,6 +84,11 @@ def run(options: argparse.Namespace) -> int:
             "weights_every": options.weights_every,
             "keep_going": options.keep_going,
         }
+        if options.save or options.against:
+            file = (options.save or options.against).absolute()
+            command_line = shlex.join(options.command)
+            settings["baseline"] = {"file": str(file), "compare": bool(options.against), "command": command_line}
+            settings["weights_every"] = 1
         package = str(Path(__file__).resolve().parents[1])
         site = SITE.format(package=package, settings=settings, folder=folder)
         Path(folder, "sitecustomize.py").write_text(site)

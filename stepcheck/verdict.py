@@ -20,6 +20,7 @@ Kind = Literal[
     "replayed loss",
     "replayed gradient",
     "replayed buffer",
+    "batch",
 ]
 
 Outcome = Literal["agrees", "different", "not judged"]

@@ -3,15 +3,16 @@
 import re
 from collections.abc import Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentParser
 
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import REGISTRIES
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.plain_data import is_plain
 from cifar_zero.core.usage import nearest, nearest_flag
+from stepcheck.lightning.mistyped import check_type, described
+from stepcheck.lightning.plain_data import is_plain
 
 BASE_60 = re.compile(r"\d:[0-5]?\d")  # part of a number in base 60, such as 1:30
 
@@ -99,20 +100,11 @@ def refuse_base_60(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
     for action in parser._actions:
         hint = getattr(action, "_typehint", str)
         if BASE_60.search(str(options.get(action.dest, ""))) and not _takes_text(hint):
-            raise UsageError(f"--{action.dest}: expected {_described(hint)}, not {options[action.dest]}")
+            raise UsageError(f"--{action.dest}: expected {described(hint)}, not {options[action.dest]}")
 
 
 def _takes_text(hint: Any) -> bool:
     return hint is str or any(map(_takes_text, get_args(hint)))
-
-
-def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for the first value that does not have the type of its option. jsonargparse (4.53) names the
-    option only in the text of its error, so each value is parsed alone."""
-    for action in parser._actions:
-        hint = getattr(action, "_typehint", None)
-        if hint is not None and action.dest in options:
-            _check_type(f"--{action.dest}", options[action.dest], hint)
 
 
 def check_plain_type(flag: str, value: Any, hint: Any) -> None:
@@ -123,27 +115,5 @@ def check_plain_type(flag: str, value: Any, hint: Any) -> None:
     if value is None and NoneType in kinds:
         return
     if isinstance(value, bool) and bool not in plain:  # jsonargparse (4.53) takes it for a number
-        raise UsageError(f"{flag}: expected {_described(Union[*plain])}, not {value}")
-    _check_type(flag, value, Union[*plain])
-
-
-def _check_type(flag: str, value: Any, hint: Any) -> None:
-    alone = ArgumentParser(exit_on_error=False)
-    alone.add_argument("--value", type=hint)
-    try:
-        alone.parse_object({"value": value})
-    except (ArgumentError, TypeError, ValueError) as error:
-        raise UsageError(f"{flag}: expected {_described(hint)}, not {value}") from error
-
-
-def _described(hint: Any) -> str:
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind is Literal:
-        return f"one of {[*inner]}"
-    if kind in (Union, UnionType):
-        return " or ".join(map(_described, inner))
-    if kind is list:
-        return f"a list of {_described(inner[0])}"
-    if kind is tuple:
-        return f"a list [{', '.join(map(_described, inner))}]"
-    return getattr(hint, "__name__", str(hint))
+        raise UsageError(f"{flag}: expected {described(Union[*plain])}, not {value}")
+    check_type(flag, value, Union[*plain])

@@ -2,15 +2,10 @@
 libraries."""
 
 import signal
-import textwrap
 from typing import NamedTuple
 
-
-class UsageError(Exception):
-    """Raised if the command line, the configuration or its data is wrong. The message is one line that names the fault
-    and the fix."""
-
-    exit_code = 2
+from stepcheck.usage import UsageError as UsageError
+from stepcheck.usage import short as short
 
 
 class RunError(Exception):
@@ -30,11 +25,6 @@ class Stopped(BaseException):
         self.number = number
         self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.exit_code = 128 + number
-
-
-def short(message: object, characters: int = 120) -> str:
-    """Returns the error message of a library as one line of at most `characters` characters."""
-    return textwrap.shorten(str(message), characters, placeholder=" ...")
 
 
 LESS_MEMORY = (

@@ -15,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from cifar_zero.core import user_code
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import RunError, Stopped, UsageError, explain, short
+from stepcheck.lightning import user_code
 
 EXTRAS = ("onnx", "onnxruntime", "onnxscript")  # packages that only the command export needs
 

@@ -1,7 +1,6 @@
 """Helpers that check the command line: limits of numbers, and suggestions for misspelled names. Needs no third-party
 package."""
 
-import difflib
 import math
 import shlex
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cifar_zero.core.errors import UsageError
+from stepcheck.usage import nearest
 
 Value = TypeVar("Value")
 
@@ -19,8 +19,6 @@ Rules = dict[str, object]
 
 MAY_CHANGE = {"may_change_on_resume": True}
 """Metadata of a recipe field whose value a resumed run may change."""
-
-SHOWN = 20  # the most names that an error lists
 
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_least": ("at least", ge),
@@ -61,22 +59,6 @@ def existing_file(flag: str) -> Callable[[str], str]:
         return path
 
     return check
-
-
-def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
-    """Returns half a sentence that suggests names for a misspelled `word`.
-
-    Args:
-        word: The misspelled name.
-        words: Names to choose from.
-        most: Largest number of names to suggest.
-        cutoff: Least similarity of a suggested name, from 0 to 1 (difflib).
-        otherwise: Returned if no name is similar. If it is empty, the first names of `words` are listed instead.
-    """
-    known = list(words)
-    if close := difflib.get_close_matches(word, known, most, cutoff):
-        return f"did you mean {' or '.join(close)}?"
-    return otherwise or f"choose from {', '.join(known[:SHOWN])}{', ...' if len(known) > SHOWN else ''}"
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:

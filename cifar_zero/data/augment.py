@@ -14,9 +14,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cifar_zero.config.recipe import PLAIN, AugmentConfig, Inputs, Padding
-from cifar_zero.core import user_code
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.data.draws import Draws, draw
+from stepcheck.lightning import user_code
 
 Transform = Callable[[Tensor], Tensor]
 """A function that maps uint8 images (N, 3, H, W) to uint8 images of the same shape. Like a transform of

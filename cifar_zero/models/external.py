@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from cifar_zero import models
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.usage import nearest
-from cifar_zero.core.user_code import where
 from cifar_zero.models.user_model import UserModel
+from stepcheck.lightning.user_code import where
 
 Shape = tuple[int, int, int, int]
 """Shape (N, 3, H, W) of a micro-batch."""

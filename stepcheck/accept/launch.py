@@ -12,40 +12,56 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from stepcheck.accept.cases import Case
+from typing import Any, TypeVar
 
 HANG_SECONDS = 180
 """How long ranks may be silent. On an idle machine their imports take less than 10 seconds, and a case less than 1."""
 
+AnyCase = TypeVar("AnyCase", bound=Any)
+"""A dataclass of plain data with a `strategy` and DeepSpeed's `config`."""
+
 Processes = list[subprocess.Popen[bytes]]
 
 
-def train_cases(cases: Sequence[Case], ranks: int, report: Callable[[Case, dict[str, Any]], None]) -> None:
+def train_cases(
+    cases: Sequence[AnyCase],
+    ranks: int,
+    report: Callable[[AnyCase, dict[str, Any]], None],
+    train: str = "stepcheck.accept.train:train_case",
+    hang_seconds: float = HANG_SECONDS,
+) -> None:
     """Trains cases, and reports the verdict of each as it ends. A case in which a rank fails or hangs is reported with
-    an `error`, and new ranks train the rest."""
+    an `error`, and new ranks train the rest.
+
+    Args:
+        cases: The cases.
+        ranks: Number of ranks, all of which train each case.
+        report: Is called with each case and its verdict.
+        train: Names the function that trains a case on a rank. It takes the fields of the case, the rank's device, and
+            a folder that all ranks have, and returns the verdict as plain data.
+        hang_seconds: How long the ranks may be silent.
+    """
     done = 0
     while done < len(cases):
         ready = False
-        with _started(cases[done:], ranks) as (processes, pipe, folder):
-            for result in _lines(processes, pipe):
+        with _started(cases[done:], ranks, train) as (processes, pipe, folder):
+            for result in _lines(processes, pipe, hang_seconds):
                 if ready:
                     report(cases[done], result)
                     done += 1
                 ready = True  # the first line says that the imports have ended
-            error = _error(processes, folder)
+            error = _error(processes, folder, hang_seconds)
         for case in cases[done : done + 1] if ready else cases[done:]:
             report(case, {"error": error})
             done += 1
 
 
 @contextmanager
-def _started(cases: Sequence[Case], ranks: int) -> Iterator[tuple[Processes, int, Path]]:
+def _started(cases: Sequence[Any], ranks: int, train: str) -> Iterator[tuple[Processes, int, Path]]:
     """Starts ranks that train cases. Yields them, the pipe to which the first writes, and the folder of their logs."""
     temporary = tempfile.TemporaryDirectory(prefix="stepcheck-")
     folder = Path(temporary.name)
-    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    (folder / "work.json").write_text(json.dumps({"train": train, "cases": [asdict(case) for case in cases]}))
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     # No case compiles. Otherwise importing DeepSpeed's Muon would import the compiler.
@@ -72,12 +88,12 @@ def _started(cases: Sequence[Case], ranks: int) -> Iterator[tuple[Processes, int
         temporary.cleanup()
 
 
-def _lines(processes: Processes, pipe: int) -> Iterator[dict[str, Any]]:
+def _lines(processes: Processes, pipe: int, hang_seconds: float) -> Iterator[dict[str, Any]]:
     """Yields what the first rank writes, until it ends, or another rank fails, or all are silent for too long."""
     waiting = selectors.DefaultSelector()
     waiting.register(pipe, selectors.EVENT_READ)
     text, heard = b"", time.monotonic()
-    while time.monotonic() - heard < HANG_SECONDS:
+    while time.monotonic() - heard < hang_seconds:
         failed = any(process.poll() for process in processes)
         if waiting.select(0.1):
             read = os.read(pipe, 1 << 16)
@@ -90,14 +106,14 @@ def _lines(processes: Processes, pipe: int) -> Iterator[dict[str, Any]]:
             return
 
 
-def _error(processes: Processes, folder: Path) -> str:
+def _error(processes: Processes, folder: Path, hang_seconds: float) -> str:
     """Returns the exception of the rank that failed first, or that the ranks hang."""
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(1)
     failed = [folder / f"{rank}.log" for rank, process in enumerate(processes) if process.returncode]
     if not failed:
-        return f"the ranks have been silent for {HANG_SECONDS} s"
+        return f"the ranks have been silent for {hang_seconds:g} s"
     first = min(failed, key=lambda log: log.stat().st_mtime)
     lines = first.read_text(errors="replace").strip().splitlines() or ["it has written nothing"]
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]

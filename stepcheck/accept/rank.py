@@ -6,19 +6,20 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 import torch.distributed as dist
 
-from stepcheck.accept.cases import ZERO, Case
+from stepcheck.accept.cases import ZERO
 from stepcheck.engines.plain import watch
 
 
 def main(folder: Path, pipe: int) -> None:
-    """Trains the cases in cases.json. The first rank writes a line to the pipe when its imports have ended, and then
+    """Trains the cases in work.json. The first rank writes a line to the pipe when its imports have ended, and then
     the verdict of each case. An exception ends the rank."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
+    work = json.loads((folder / "work.json").read_text())
     torch.set_num_threads(1)
     on_gpus = torch.cuda.device_count() >= ranks
     if not on_gpus:
@@ -29,22 +30,20 @@ def main(folder: Path, pipe: int) -> None:
     dist.init_process_group(
         "nccl" if on_gpus else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    if any(case.strategy in ZERO for case in cases):
+    if any(case["strategy"] in ZERO or case["config"] for case in work["cases"]):
         import deepspeed
 
         deepspeed.init_distributed()
     watch()
-
-    from stepcheck.accept.train import train
+    train = resolve_name(work["train"])
 
     with open(pipe if rank == 0 else os.devnull, "w") as lines:
         print(json.dumps("ready"), file=lines, flush=True)
         dist.barrier()  # a rank that fails from now on has failed in a case
-        for case in cases:
+        for case in work["cases"]:
             began = time.perf_counter()
-            verdict = train(case, device)
-            result = {**verdict.as_dict(), "summary": str(verdict), "took": time.perf_counter() - began}
-            print(json.dumps(result), file=lines, flush=True)
+            result = train(case, device, folder)
+            print(json.dumps({**result, "took": time.perf_counter() - began}), file=lines, flush=True)
     dist.destroy_process_group()
 
 

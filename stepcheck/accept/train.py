@@ -4,6 +4,7 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ from stepcheck.start import Start
 from stepcheck.verdict import Verdict
 
 Batches = list[tuple[Tensor, Tensor]]
+
+
+def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
+    """Trains a case on this rank. Returns the audit's verdict as plain data."""
+    verdict = train(Case(**fields), device)
+    return {**verdict.as_dict(), "summary": str(verdict)}
 
 
 def train(case: Case, device: torch.device) -> Verdict:

@@ -151,15 +151,9 @@ class StepCheck(Callback):
             audited.verdict.not_judged[f"what {' and '.join(hooks.names)} changes"] = text
 
     def _build_replay(self, trainer: Trainer) -> Replay | None:
-        """Builds the copy as Lightning builds the module, without logging."""
         plain = self._copy
         try:
-            plain.trainer = trainer
-            plain.log = plain.log_dict = _nothing
-            with random_state_kept():
-                plain.setup("fit")
-                plain.configure_model()
-            plain.to(trainer.strategy.root_device)
+            build_copy(plain, trainer)
         except Exception as error:  # the module's code may raise anything
             self._note("replays", f"building a copy of the module fails ({type(error).__name__}: {error})")
             return None
@@ -171,7 +165,7 @@ class StepCheck(Callback):
             each.step = trainer.global_step + 1
         if self._replay is None:
             return
-        _call_before_step(trainer.strategy, partial(self._on_micro_batch, trainer))
+        call_before_step(trainer.strategy, partial(self._on_micro_batch, trainer))
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
         if self.count and total < math.inf:
             parts = max(self.count - 1, 1)
@@ -182,8 +176,8 @@ class StepCheck(Callback):
     def _on_micro_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Remembers a micro-batch after all hooks that may change it or the module."""
         assert self._replay is not None
-        kept = _cloned(batch) if self._replay.chooses(self._audits[0].step) else None
-        self._replay.micro_batch(partial(_loss, trainer, kept, batch_idx))
+        kept = cloned(batch) if self._replay.chooses(self._audits[0].step) else None
+        self._replay.micro_batch(partial(loss_of, trainer, kept, batch_idx))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Remembers the loss of a replayed step."""
@@ -229,16 +223,26 @@ class StepCheck(Callback):
             each.not_judged[what] = why
 
 
-def _loss(trainer: Trainer, batch: Any, batch_idx: int, module: Any) -> Tensor:
+def build_copy(copied: Any, trainer: Trainer) -> None:
+    """Builds a copy of a module as Lightning builds the module, without logging."""
+    copied.trainer = trainer
+    copied.log = copied.log_dict = _nothing
+    with random_state_kept():
+        copied.setup("fit")
+        copied.configure_model()
+    copied.to(trainer.strategy.root_device)
+
+
+def loss_of(trainer: Trainer, batch: Any, batch_idx: int, module: Any) -> Tensor:
     """Computes the loss that Lightning passes to the backward pass."""
-    arguments = (_cloned(batch), batch_idx)[: module.training_step.__code__.co_argcount - 1]
+    arguments = (cloned(batch), batch_idx)[: module.training_step.__code__.co_argcount - 1]
     with trainer.precision_plugin.train_step_context():
         outputs = module.training_step(*arguments)
     loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
     return loss / trainer.accumulate_grad_batches
 
 
-def _cloned(batch: Any) -> Any:
+def cloned(batch: Any) -> Any:
     return tree_map_only(Tensor, Tensor.clone, batch)
 
 
@@ -255,7 +259,7 @@ def _call_after(owner: Any, name: str, then: Callable[[Any], None]) -> None:
     setattr(owner, name, both)
 
 
-def _call_before_step(strategy: Any, then: Callable[[Any, int], None]) -> None:
+def call_before_step(strategy: Any, then: Callable[[Any, int], None]) -> None:
     """Makes a strategy call `then` before each micro-batch, after the hooks of all callbacks and of the module, which
     Lightning calls first."""
     method = strategy.on_train_batch_start

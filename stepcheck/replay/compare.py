@@ -65,7 +65,7 @@ def identical(actual: Computed, replay: Computed) -> bool:
     return (
         _same(actual.losses, replay.losses)
         and actual.gradients.keys() == replay.gradients.keys()
-        and _same(actual.gradients.values(), replay.gradients.values())
+        and _same((actual.gradients[name] for name in replay.gradients), replay.gradients.values())
         and _same((actual.buffers[name] for name in replay.buffers if name in actual.buffers), replay.buffers.values())
         and _same((each for _, each in actual.outputs), (each for _, each in replay.outputs))
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cifar_zero.core.errors import UsageError
+from stepcheck.usage import UsageError
 
 _FILES: set[str] = set()  # paths of the user's files that were imported
 _ALLOWED: dict[str, Any] = {}  # loaded objects, keyed by their names on the command line

@@ -18,9 +18,9 @@ from jsonargparse._paths import Path
 from jsonargparse._typehints import ActionTypeHint, accepts_any_value
 from yaml import YAMLError
 
-from cifar_zero.core import plain_data
-from cifar_zero.core.errors import UsageError
-from cifar_zero.core.plain_data import Plain, is_plain, load_yaml
+from stepcheck.lightning import plain_data
+from stepcheck.lightning.plain_data import Plain, is_plain, load_yaml
+from stepcheck.usage import UsageError
 
 Tree = dict[str, Any]
 """Plain data, by key or by option."""

@@ -14,8 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from cifar_zero.core.errors import UsageError, short
-from cifar_zero.core.usage import nearest
+from stepcheck.usage import UsageError, nearest, short
 
 Plain = bool | int | float | str | list | dict | None
 """The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports the class or

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
+from cifar_zero.config.user_classes import read_given
 
 from cifar_zero.config import command_line
-from cifar_zero.config.user_classes import instance, read_given
 from cifar_zero.core.errors import UsageError
+from stepcheck.lightning.user_classes import instance
 
 TYPES = {
     "untyped": None,

@@ -1,31 +1,21 @@
-"""Reads a user's own LightningModule and data module from the command line: --module FILE.py:NAME, --datamodule
-FILE.py:NAME, their arguments, and a configuration of LightningCLI (--config)."""
+"""Reads a user's own LightningModule and data module, as FILE.py:NAME or PACKAGE.MODULE:NAME, and builds them with
+their arguments, which come from the command line and from a configuration of LightningCLI."""
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 from yaml import YAMLError
 
-from cifar_zero.config import file_arguments
-from cifar_zero.config.arguments import Arguments, read_arguments
-from cifar_zero.config.file_arguments import Leaves, Tree
-from cifar_zero.config.mistakes import refuse_mistyped
-from cifar_zero.config.placement import DeviceOptions, StrategyOptions
-from cifar_zero.core import user_code
-from cifar_zero.core.errors import UsageError, short
-from cifar_zero.core.plain_data import load_yaml
-from cifar_zero.core.usage import nearest
-
-PARTS = ("module", "datamodule")
-
-APPLIED = {option.name for group in (StrategyOptions, DeviceOptions) for option in fields(group)}
-APPLIED |= {"max_steps", "gradient_clip_val", "seed", "trainer"}
-"""Options and sections of train that also apply to a user's own module: strategy, devices, length, clipping, seed."""
+from stepcheck.lightning import file_arguments, user_code
+from stepcheck.lightning.case import PARTS, UserClasses
+from stepcheck.lightning.file_arguments import Leaves, Tree
+from stepcheck.lightning.mistyped import refuse_mistyped
+from stepcheck.lightning.plain_data import load_yaml
+from stepcheck.usage import UsageError, nearest, short
 
 SECTIONS = {"model": "module", "data": "datamodule"}
 """Sections of a LightningCLI configuration that hold the arguments of a class. The value is the option, --module or
@@ -36,36 +26,13 @@ FROM_TRAINER = {
     "gradient_clip_val": "gradient_clip_val",
     "accumulate_grad_batches": "accumulate",
 }
-"""Options in the section `trainer` of a LightningCLI configuration that change the maths, and their names in this
-project. The other options of that section are not read."""
+"""Options in the section `trainer` of a LightningCLI configuration that change the maths, and the options of the
+command line that do the same. The other options of that section are not read."""
 
 ONE_OPTIMIZER = (
     "DeepSpeed steps its only optimizer itself: leave automatic_optimization on, and give all parameters to "
     "one optimizer, in parameter groups"
 )
-
-
-@dataclass
-class Given:
-    """The options of a command line, divided into options of the user's classes and options of train."""
-
-    theirs: dict[str, str]  # options of the user's classes on the command line: module, module.lr, datamodule, ...
-    ours: Arguments  # options of train
-    files: dict[str, dict[str, Tree]]  # arguments in each file of --config, by file and by `module` or `datamodule`
-
-
-def read_given(flags: Sequence[str]) -> Given:
-    """Returns the options of a command line that names a user's classes. Flags override the options of --config."""
-    ours = read_arguments(flags)
-    theirs = {option: value for option, value in ours.options.items() if option.split(".")[0] in PARTS}
-    maths: dict[str, str] = {}
-    files = {}
-    for file in ours.recipes:
-        of_file, files[file] = options_of_cli(file)
-        maths |= of_file
-    ours.options = maths | {option: value for option, value in ours.options.items() if option not in theirs}
-    ours.recipes = []
-    return Given(theirs, ours, files)
 
 
 def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
@@ -99,39 +66,38 @@ def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
     return options, arguments
 
 
-def check_options(given: Given) -> None:
-    """Checks what can be checked without importing the user's code, which takes seconds. Raises UsageError if an option
-    does not apply to a user's module, or if a class cannot exist."""
-    for flag in given.ours.options:
-        if flag.split(".")[0] not in APPLIED:
-            known = [f"--{name}" for name in sorted(APPLIED)]
-            meant = nearest(f"--{flag}", known, cutoff=0.65, otherwise=f"or use {', '.join(known)}")
-            raise UsageError(
-                f"--{flag} does not work with --module: set it in your code (--module.X, --datamodule.X); {meant}"
-            )
+def check_exist(classes: UserClasses) -> None:
+    """Raises UsageError if a class cannot exist. Imports nothing of the user's, which takes seconds."""
     for part in PARTS:
-        if part in given.theirs:
-            user_code.check_exists(given.theirs[part], f"--{part}")
+        if part in classes.options:
+            user_code.check_exists(classes.options[part], f"--{part}")
 
 
-def check_classes(given: Given) -> None:
-    """Checks the user's classes and their arguments. Raises UsageError if `instance` would refuse a class or an
-    argument, or if the module has no training data."""
-    module, datamodule = (instance(part, given, build=False) for part in PARTS)
+def check_classes(classes: UserClasses, needs_data: bool = True) -> None:
+    """Checks the user's classes and their arguments.
+
+    Args:
+        classes: The user's classes.
+        needs_data: Whether the module must have training data. False if a script provides the data.
+
+    Raises:
+        UsageError: If `instance` would refuse a class or an argument, or if the module needs data and has none.
+    """
+    module, datamodule = (instance(part, classes, build=False) for part in PARTS)
     from lightning.pytorch import LightningModule
 
     loader = getattr(module, "train_dataloader", None)
-    if datamodule is None and loader is LightningModule.train_dataloader:
+    if needs_data and datamodule is None and loader is LightningModule.train_dataloader:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
 
 
-def instance(part: str, arguments: Given, build: bool = True) -> Any:
+def instance(part: str, classes: UserClasses, build: bool = True) -> Any:
     """Builds the user's module or data module with its arguments, as LightningCLI does, and returns it. Returns None if
-    the command line does not name one.
+    none is named.
 
     Args:
         part: module or datamodule.
-        arguments: The options of the command line.
+        classes: The user's classes.
         build: Whether to build the module or data module. If false, the arguments are only checked, and the class is
             returned.
 
@@ -139,17 +105,17 @@ def instance(part: str, arguments: Given, build: bool = True) -> Any:
         UsageError: If the class or an argument does not exist, if an argument is missing or has the wrong type, or if
             the class is not a LightningModule or a LightningDataModule.
     """
-    if part not in arguments.theirs:
+    if part not in classes.options:
         return None
-    name = arguments.theirs[part]
-    given = {option: value for option, value in arguments.theirs.items() if option.startswith(f"{part}.")}
+    name = classes.options[part]
+    given = {option: value for option, value in classes.options.items() if option.startswith(f"{part}.")}
     user_class = user_code.load(name, f"--{part}")
     _check_kind(part, user_class)
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     known = parser.add_class_arguments(user_class, part, fail_untyped=False)
     leaves = file_arguments.leaves_of(parser)
     options: dict[str, str] = {}
-    for file, of_parts in arguments.files.items():
+    for file, of_parts in classes.files.items():
         in_file = file_arguments.options_in(of_parts.get(part, {}), part, leaves)
         left = {option: value for option, value in in_file.items() if option not in given}
         _refuse_unknown(left, leaves, name)
@@ -201,13 +167,13 @@ def _has_no_default(user_class: type, argument: str) -> bool:
     return False
 
 
-def fit(trainer: Any, module: Any, datamodule: Any) -> None:
-    """Trains a user's module with Lightning's Trainer. Raises UsageError for manual optimization, several optimizers,
-    or data that have no batch for each rank."""
+def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
+    """Trains a user's module with Lightning's Trainer, or continues training from a checkpoint. Raises UsageError for
+    manual optimization, several optimizers, or data that have no batch for each rank."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:
-        trainer.fit(module, datamodule=datamodule)
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
     except RuntimeError as error:
         if "only supported with manual optimization" not in str(error):
             raise

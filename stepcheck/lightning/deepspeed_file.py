@@ -1,0 +1,80 @@
+"""Reads a user's own configuration of DeepSpeed."""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from stepcheck.accept.release import deepspeed_folder
+from stepcheck.lightning.plain_data import read_json
+from stepcheck.usage import UsageError, nearest
+
+DEFINED = re.compile(r"""^    (\w+) ?:|["'](\w+)["']""", re.MULTILINE)
+"""A field of a class, or a word in quotation marks."""
+
+REFUSED = {
+    "optimizer": "it would replace the module's configure_optimizers: remove it, and set it in the module",
+    "scheduler": "it would replace the module's configure_optimizers: remove it, and set it in the module",
+    # These two could run code that the file names: the first imports modules, the second unpickles checkpoints.
+    "torch_autocast": "use --precision bf16-mixed",
+    "checkpoint": "remove it",
+}
+"""Sections that are refused, and why or what to use instead."""
+
+OF_LOADER = ("train_batch_size", "train_micro_batch_size_per_gpu")
+"""Keys without an effect, because the module's loader decides."""
+
+PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+def read(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the configuration for Lightning's strategy, and the fields of a case that the file sets. Raises
+    UsageError if the file has a key that DeepSpeed does not read, or that would replace a part of the module."""
+    what = f"--strategies {file}"
+    tree = read_json(Path(file), what)
+    if not isinstance(tree, dict):
+        raise UsageError(f"{what} must hold a JSON object")
+    config = _without_auto(tree)
+    for key, why in REFUSED.items():
+        if config.get(key):
+            raise UsageError(f"{what}: {key}: {why}")
+    for key in _names(config):
+        if key not in _keys():
+            raise UsageError(
+                f"{what}: DeepSpeed does not read {key}, so it has no effect: "
+                f"{nearest(key, _keys(), cutoff=0.65, otherwise='remove it')}"
+            )
+    fields: dict[str, Any] = {}
+    for key, name in (("gradient_accumulation_steps", "accumulate"), ("gradient_clipping", "clip")):
+        if key in config:
+            fields[name] = config.pop(key)
+    for key, precision in PRECISIONS.items():
+        section = config.get(key)
+        if isinstance(section, dict) and section.get("enabled"):
+            fields["precision"] = precision
+    for key in OF_LOADER:
+        config.pop(key, None)
+    return {"zero_allow_untested_optimizer": True, **config}, fields
+
+
+def _names(section: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in section.items():
+        yield key
+        if isinstance(value, dict):
+            yield from _names(value)
+
+
+def _without_auto(value: Any) -> Any:
+    """Returns a section without the values that are "auto" or null, which leave an option to its default."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_auto(inner) for key, inner in value.items() if inner not in ("auto", None)}
+
+
+@cache
+def _keys() -> set[str]:
+    """Returns the words in the files of the installed DeepSpeed that define the keys of its configuration."""
+    folder = deepspeed_folder()
+    files = [*folder.rglob("*config*.py"), *folder.rglob("*constants.py")] if folder else []
+    return {word for file in files for pair in DEFINED.findall(file.read_text()) for word in pair if word}

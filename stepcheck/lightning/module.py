@@ -1,0 +1,252 @@
+"""`stepcheck module`: trains a user's own LightningModule under strategies, and checks each step.
+
+Imports neither torch nor Lightning: the ranks import them, and refuse what only an import can tell.
+"""
+
+import argparse
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepcheck.accept.cases import ZERO
+from stepcheck.accept.launch import train_cases
+from stepcheck.accept.release import deepspeed_folder
+from stepcheck.lightning.case import PARTS, Case
+from stepcheck.report import aligned, write_json, write_junit
+from stepcheck.run import positive
+from stepcheck.usage import UsageError, nearest
+from stepcheck.verdict import Finding
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
+
+MATHS: Mapping[str, Callable[[Any], Any]] = {"precision": str, "accumulate": int, "clip": float}
+"""Fields of a case that a file may set too, and their types."""
+
+HANG_SECONDS = 1800
+"""How long ranks may be silent. One case of a large module takes minutes. torch ends a collective that hangs after 10
+minutes (NCCL) or 30 (gloo)."""
+
+Result = dict[str, Any]
+"""A verdict as plain data, with the name and the command of its case. Has an `error` if the case was not judged."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of `stepcheck module`."""
+    parser = commands.add_parser(
+        "module",
+        help="check strategies on your own LightningModule",
+        description="Trains your LightningModule for some steps under each strategy, in new processes, and checks each "
+        "step. Exit code 0: all agree with plain PyTorch; 1: one differs, or is not judged; 2: wrong usage.",
+        epilog="--module.ARG and --datamodule.ARG set the arguments of your classes, --trainer.OPTION an option of "
+        "Lightning's Trainer. examples: stepcheck module my_module.py:MyModule --devices 2 --accumulate 1 4; "
+        "stepcheck module my_package.training:MyModule --module.lr 0.1 --strategies ddp my_deepspeed.json",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("module", metavar="FILE.py:MODULE", help="the LightningModule, also as PACKAGE.MODULE:NAME")
+    add("--datamodule", metavar="FILE.py:DATA", help="the LightningDataModule (default: the module's own loader)")
+    add("--config", action="append", default=[], metavar="FILE", help="a configuration of LightningCLI")
+    add(
+        "--strategies",
+        nargs="+",
+        metavar="NAME",
+        help=f"of ddp, {', '.join(ZERO)}, or configurations of DeepSpeed, *.json (default: DeepSpeed's, or ddp)",
+    )
+    add("--devices", type=positive, metavar="N", help="number of ranks (default: all GPUs, or two CPU ranks)")
+    add("--accumulate", nargs="+", type=positive, metavar="N", help="micro-batches of a step (default: 1)")
+    add("--precision", choices=PRECISIONS, help="(default: 32-true)")
+    add("--gradient_clip_val", dest="clip", type=float, metavar="X", help="largest norm of the gradients (default: 0)")
+    add("--steps", type=positive, default=Case.steps, metavar="N", help="optimizer steps (default: %(default)s)")
+    add(
+        "--replay",
+        type=int,
+        default=Case.replayed,
+        metavar="N",
+        help="of these, steps that a plain copy of the module computes again (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    add("--resume_at", type=positive, default=0, metavar="N", help="save after step N, resume, and compare both runs")
+    add("--json", type=Path, metavar="FILE", help="write the verdicts")
+    add("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI system")
+    parser.set_defaults(run=run, sections=(*PARTS, "trainer"))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains the cases and prints the verdict. Returns the exit code."""
+    for flag in ("json", "junit"):
+        file = getattr(options, flag)
+        if file is not None and file.is_dir():
+            raise UsageError(f"--{flag}: {file} is a folder; give a file")
+    results = train(plan(options))
+    failed = [each for each in results if not each["passed"]]
+    print("\n" + "\n".join(_table(results)))
+    for each in failed:
+        print(f"{each['outcome']}: {each['engine']}: {shlex.join(each['command'])}")
+    print(f"stepcheck module: {len(results) - len(failed)} of {len(results)} agree with plain PyTorch")
+    result = {
+        "passed": not failed,
+        "exit_code": 1 if failed else 0,
+        "command": ["stepcheck", *sys.argv[1:]],
+        "engines": results,
+    }
+    if options.json:
+        write_json(options.json, result)
+    if options.junit:
+        write_junit(options.junit, result)
+    return result["exit_code"]
+
+
+def require_lightning() -> None:
+    """Raises UsageError if a package is missing."""
+    for package in ("lightning", "jsonargparse"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
+
+
+def plan(options: argparse.Namespace) -> list[Case]:
+    """Returns the cases. Raises UsageError if a flag is wrong, as far as this shows without importing torch."""
+    require_lightning()
+    from stepcheck.lightning.deepspeed_file import read
+    from stepcheck.lightning.user_classes import check_exist, options_of_cli
+
+    if 0 < options.steps <= options.resume_at:
+        raise UsageError(
+            f"--resume_at {options.resume_at} must be from 1 to {options.steps - 1}, so that a step follows"
+        )
+    classes = {"module": options.module, **({"datamodule": options.datamodule} if options.datamodule else {})}
+    classes |= {name: value for name, value in options.more.items() if name.partition(".")[0] in PARTS}
+    files, from_files = {}, {}
+    for file in options.config:
+        of_file, files[file] = options_of_cli(file)
+        from_files |= of_file
+    same: dict[str, Any] = {
+        "options": classes,
+        "files": files,
+        "ranks": options.devices or _default_ranks(),
+        "steps": options.steps,
+        "replayed": options.replay,
+        "seed": options.seed,
+        "resume_at": options.resume_at,
+        "trainer": _of_trainer(options.more),
+    }
+    given = {name: value for name in ("precision", "clip") if (value := getattr(options, name)) is not None}
+    cases = []
+    for accumulate in options.accumulate or [None]:
+        flags = given | ({"accumulate": accumulate} if accumulate else {})
+        for strategy in options.strategies or ([*ZERO] if deepspeed_folder() else ["ddp"]):
+            _check_strategy(strategy)
+            config, of_config = read(strategy) if strategy.endswith(".json") else ({}, {})
+            for name, value in of_config.items():
+                if flags.get(name, value) != value:
+                    raise UsageError(
+                        f"--strategies {strategy} sets {name} to {value}, not {flags[name]}: leave out one"
+                    )
+            maths = _checked(from_files | of_config | flags)
+            cases.append(Case(**same, **maths, strategy=strategy, config=config))
+    sys.path.append(os.getcwd())  # for PACKAGE.MODULE:NAME, as in the ranks
+    check_exist(cases[0])
+    return cases
+
+
+def _check_strategy(name: str) -> None:
+    known = ("ddp", *ZERO)
+    if name not in known and not name.endswith(".json"):
+        raise UsageError(f"--strategies {name}: {nearest(name, known)}")
+    if name != "ddp" and not deepspeed_folder():
+        raise UsageError(f"--strategies {name}: DeepSpeed is missing: pip install deepspeed")
+
+
+def _checked(maths: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields of cases with their types, which files give too."""
+    for name, value in maths.items():
+        try:
+            number = MATHS[name](value)
+        except (TypeError, ValueError):
+            number = -1
+        if (number not in PRECISIONS) if name == "precision" else number < 0:
+            meant = nearest(str(value), PRECISIONS) if name == "precision" else "it must be a number from 0 on"
+            raise UsageError(f"{name} {value}: {meant}")
+    return {name: MATHS[name](value) for name, value in maths.items()}
+
+
+def _of_trainer(more: Mapping[str, str]) -> dict[str, Any]:
+    from stepcheck.lightning.plain_data import load_value
+
+    options = {name.partition(".")[2]: value for name, value in more.items() if name.startswith("trainer.")}
+    return {name: load_value(value) for name, value in options.items()}
+
+
+def _default_ranks() -> int:
+    """Returns the number of GPUs, or 2. Imports torch only where there is a driver of GPUs."""
+    if any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")):
+        import torch
+
+        return torch.cuda.device_count() or 2
+    return 2
+
+
+def train(cases: Sequence[Case]) -> list[Result]:
+    """Trains the cases and prints a line for each. Returns their results. Raises UsageError if the ranks refuse the
+    user's code."""
+    results: list[Result] = []
+
+    def report(case: Case, verdict: dict[str, Any]) -> None:
+        if "refused" in verdict:
+            raise UsageError(verdict["refused"])
+        results.append(_result(case, verdict))
+        print(f"{results[-1]['outcome']:10}  {case}: {results[-1]['summary']}", flush=True)
+
+    train_cases(cases, cases[0].ranks, report, "stepcheck.lightning.train:train_case", HANG_SECONDS)
+    return results
+
+
+def _result(case: Case, verdict: dict[str, Any]) -> Result:
+    """Judges a case. What was to be replayed, and was not, is no agreement."""
+    result = {"outcome": "not trained", "steps": 0, "findings": [], "shares": {}, "not_judged": {}, **verdict}
+    result |= {"engine": str(case), "command": case.command}
+    if result["outcome"] == "agrees":
+        left_out = [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
+        if result["steps"] + result["skipped"] < case.steps - case.resume_at:
+            left_out.append(f"only {result['steps']} of {case.steps} steps were audited")
+        if case.replayed and not result["replayed"]:
+            left_out.append("no step was replayed")
+        if left_out:
+            result |= {"outcome": "not judged", "error": left_out[0]}
+    result["passed"] = result["outcome"] == "agrees"
+    if result["findings"]:
+        result["error"] = str(Finding(**result["findings"][0]))
+    result["summary"] = result.get("error") or _agreement(result)
+    return result
+
+
+def _agreement(result: Result) -> str:
+    parts = [f"{result['steps']} steps audited"]
+    if result["replayed"]:
+        parts.append(f"{result['replayed']} replayed, {result['identical']} of them bit-identical")
+    return ", ".join([*parts, f"{result['took']:.1f} s"])
+
+
+def _table(results: Sequence[Result]) -> list[str]:
+    """Returns the lines of a table of the cases."""
+    rows = [["strategy", "verdict", "steps", "replayed", "judged", "largest share of a tolerance", "scale error seen"]]
+    for each in results:
+        kind, share = max(
+            each["shares"].items(), key=lambda item: float(str(item[1]).replace("infinite", "inf")), default=("", 0)
+        )
+        smallest = each.get("smallest_scale_error")
+        rows.append(
+            [
+                each["engine"],
+                each["outcome"],
+                str(each["steps"]),
+                str(each.get("replayed", 0)),
+                f"{100 * each.get('coverage', 0):.4g} %",
+                f"{kind} {share if isinstance(share, str) else format(share, '.2g')}",
+                "" if smallest is None else f"{smallest:.1e}",
+            ]
+        )
+    return aligned(rows)

@@ -1,0 +1,336 @@
+"""Trains a LightningModule from the weights and on the batches of a script's recorded steps, and compares each step."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from stepcheck.bounds import UPDATE
+from stepcheck.lightning.callback import INTERNAL, build_copy, call_before_step, cloned, loss_of
+from stepcheck.lightning.user_classes import fit
+from stepcheck.record.explain import explain_batch, explain_gradient, explain_loss
+from stepcheck.record.steps import Recording, Value, match, options_of, same_random_state
+from stepcheck.replay.compare import Compared, compare, identical
+from stepcheck.replay.plain_copy import Computed, PlainCopy
+from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
+from stepcheck.updates import distances, norms
+from stepcheck.usage import UsageError
+from stepcheck.verdict import Finding, Kind, Verdict
+
+VISIBLE = 0.5
+"""Largest tolerance of a gradient that counts as judged, relative to its norm."""
+
+
+class ScriptCheck(Callback):
+    """Compares the steps of a training with those of a script. Each step starts from the script's weights, buffers and
+    random state, so differences do not add up. `verdict` has the result."""
+
+    def __init__(self, recording: Recording, renames: Mapping[str, str]):
+        self.recording, self.renames = recording, renames
+        self.verdict = Verdict(skipped=recording.skipped)
+        self.step: Any = None  # the script's step that runs
+        self.number = 0  # of this step, from 1
+        self._trainer: Any = None
+        self._module: Any = None
+        self._copy: Any = None
+        self._names: dict[str, str] = {}  # the module's names of weights and buffers, by the script's
+        self._computed = Computed()  # what the module computes in this step
+        self._micro_batches: list[Any] = []
+        self._faults: set[tuple[str, str]] = set()  # kinds of faults in this step
+        self._draws_alike = True  # whether the module has drawn the script's random numbers in this step
+        self._values: dict[str, Value] = {}  # weights and buffers of the script in this step, by the module's names
+        self._before: dict[str, Value] = {}  # and in the step before
+        self._rates: dict[str, tuple[float, float]] = {}  # of each weight in the step before, in module and script
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Copies the module, for replays in float64."""
+        self._trainer, self._module, self._copy = trainer, pl_module, copy.deepcopy(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Matches the names, and watches the optimizer."""
+        build_copy(self._copy, trainer)
+        self._copy = PlainCopy(self._copy, INTERNAL)
+        values = self.recording.step(1).values
+        weights, buffers = (
+            {name: each.before for name, each in values.items() if each.is_weight is is_weight}
+            for is_weight in (True, False)
+        )
+        self._names = match(weights, dict(pl_module.named_parameters()), self.renames)
+        try:
+            self._names |= match(buffers, dict(pl_module.named_buffers()), self.renames)
+        except UsageError as error:
+            self.verdict.not_judged["buffers"] = str(error)
+        call_before_step(trainer.strategy, self._before_micro_batch)
+        optimizer: Any = trainer.optimizers[0]
+        optimizer.register_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
+
+    def _before_micro_batch(self, batch: Any, batch_idx: int) -> None:
+        """Makes the module start where the script did."""
+        if len(self._micro_batches) in (0, self.recording.accumulate):
+            self._begin_step()
+        state = self.step.states[len(self._micro_batches)]
+        compute = partial(loss_of, self._trainer, cloned(batch), batch_idx)
+        self._micro_batches.append((compute, state, self._copy.state_of(self._module)))
+        set_random_state(state)
+
+    def _begin_step(self) -> None:
+        self.number += 1
+        self._before, self.step = self._values, self.recording.step(self.number)
+        self._values = {self._names[name]: each for name, each in self.step.values.items() if name in self._names}
+        self._computed, self._micro_batches, self._draws_alike = Computed(), [], True
+        self._faults = set()
+        weights, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
+        for name, value in self._values.items():
+            {**weights, **buffers}[name].data.copy_(value.before)
+        trained = [name for name, weight in weights.items() if weight.requires_grad]
+        self._copy.keep(_snapshot(weights), _snapshot(buffers), trained)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Keeps a loss."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        number = len(self._computed.losses)
+        self._computed.losses.append(loss.detach().clone() / (scaler.get_scale() if scaler else 1))
+        self._draws_alike &= same_random_state(random_state(), self.step.states_after[number])
+
+    def _after_step(self, optimizer: Any) -> None:
+        """Compares a step, after the module's optimizer has updated its weights."""
+        if not self._micro_batches:  # the step that repeats the script's update
+            return
+        weights: dict[str, Any] = {
+            name: each for name, each in self._module.named_parameters() if each.grad is not None
+        }
+        for name, weight in weights.items():
+            self._computed.add(name, weight.grad.to_dense())
+        buffers = {name: each for name, each in self._module.named_buffers() if name in self._values}
+        self._computed.buffers = _snapshot(buffers)
+        self.verdict.steps += 1
+        self._compare_gradients()
+        self._micro_batches = []
+        names = {id(each): name for name, each in weights.items()}
+        self._compare_options(optimizer, names)
+        self._compare_update(optimizer, weights)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Ends the training after the last recorded step."""
+        ended = len(self._micro_batches) in (0, self.recording.accumulate)  # 0 unless a gradient overflowed
+        trainer.should_stop = ended and self.number == self.recording.steps
+
+    def _add(self, kind: Kind, share: float, text: str, key: str = "") -> None:
+        """Adds what was compared. Only the first fault of each kind and key is kept in a step."""
+        self.verdict.record(kind, share)
+        if not share <= 1 and (kind, key) not in self._faults:
+            self._faults.add((kind, key))
+            self.verdict.findings.append(Finding(self.number, kind, text, share))
+
+    # Losses, gradients and buffers
+    def _compare_gradients(self) -> None:
+        script, module = Computed(), self._computed
+        device = self._trainer.strategy.root_device
+        script.losses = [loss.to(device) for loss in self.step.losses]
+        for name, value in self._values.items():
+            if value.gradient is not None:
+                script.add(name, value.gradient.to(device).to_dense())
+            elif not value.is_weight:
+                script.buffers[name] = value.after.to(device)
+        self.verdict.values_in_all += sum(each.numel() for each in module.gradients.values())
+        self.verdict.replayed += 1
+        if identical(script, module):
+            self.verdict.identical += 1
+            self.verdict.values += sum(each.numel() for each in module.gradients.values())
+            return
+        compared = [*compare(script, module, self._exact(), self._copy.lowest)]
+        if not self._draws_alike and any(each.share > 1 for each in compared):
+            self.verdict.not_judged["losses, gradients and buffers"] = (
+                f"the module draws other random numbers than the script in step {self.number}"
+            )
+            return
+        for each in compared:
+            if each.kind == "replayed gradient" and each.tolerance < VISIBLE:
+                self.verdict.values += each.elements
+            self._add(each.kind, each.share, self._describe(each, script))
+
+    def _exact(self) -> Computed:
+        """Returns the step in float64, with what clipping and hooks have made of its gradients."""
+        module = self._computed
+        arguments: Any = (self._micro_batches, set_random_state, 1.0, 1.0, lambda *_: [])
+        with random_state_kept():
+            low, exact = self._copy.compute(*arguments), self._copy.compute(*arguments, exact=True)
+        for name in exact.gradients.keys() & module.gradients.keys():
+            actual, raw = module.gradients[name].double(), low.gradients[name].double()
+            factor = actual.norm() / raw.norm().clamp(min=1e-300)
+            exact.gradients[name] = actual + factor * (exact.gradients[name] - raw)
+            exact.summands[name] = exact.summands[name] * factor
+        return exact
+
+    def _describe(self, each: Compared, script: Computed) -> str:
+        what = f"the script's {each.kind.removeprefix('replayed ')} of {each.name}"
+        if each.error == math.inf:
+            return f"{what} is missing in the {'module' if each.name in script.gradients else 'script'}"
+        why = ""
+        if each.share > 1 and each.kind == "replayed loss":
+            number = int(each.name.split()[-1]) - 1
+            why = explain_loss(script.losses[number], self._computed.losses[number], self.step)
+        elif each.share > 1 and each.kind == "replayed gradient":
+            before = self._before[each.name].gradient if self._before else None
+            why = explain_gradient(script.gradients[each.name], self._computed.gradients[each.name], before)
+        return f"{what} is off by {each.error:.2g} of its norm (tolerance {each.tolerance:.1e})" + (why and f"; {why}")
+
+    # The optimizer
+    def _compare_options(self, optimizer: Any, names: Mapping[int, str]) -> None:
+        for group in optimizer.param_groups:
+            module = options_of(group)
+            for name in (names[id(each)] for each in group["params"] if id(each) in names):
+                script = self._values[name].options
+                for key in module.keys() & script.keys():
+                    own, other = module[key], script[key]
+                    agrees = len(own) == len(other) and all(map(partial(math.isclose, rel_tol=1e-6), own, other))
+                    text = f"{key} of {name} is {_shown(own)} in the module, and {_shown(other)} in the script"
+                    if key == "lr" and self.recording.skipped:
+                        self.verdict.not_judged["learning rates"] = "the script has left out steps for overflow"
+                        continue
+                    if key == "lr":
+                        text += self._explain_rate(name, (own[0], other[0]))
+                    self._add("options", 0.0 if agrees else math.inf, text, key)
+
+    def _explain_rate(self, name: str, rates: tuple[float, float]) -> str:
+        before, self._rates[name] = self._rates.get(name, rates), rates
+        stepped = [who for who, now, then in zip(("module", "script"), rates, before, strict=True) if now != then]
+        return f", because only the {stepped[0]} steps its scheduler after this step" if len(stepped) == 1 else ""
+
+    def _compare_update(self, optimizer: Any, weights: Mapping[str, Any]) -> None:
+        """Compares the script's update of each weight with the one that the module's optimizer makes from the script's
+        weight, gradient and state."""
+        updated: list[str] = []
+        for name, weight in weights.items():
+            script, state = self._values[name], self._state_for(optimizer, weight, name)
+            if script.gradient is not None and state is not None:
+                updated.append(name)
+                optimizer.state[weight] = state
+                weight.data.copy_(script.before)
+                weight.grad.copy_(script.gradient)
+        if not updated:
+            self.verdict.not_judged["updates"] = (
+                f"the state of the script's {self.recording.optimizer} is not that of {type(optimizer).__name__}"
+            )
+            return
+        before = [weights[name].detach().clone() for name in updated]
+        optimizer.step()
+        expected = [weights[name].detach() for name in updated]
+        actual = [self._values[name].after.to(weights[name]) for name in updated]
+        errors, moved = distances(actual, expected), distances(expected, before)
+        rounding = torch.finfo(expected[0].dtype).eps * norms(before)
+        shares = (errors / (UPDATE * moved + rounding + 1e-30)).nan_to_num(nan=math.inf)
+        worst = int(shares.argmax())
+        error = float(errors[worst] / moved[worst].clamp(min=1e-30))
+        text = f"the script's update of {updated[worst]} is off by {error:.2g} of its norm"
+        if type(optimizer).__name__ != self.recording.optimizer:
+            text += f"; the module uses {type(optimizer).__name__}, and the script {self.recording.optimizer}"
+        self._add("update", float(shares[worst]), text)
+
+    def _state_for(self, optimizer: Any, weight: Any, name: str) -> dict[str, Any] | None:
+        """Returns the script's state of a weight for the module's optimizer, or None if it has other entries."""
+        own, state = optimizer.state[weight], {**self._values[name].state}
+        if state and "step" in own:  # DeepSpeed's Adam counts steps elsewhere
+            state["step"] = torch.full_like(own["step"], self.number - 1)
+        if state and state.keys() != own.keys():
+            return None
+        return {key: value.to(own[key].device) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    # Data
+    def compare_batches(self, loader: Any) -> None:
+        """Compares the batches of the module's own loader with the script's, in order."""
+        epoch, own = None, iter(())
+        for number in range(1, self.recording.steps + 1):
+            step = self.recording.step(number)
+            if step.epoch != epoch:
+                epoch = step.epoch
+                set_random_state(step.order_state)
+                own = iter(loader)
+            for part, batch in enumerate(step.batches, 1):
+                why = explain_batch(batch, next(own, None))
+                share = math.inf if why else 0.0
+                self.verdict.record("batch", share)
+                if why:
+                    text = f"micro-batch {part} of the module's own loader: {why}"
+                    self.verdict.findings.append(Finding(number, "batch", text, share))
+                    return
+
+
+class Batches:
+    """Yields the script's micro-batches. Each iteration yields those of the next epoch of the script."""
+
+    def __init__(self, recording: Recording):
+        self._recording, self._next = recording, 1
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = None
+        while self._next <= self._recording.steps:
+            step = self._recording.step(self._next)
+            if epoch not in (None, step.epoch):
+                return
+            epoch, self._next = step.epoch, self._next + 1
+            yield from step.batches
+
+
+def check_script(
+    recording: Recording,
+    module: Any,
+    datamodule: Any = None,
+    renames: Mapping[str, str] | None = None,
+    own_data: bool = False,
+    max_steps: int = 0,
+) -> Verdict:
+    """Compares a module's steps with the recorded ones. Returns the verdict.
+
+    Args:
+        recording: The script's steps.
+        module: The module.
+        datamodule: Its data module, or None.
+        renames: The prefix that replaces each prefix of the script's names of weights.
+        own_data: Whether to compare the batches of the module's own loader too.
+        max_steps: Length of the training for schedules that depend on it. The default is the recorded steps.
+
+    Raises:
+        UsageError: If the module's weights do not match, or its optimizers cannot be compared.
+    """
+    check, source = ScriptCheck(recording, renames or {}), datamodule or module
+    load: Callable[[], Any] = source.train_dataloader
+
+    def train_dataloader() -> Batches:
+        if own_data:
+            with random_state_kept():
+                check.compare_batches(load())
+        return Batches(recording)
+
+    source.train_dataloader = train_dataloader
+    trainer = Trainer(
+        accelerator=recording.device if recording.device == "cpu" else "auto",
+        devices=1,
+        precision=recording.precision,  # pyright: ignore[reportArgumentType]
+        accumulate_grad_batches=recording.accumulate,
+        gradient_clip_val=recording.gradient_clip_val or None,
+        max_steps=max(max_steps, recording.steps),
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[check],
+    )
+    fit(trainer, module, datamodule)
+    check.verdict.engine = f"{type(module).__name__} and {recording.model} of the script"
+    return check.verdict
+
+
+def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _shown(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)

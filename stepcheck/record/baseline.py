@@ -1,0 +1,118 @@
+"""Saves what the audited steps of a script have computed, and compares a later run with it.
+
+Two runs of one script may drift apart, because rounding errors accumulate. So gradients are compared only as long as
+both runs have the same weights, bit by bit, and the first step after which the weights differ is named. If the
+gradients of that step were the same bit by bit, its updates were not.
+"""
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepcheck.bounds import EXACT, SIGMAS
+from stepcheck.judge import Judge, Step
+from stepcheck.sketch import K
+from stepcheck.verdict import Finding
+
+KERNELS = 64.0
+"""Error of a gradient, in units of roundoff, that other kernels of another machine or release may cause."""
+
+SMALL = 1e-3
+"""Share of the norm of all gradients that is added to the norm of one, which may nearly cancel."""
+
+PACKAGES = ("torch", "deepspeed", "lightning", "accelerate", "transformers", "numpy")
+
+
+class Baseline:
+    """The steps of all audits of a process."""
+
+    def __init__(self, file: str, compare: bool, command: str):
+        """Begins to save, or reads what was saved if `compare` is true."""
+        self.file, self.compare = Path(file), compare
+        self.about = {"command": command, "machine": f"{platform.node()}, {platform.machine()}", **_versions()}
+        saved: Any = torch.load(file, weights_only=True) if compare else {"audits": []}
+        self.changed = {
+            what: f"{saved['about'].get(what)} in the baseline, {now} here"
+            for what, now in self.about.items()
+            if compare and saved["about"].get(what) != now
+        }
+        self.audits: list[dict[int, dict[str, Any]]] = saved["audits"]
+        self._begun = 0  # audits
+
+    def audit(self) -> "AuditBaseline":
+        """Returns the part of the next audit."""
+        self._begun += 1
+        if len(self.audits) < self._begun:
+            self.audits.append({})
+        return AuditBaseline(self.audits[self._begun - 1], self.compare, self.changed)
+
+    def write(self) -> None:
+        """Writes the file, unless it was read."""
+        if not self.compare:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"about": self.about, "audits": self.audits}, self.file)
+
+
+class AuditBaseline:
+    """The steps of one audit."""
+
+    def __init__(self, steps: dict[int, dict[str, Any]], compare: bool, changed: dict[str, str]):
+        self.steps, self.compare, self.changed = steps, compare, changed
+        self.drifts = False  # whether the weights have differed
+        self.same_gradients = False  # in the step before, bit by bit
+
+    def judge(self, judge: Judge, step: Step) -> list[Finding]:
+        """Saves a step, or compares it. All ranks do the same."""
+        weights = step.sums["reference"] / judge.weight_replicas[:, None]
+        own = {
+            "names": judge.view.row_names,
+            "gradients": judge.expected,
+            "deviations": judge.deviation,
+            "weights": weights,
+        }
+        if not self.compare:
+            self.steps[step.number] = own
+            return []
+        judge.verdict.notes.update({f"{what} has changed": how for what, how in self.changed.items()})
+        saved = self.steps.get(step.number)
+        if saved is None or saved["names"] != own["names"]:
+            why = "does not have it" if saved is None else "has other weights"
+            judge.verdict.not_judged[f"step {step.number} against the baseline"] = f"the baseline {why}"
+            return []
+        return [judge.finding(step.number, kind, text, share) for kind, text, share in self._compare(judge, own, saved)]
+
+    def _compare(self, judge: Judge, own: dict[str, Any], saved: dict[str, Any]) -> Iterator[Any]:
+        names, sizes = own["names"], saved["weights"].norm(dim=1)
+        errors = (own["weights"] - saved["weights"]).norm(dim=1)
+        if self.drifts or (errors > EXACT * K * sizes).any():
+            worst = int((errors / sizes.clamp(min=1e-30)).argmax())
+            how = f"by {float(errors[worst] / sizes[worst].clamp(min=1e-30)):.1e} of the norm of {names[worst]}"
+            if self.same_gradients and not self.drifts and errors[worst] > 4 * judge.optimizer_unit * sizes[worst]:
+                yield "update", f"the last update differs from the baseline's, {how}; its gradients were the same", 2.0
+            elif not self.drifts:
+                judge.verdict.notes["weights drift from the baseline"] = f"from the start of this step on, {how}"
+            self.drifts = True
+            return
+        size = saved["gradients"].norm(dim=1) + SMALL * float(saved["gradients"].norm())
+        tolerances = SIGMAS * (own["deviations"] + saved["deviations"]) + (KERNELS * judge.unit * size)[:, None]
+        errors = (own["gradients"] - saved["gradients"]).abs()
+        self.same_gradients = bool((errors <= EXACT * size[:, None]).all())
+        shares = (errors / tolerances).amax(1).nan_to_num(nan=torch.inf)
+        worst = int(shares.argmax())
+        if shares[worst] > 1:
+            error = float(errors[worst].norm() / size[worst])
+            text = f"the gradient of {names[worst]} differs from the baseline's by {error:.2g} of its norm"
+            yield "gradient", f"{text}, from the same weights", float(shares[worst])
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        if package in sys.modules:
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -1,0 +1,128 @@
+"""`stepcheck script`: the command."""
+
+import argparse
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stepcheck.lightning.case import PARTS, UserClasses
+from stepcheck.lightning.module import require_lightning
+from stepcheck.report import write_json, write_junit
+from stepcheck.run import positive
+from stepcheck.usage import UsageError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of `stepcheck script`."""
+    parser = commands.add_parser(
+        "script",
+        allow_abbrev=False,
+        help="compare an old script's steps with those of your LightningModule",
+        description="Runs a training script once, unchanged, and records its first optimizer steps. Then a "
+        "LightningModule computes each step from the script's weights, batches and random numbers, on one process. "
+        "Exit code 0: all steps agree; 1: a step differs, or cannot be judged.",
+        epilog="example: stepcheck script 'old_train.py --lr 0.1' my_module.py:MyModule --module.width 64",
+    )
+    add = parser.add_argument
+    add("script", metavar="'SCRIPT ARGS'", help="the script and its arguments, in quotes")
+    add("module", metavar="FILE.py:MODULE", help="the LightningModule; --module.NAME VALUE sets its arguments")
+    add("--datamodule", metavar="FILE.py:DATA", help="its data module; --datamodule.NAME VALUE sets its arguments")
+    add("--steps", type=positive, default=20, metavar="N", help="number of steps (default: 20)")
+    add("--max_steps", type=positive, default=0, metavar="N", help="length of the training, if the schedule needs it")
+    add("--rename", nargs="+", default=[], metavar="OLD=NEW", help="replace prefixes of the script's weight names")
+    add("--own_data", action="store_true", help="compare the batches of the module's own loader too")
+    add("--json", type=Path, metavar="FILE", help="write the verdict")
+    add("--junit", type=Path, metavar="FILE", help="write the verdict for a CI system")
+    parser.set_defaults(run=run, sections=PARTS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compares the script with the module. Returns the exit code."""
+    for flag in ("json", "junit"):
+        file = getattr(options, flag)
+        if file is not None and file.is_dir():
+            raise UsageError(f"--{flag}: {file} is a folder; give a file")
+    verdict = _compare(options)
+    for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
+        print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")
+    passed = verdict.outcome == "agrees"
+    print(f"stepcheck script: {verdict.outcome}: {verdict.engine}: {verdict}", flush=True)
+    result = {
+        "passed": passed,
+        "exit_code": 0 if passed else 1,
+        "command": ["stepcheck", *sys.argv[1:]],
+        "engines": [{**verdict.as_dict(), "passed": passed, "summary": str(verdict)}],
+    }
+    if options.json:
+        write_json(options.json, result)
+    if options.junit:
+        write_junit(options.junit, result)
+    return result["exit_code"]
+
+
+def _compare(options: argparse.Namespace) -> Any:
+    script = _words(options.script)
+    renames = dict(each.split("=", 1) for each in options.rename if "=" in each)
+    if len(renames) < len(options.rename):
+        raise UsageError("--rename: give OLD=NEW, each old prefix once")
+    classes = {"module": options.module, **options.more}
+    if options.datamodule:
+        classes["datamodule"] = options.datamodule
+    require_lightning()
+    from stepcheck.lightning import user_classes, user_code
+
+    given = UserClasses(classes, {})
+    user_classes.check_exist(given)
+    user_classes.check_classes(given, needs_data=options.own_data)
+    with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
+        recording = record(script, options.steps, Path(folder))
+        from stepcheck.lightning.script import check_script
+
+        module, datamodule = (user_classes.instance(part, given) for part in PARTS)
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        try:
+            return check_script(recording, module, datamodule, renames, options.own_data, options.max_steps)
+        except Exception as error:
+            if isinstance(error, UsageError) or not user_code.where(error):
+                raise
+            raise UsageError(f"{user_code.where(error)}{type(error).__name__}: {error}") from error
+
+
+def record(script: list[str], steps: int, folder: Path) -> Any:
+    """Runs a script, with its arguments, and records its first optimizer steps into a folder. Returns the recording.
+
+    Raises:
+        UsageError: If the script fails, or cannot be recorded.
+    """
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # calls within compiled functions cannot be recorded
+    if "deepspeed" in Path(script[0]).read_text(errors="replace"):  # which uses MPI where these are missing
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        environment = {**rank, **environment}
+    command = [sys.executable, "-m", "stepcheck.record.recorder", str(folder), str(steps), *script]
+    code = subprocess.run(command, env=environment).returncode
+    from stepcheck.record.recorder import REFUSED
+    from stepcheck.record.steps import Recording
+
+    recording, refused = Recording.read(folder), folder / REFUSED
+    if refused.is_file():
+        raise UsageError(f"{script[0]}: {refused.read_text()}")
+    if code:
+        raise UsageError(f"{script[0]} has failed with exit code {code}")
+    if recording is None:
+        raise UsageError(f"{script[0]} has ended without an optimizer step")
+    return recording
+
+
+def _words(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{text}: {str(error).lower()}") from error
+    if not words or not Path(words[0]).is_file():
+        raise UsageError(f"SCRIPT: {words[0] if words else 'it'} is not a file")
+    return words

@@ -1,0 +1,61 @@
+"""Says what makes the values of a module differ from those of a script."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from stepcheck.record.steps import Step, samples_in, tensors_in
+
+CONSTANT = 0.02
+"""Largest error of a value that counts as explained, relative to its norm."""
+
+
+def explain_loss(script: Tensor, module: Tensor, step: Step) -> str:
+    """Returns what the factor between two losses means."""
+    factor, parts, samples = float(module / script), len(step.batches), samples_in(step.batches[0])
+    causes = {
+        1 / samples: "a sum over the samples in the script, a mean in the module",
+        samples: "a mean over the samples in the script, a sum in the module",
+        1
+        / parts: f"either the script does not divide its loss by its {parts} micro-batches, or the module divides its "
+        "loss, which Lightning divides too",
+    }
+    for known, text in causes.items():
+        if known != 1 and math.isclose(factor, known, rel_tol=CONSTANT):
+            return text
+    return f"the module has {factor:.3g} times the script's"
+
+
+def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> str:
+    """Returns what the difference of two gradients means, or an empty string. `before` is the script's gradient in the
+    previous step."""
+    script, module = script.double(), module.double()
+    if before is not None and _explains(script - before.to(script), module):
+        return "the script adds the gradient of the previous step, because a call of zero_grad is missing"
+    factor = float((module * script).sum() / script.square().sum().clamp(min=1e-300))
+    return f"the module has {factor:.3g} times the script's" if _explains(factor * script, module) else ""
+
+
+def explain_batch(script: object, module: object) -> str:
+    """Returns how the module's batch differs from the script's, or an empty string if they are equal bit by bit."""
+    pairs = tensors_in(script), tensors_in(module)
+    shapes = [[tuple(each.shape) for each in batch] for batch in pairs]
+    if shapes[0] != shapes[1]:
+        return f"shapes {shapes[1]} in the module, {shapes[0]} in the script"
+    for one, other in zip(*pairs, strict=True):
+        x, y = one.cpu().double(), other.cpu().double()
+        if torch.equal(x, y):
+            continue
+        spread = x - x.mean()
+        slope = float((spread * y).sum() / spread.square().sum().clamp(min=1e-300))  # of the line that fits best
+        shift = float(y.mean() - slope * x.mean())
+        if other.is_floating_point() and _explains(slope * x + shift, y):
+            line = f"{slope:.4g} times the script's plus {round(shift, 6):g}"
+            return f"the module's values are {line}, so the normalisation differs"
+        return "the samples or their order differ"
+    return ""
+
+
+def _explains(value: Tensor, expected: Tensor) -> bool:
+    return float((value - expected).norm()) <= CONSTANT * float(expected.norm())

@@ -1,0 +1,227 @@
+"""Runs a training script unchanged and records its first optimizer steps: `python -m stepcheck.record.recorder FOLDER
+STEPS SCRIPT [ARGUMENT ...]`. Needs torch only."""
+
+import gc
+import runpy
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
+
+from stepcheck.attach import find_model
+from stepcheck.record.steps import Recording, Step, Value, options_of, tensors_in
+from stepcheck.replay.random_state import random_state
+
+FETCHED_AHEAD = 64
+"""Most batches that a script may hold before it trains on them. Accelerate (1.15) fetches one batch ahead, and
+transformers (5.3) fetches all batches of a step."""
+
+REFUSED = "refused.txt"
+"""File in the recording's folder that says why a script cannot be recorded."""
+
+MIXED = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
+TRUE = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "64-true"}
+
+
+class RecordingEnded(BaseException):
+    """Ends the script. A script may catch every Exception."""
+
+
+class Refused(RecordingEnded):
+    """Ends a script that cannot be recorded."""
+
+
+class Recorder:
+    """Records the optimizer steps of the script that runs in this process."""
+
+    def __init__(self, folder: Path, steps: int):
+        self.recording, self.steps = Recording(folder), steps
+        self._optimizer: Any = None
+        self._model: Any = None
+        self._step: Step | None = None
+        self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batches, with their epoch, and the
+        # random state before it
+        self._iterators = 0
+        self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
+        self._before: Any = None  # random state before the first module call since the last backward pass
+        self._buffers: dict[int, Tensor] = {}  # before the step, by id
+        self._unscaled: Tensor | None = None  # the loss before GradScaler scaled it
+
+    def install(self) -> None:
+        """Wraps the functions of torch whose calls are recorded."""
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        register_module_forward_pre_hook(self._before_forward)
+        _around(Tensor, "backward", self._backward)
+        _around(DataLoader, "__iter__", self._iterate)
+        _around(torch.amp.GradScaler, "scale", self._scale)
+        _around(torch.amp.GradScaler, "step", self._scaler_step)
+        for module in (nn.utils, nn.utils.clip_grad):
+            _around(module, "clip_grad_norm_", self._clip)
+
+    def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
+        state, epoch = random_state(), self._iterators
+        self._iterators += 1
+        return self._keep_batches(iterate(loader), epoch, state)
+
+    def _keep_batches(self, batches: Iterator[Any], epoch: int, state: Any) -> Iterator[Any]:
+        for batch in batches:
+            self._fetched.append((_copied(batch), epoch, state))
+            yield batch
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._before is None:
+            self._before = random_state()
+            self._note_precision(module)
+        self._seen += [tensor.detach() for tensor in tensors_in(inputs)]
+        for buffer in module.buffers() if self._step is None else ():
+            self._buffers.setdefault(id(buffer), _copied(buffer))
+
+    def _note_precision(self, module: nn.Module) -> None:
+        weight = next(module.parameters(), torch.zeros(()))
+        if torch.is_autocast_enabled(weight.device.type):
+            self.recording.precision = MIXED[torch.get_autocast_dtype(weight.device.type)]
+        elif weight.dtype in TRUE:
+            self.recording.precision = TRUE[weight.dtype]
+
+    def _scale(self, scale: Any, scaler: Any, outputs: Any) -> Any:
+        self._unscaled = outputs
+        return scale(scaler, outputs)
+
+    def _scaler_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if self._step is not None:  # gradients overflowed
+            self._step, self.recording.skipped = None, self.recording.skipped + 1
+        return result
+
+    def _clip(self, clip: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        self.recording.gradient_clip_val = float(max_norm)
+        return clip(parameters, max_norm, *args, **kwargs)
+
+    def _backward(self, backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        batch, epoch, state = self._trained_on()
+        if self._step is None:
+            self._step = Step(epoch, state)
+            if self._model is not None:
+                self._keep_values(self._step)
+        self._step.batches.append(batch)
+        self._step.states_after.append(random_state())
+        self._step.states.append(self._before or self._step.states_after[-1])
+        self._step.losses.append(_copied(loss if self._unscaled is None else self._unscaled))
+        try:
+            return backward(loss, *args, **kwargs)
+        finally:  # activation checkpointing calls modules again in the backward pass
+            self._before, self._unscaled, self._seen = None, None, []
+
+    def _trained_on(self) -> tuple[Any, int, Any]:
+        """Returns the oldest fetched batch of which a module has received a tensor, or else the last one."""
+        if not self._fetched:
+            raise Refused("its loop must take its batches from a torch DataLoader")
+        while len(self._fetched) > 1 and not self._was_seen(self._fetched[0][0]):
+            self._fetched.popleft()
+        return self._fetched[0]
+
+    def _was_seen(self, batch: Any) -> bool:
+        return any(_is_same(tensor, seen) for tensor in tensors_in(batch) for seen in self._seen)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        step, recording = self._step, self.recording
+        if self._optimizer not in (None, optimizer):
+            raise Refused("it has several optimizers, and the module has one: compare each part separately")
+        if step is None or any(map(callable, (*args[1:], kwargs.get("closure")))):
+            raise Refused("it must call loss.backward() before optimizer.step(), without a closure")
+        if self._model is None:
+            self._optimizer, self._model = optimizer, model_of(optimizer)
+            recording.model, recording.optimizer = type(self._model).__name__, type(optimizer).__name__
+            recording.device = next(self._model.parameters()).device.type
+            recording.accumulate = len(step.batches)
+            self._keep_values(step)
+        if len(step.batches) != recording.accumulate:
+            counts = f"{recording.accumulate} and {len(step.batches)}"
+            raise Refused(f"its steps have {counts} micro-batches: give all steps the same number")
+        options = {id(each): options_of(group) for group in optimizer.param_groups for each in group["params"]}
+        for name, parameter in self._model.named_parameters():
+            value = step.values[name]
+            value.gradient, value.options = _copied(parameter.grad), options.get(id(parameter), {})
+            value.state = _copied(dict(optimizer.state.get(parameter, {})))
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        step, self._step = self._step, None
+        assert step is not None
+        for name, tensor in _tensors(self._model).items():
+            step.values[name].after = _copied(tensor)
+        self.recording.add(step)
+        if self.recording.steps == self.steps:
+            raise RecordingEnded
+
+    def _keep_values(self, step: Step) -> None:
+        for name, tensor in _tensors(self._model).items():
+            before = _copied(tensor) if id(tensor) not in self._buffers else self._buffers[id(tensor)]
+            step.values[name] = Value(isinstance(tensor, nn.Parameter), before, before)
+        self._buffers = {}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def main() -> int:
+    """Records the first optimizer steps of a script. Returns the exit code."""
+    folder, steps, script, *arguments = sys.argv[1:]
+    recorder = Recorder(Path(folder), int(steps))
+    recorder.install()
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))  # as Python does when it runs a script
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except Refused as why:
+        Path(folder, REFUSED).write_text(str(why))
+    except RecordingEnded:
+        pass
+    return 0
+
+
+def model_of(optimizer: Any) -> nn.Module:
+    """Returns the largest module that holds all parameters of an optimizer, without wrappers around it."""
+    root = find_model(optimizer)
+    own = {id(parameter) for parameter in root.parameters()}
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    holders = [each for each in modules if own <= {id(parameter) for parameter in each.parameters()}]
+    return max(holders, key=lambda each: (len([*each.parameters()]), -len([*each.modules()])), default=root)
+
+
+def _around(owner: Any, name: str, call: Any) -> None:
+    """Makes a function of `owner` call `call` with the function and its arguments."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    setattr(owner, name, replaced)
+
+
+def _copied(nested: Any) -> Any:
+    """Copies tensors to the CPU. Mappings of other libraries become dictionaries."""
+    if isinstance(nested, Mapping):
+        return {key: _copied(value) for key, value in nested.items()}
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), nested)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.cpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

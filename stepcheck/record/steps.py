@@ -1,0 +1,130 @@
+"""The optimizer steps that were recorded of a script, on the CPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from stepcheck.usage import UsageError
+
+OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "rho", "amsgrad")
+"""Options of torch's optimizers that change an update."""
+
+
+@dataclass
+class Value:
+    """A weight or a buffer in a step."""
+
+    is_weight: bool
+    before: Tensor
+    after: Tensor
+    gradient: Tensor | None = None  # as the optimizer receives it
+    options: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of its parameter group
+    state: dict[str, Any] = field(default_factory=dict)  # of the optimizer, before the step
+
+
+@dataclass
+class Step:
+    """A step. Its lists have an item for each micro-batch."""
+
+    epoch: int  # number of loader iterators that the script made before the iterator of this step
+    order_state: Any  # state of the random generators before this iterator was made
+    values: dict[str, Value] = field(default_factory=dict)  # of the model, by name
+    batches: list[Any] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)  # of the random generators before each forward pass
+    states_after: list[Any] = field(default_factory=list)  # and before each backward pass
+    losses: list[Tensor] = field(default_factory=list)  # that backward passes start from, without a loss scale
+
+
+@dataclass
+class Recording:
+    """The recorded steps in a folder, and what they have in common."""
+
+    folder: Path
+    model: str = ""  # name of the class of the script's model
+    optimizer: str = ""  # and of its optimizer
+    device: str = "cpu"
+    precision: str = "32-true"  # in Lightning's words
+    gradient_clip_val: float = 0.0  # max_norm of clip_grad_norm_, or 0 if the script does not call it
+    accumulate: int = 0  # micro-batches per step
+    steps: int = 0
+    skipped: int = 0  # steps that GradScaler left out, because a gradient overflowed
+
+    def step(self, number: int) -> Step:
+        """Reads a step, from 1. The file may hold objects of any class, because the script has run on this machine."""
+        return torch.load(self.folder / f"{number}.pt", weights_only=False)
+
+    def add(self, step: Step) -> None:
+        """Writes the next step."""
+        self.steps += 1
+        torch.save(step, self.folder / f"{self.steps}.pt")
+        torch.save(self, self.folder / "recording.pt")
+
+    @staticmethod
+    def read(folder: Path) -> "Recording | None":
+        """Returns the recording in a folder, or None if no step was recorded."""
+        file = folder / "recording.pt"
+        return torch.load(file, weights_only=False) if file.is_file() else None
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Returns the options of a parameter group that change an update, each as numbers."""
+    found = {key: group[key] for key in OPTIONS if group.get(key) is not None}
+    return {
+        key: tuple(float(each) for each in (value if isinstance(value, (tuple, list)) else [value]))
+        for key, value in found.items()
+    }
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Returns the tensors in nested lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def samples_in(batch: Any) -> int:
+    """Returns the number of samples in a batch: the length of its longest tensor."""
+    return max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=1)
+
+
+def same_random_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether torch has drawn the same random numbers."""
+    return all(torch.equal(one[key], other[key]) for key in ("torch", "cuda") if key in one and key in other)
+
+
+def match(script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]) -> dict[str, str]:
+    """Maps the names of the script's tensors to those of the module's. The names must be equal after prefixes were
+    replaced, and one prefix was added to all names. Otherwise tensors are matched by order, if their shapes agree.
+
+    Args:
+        script: The script's tensors by name.
+        module: The module's tensors by name.
+        renames: The prefix that replaces each prefix of the script's names.
+
+    Raises:
+        UsageError: If tensors do not match. The message names them.
+    """
+    renamed = {}
+    for name in script:
+        old = next((each for each in renames if name.startswith(each)), "")
+        renamed[name] = renames.get(old, "") + name.removeprefix(old)
+    names = dict(zip(script, module, strict=False))
+    first = next(iter(renamed.values()), "")
+    for prefix in (name.removesuffix(first) for name in module if name.endswith(first)):
+        if {prefix + new for new in renamed.values()} == {*module}:
+            names = {name: prefix + new for name, new in renamed.items()}
+    if len(script) == len(module) and all(script[name].shape == module[new].shape for name, new in names.items()):
+        return names
+    own = [f"{new} {tuple(script[name].shape)}" for name, new in renamed.items()]
+    other = [f"{name} {tuple(tensor.shape)}" for name, tensor in module.items()]
+    only = [
+        ", ".join([each for each in some if each not in others][:3]) or "no other tensor"
+        for some, others in ((own, other), (other, own))
+    ]
+    raise UsageError(
+        f"the script's model has {only[0]}, but the module has {only[1]}: use the same model in both, or map prefixes "
+        "of names with --rename OLD=NEW"
+    )

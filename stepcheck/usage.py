@@ -1,0 +1,35 @@
+"""Answers mistakes on the command line."""
+
+import difflib
+import textwrap
+from collections.abc import Iterable
+
+SHOWN = 20  # the most names that an error lists
+
+
+class UsageError(Exception):
+    """Raised if the command line, the configuration or its data is wrong. The message is one line that names the fault
+    and the fix."""
+
+    exit_code = 2
+
+
+def short(message: object, characters: int = 120) -> str:
+    """Returns the error message of a library as one line of at most `characters` characters."""
+    return textwrap.shorten(str(message), characters, placeholder=" ...")
+
+
+def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
+    """Returns half a sentence that suggests names for a misspelled `word`.
+
+    Args:
+        word: The misspelled name.
+        words: Names to choose from.
+        most: Largest number of names to suggest.
+        cutoff: Least similarity of a suggested name, from 0 to 1 (difflib).
+        otherwise: Returned if no name is similar. If it is empty, the first names of `words` are listed instead.
+    """
+    known = list(words)
+    if close := difflib.get_close_matches(word, known, most, cutoff):
+        return f"did you mean {' or '.join(close)}?"
+    return otherwise or f"choose from {', '.join(known[:SHOWN])}{', ...' if len(known) > SHOWN else ''}"

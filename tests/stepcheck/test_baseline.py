@@ -1,0 +1,72 @@
+"""`stepcheck run --save` and `--against`: what changes between two runs of a script is found where it begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepcheck.__main__ import main
+
+SCRIPT = ["tests/stepcheck/loop.py", "--steps", "4"]
+
+LOSS = """
+import torch.nn.functional as F
+real = F.cross_entropy
+F.cross_entropy = lambda *args, **more: real(*args, **more) * 1.0001
+"""
+OPTIMIZER = """
+import torch
+real = torch.optim.AdamW.__init__
+def init(self, params, lr=0.1, **more):
+    real(self, params, lr * 1.01, **more)
+torch.optim.AdamW.__init__ = init
+"""
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("baseline") / "new" / "before.pt"
+    assert main(["run", "--save", str(file), *SCRIPT]) == 0
+    return file
+
+
+@pytest.mark.parametrize(
+    ("plant", "environment", "finding", "note"),
+    [
+        ("", {}, "", ""),
+        ("", {"ATEN_CPU_CAPABILITY": "default"}, "", "weights drift from the baseline"),
+        (LOSS, {}, "step 1: the gradient of ", ""),
+        (OPTIMIZER, {}, "step 2: the last update differs from the baseline's, by ", ""),
+    ],
+)
+def test_a_later_run_against_a_baseline(
+    plant: str,
+    environment: dict[str, str],
+    finding: str,
+    note: str,
+    baseline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The plants stand for another release of torch. The audit alone does not find them. Other kernels are no fault."""
+    (tmp_path / "sitecustomize.py").write_text(plant)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    report = tmp_path / "verdict.json"
+    code = main(["run", "--against", str(baseline), "--json", str(report), *SCRIPT, "--clip", "0"])
+    engine: dict[str, Any] = json.loads(report.read_text())["engines"][0]
+    found = [f"step {each['step']}: {each['text']}" for each in engine["findings"]]
+    assert code == (1 if finding else 0), engine["summary"]
+    assert len(found) == (1 if finding else 0)
+    assert all(text.startswith(finding) for text in found)
+    assert note in engine["summary"]
+    assert "command has changed: tests/stepcheck/loop.py --steps 4 in the baseline" in engine["summary"]
+
+
+def test_a_missing_baseline_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["run", "--against", "missing.pt", *SCRIPT]) == 2
+    assert "--against: missing.pt is not a file" in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""`stepcheck script`: each mistake that a migration makes is found and named, and a script without mistakes agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from stepcheck.__main__ import main
+from stepcheck.lightning.case import UserClasses
+from stepcheck.record.command import record
+from stepcheck.record.steps import match
+from stepcheck.usage import UsageError
+from stepcheck.verdict import Verdict
+from tests.support.helpers import ROOT, of_test_all
+
+FOLDER = ROOT / "tests" / "users_code" / "scripts"
+SCRIPT, MODULE = str(FOLDER / "old_train.py"), f"{FOLDER / 'migrated.py'}:Migrated"
+WEIGHTS = 612
+
+TOGETHER = (
+    "step 1: weight_decay of model.body.0.bias is 0 in the module, and 0.1 in the script",
+    "the script adds the gradient of the previous step, because a call of zero_grad is missing",
+    "step 2: lr of model.body.0.weight is 0.009 in the module, and 0.01 in the script, because only the module steps",
+)
+UNDIVIDED = ("either the script does not divide its loss by its 2", "or the module divides its loss")
+
+
+def verdict_of(
+    script: Sequence[str],
+    folder: Path,
+    given: Mapping[str, str],
+    module: str = MODULE,
+    own_data: bool = False,
+    max_steps: int = 0,
+) -> Verdict:
+    """Returns the verdict on a module, trained in this process. `given` are its arguments."""
+    from stepcheck.lightning.script import check_script
+    from stepcheck.lightning.user_classes import instance
+
+    recording = record([*script], 4, folder)
+    options = {"module": module, **{f"module.{name}": value for name, value in given.items()}}
+    return check_script(recording, instance("module", UserClasses(options, {})), None, {}, own_data, max_steps)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "identical"),
+    [
+        ("--amp --accumulate 2 --clip 0.3 --recompute", {"recompute": "true"}, 4),
+        ("--dropout 0.2", {"dropout": "0.2"}, 4),
+    ],
+)
+def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], identical: int, tmp_path: Path):
+    verdict = verdict_of([SCRIPT, *flags.split()], tmp_path, given, own_data=True)
+    assert verdict.outcome == "agrees", str(verdict)
+    assert (verdict.steps, verdict.identical, verdict.values) == (4, identical, 4 * WEIGHTS)
+    assert {"batch", "options", "update"} <= verdict.shares.keys()
+    assert verdict.not_judged == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "outcome", "texts"),
+    [
+        ("--sum", {}, "different", ["a sum over the samples in the script, a mean in the module"]),
+        pytest.param("--accumulate 2 --undivided", {}, "different", UNDIVIDED, marks=of_test_all),
+        ("--accumulate 2", {"divided": "true"}, "different", UNDIVIDED),
+        ("--no_zero_grad --by_epoch --decay_all", {}, "different", TOGETHER),
+        ("--dropout 0.2", {}, "not judged", ["the module draws other random numbers than the script in step"]),
+        ("", {"scale": "0.5"}, "different", ["0.5 times the script's plus 0, so the normalisation differs"]),
+    ],
+)
+def test_mistakes_of_a_migration(
+    flags: str, given: Mapping[str, str], outcome: str, texts: Sequence[str], tmp_path: Path
+):
+    verdict = verdict_of([SCRIPT, *flags.split()], tmp_path, given, own_data="scale" in given)
+    assert verdict.outcome == outcome, str(verdict)
+    found = "\n".join([str(verdict), *map(str, verdict.findings)])
+    for text in texts:
+        assert text in found
+    assert ("update" in {finding.kind for finding in verdict.findings}) == ("--decay_all" in flags)
+
+
+@of_test_all
+@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+def test_scripts_of_other_libraries(library: str, tmp_path: Path):
+    """`make test-all` installs the libraries."""
+    pytest.importorskip(library)
+    file = FOLDER / f"with_{library}.py"
+    verdict = verdict_of([str(file)], tmp_path, {}, f"{file}:Migrated", max_steps=30)
+    assert verdict.outcome == "agrees", str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (f"{SCRIPT} --two_optimizers", "several optimizers"),
+        (f"{SCRIPT} --lbfgs", "without a closure"),
+        (f"{FOLDER / 'migrated.py'}", "without an optimizer step"),
+        (f"{SCRIPT} --unknown", "exit code 2"),
+    ],
+)
+def test_scripts_that_cannot_be_recorded(script: str, message: str, tmp_path: Path):
+    with pytest.raises(UsageError, match=message):
+        record(script.split(), 4, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py --lr 1", MODULE], "missing.py is not a file"),
+        (["'old.py", MODULE], "no closing quotation"),
+        ([SCRIPT, "missing.py:M"], "missing.py does not exist"),
+        ([SCRIPT, MODULE, "--lr", "1"], "--lr is not an option"),
+        ([SCRIPT, MODULE, "--rename", "a"], "--rename: give OLD=NEW"),
+        ([SCRIPT, MODULE, "--module.droput", "0"], "did you mean dropout?"),
+        ([SCRIPT, MODULE, "--junit", "."], "--junit: . is a folder"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["script", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The script calls `model` what the module calls `net`. Its first steps overflow, and are left out."""
+    script, module = tmp_path / "old.py", tmp_path / "new.py"
+    module.write_text(
+        "import torch\nfrom lightning.pytorch import LightningModule\n"
+        "class M(LightningModule):\n"
+        "    def __init__(self, out: int):\n"
+        "        super().__init__()\n"
+        "        self.net = torch.nn.ModuleDict({'b': torch.nn.Linear(2, out), 'a': torch.nn.Linear(2, 2)})\n"
+        "    def training_step(self, batch):\n"
+        "        return self.net['b'](self.net['a'](batch[0])).square().mean()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+    )
+    script.write_text(
+        "import torch\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.ModuleDict({'first': torch.nn.Linear(2, 2), 'second': torch.nn.Linear(2, 3)})\n"
+        "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**127, growth_interval=1000)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(8, 2))\n"
+        "for (x,) in torch.utils.data.DataLoader(data, batch_size=1):\n"
+        "    optimizer.zero_grad()\n"
+        "    scaler.scale(model['second'](model['first'](x)).square().mean() / 8 * 8).backward()\n"
+        "    scaler.step(optimizer)\n"
+        "    scaler.update()\n"
+    )
+    junit = tmp_path / "junit.xml"
+    arguments = ["script", str(script), f"{module}:M", "--module.out", "3", "--junit", str(junit)]
+    assert main(arguments) == 2
+    assert "the module has net.b.weight (3, 2)" in capsys.readouterr().err
+    code = main([*arguments, "--rename", "first=net.a", "second=net.b"])
+    output = capsys.readouterr().out
+    assert "5 steps audited, 3 skipped for overflow" in output
+    assert code == 0, output
+    assert ElementTree.parse(junit).getroot().attrib["failures"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("script", "module", "renames", "expected"),
+    [
+        ({"fc.weight": 2, "fc.bias": 3}, {"net.fc.bias": 3, "net.fc.weight": 2}, {}, ["net.fc.weight", "net.fc.bias"]),
+        (
+            {"0.weight": 2, "1.weight": 2},
+            {"b.weight": 2, "a.weight": 2},
+            {"0": "a", "1": "b"},
+            ["a.weight", "b.weight"],
+        ),
+        ({"0.weight": 2, "1.weight": 3}, {"a": 2, "b": 3}, {}, ["a", "b"]),
+        ({"fc.weight": 2}, {"fc.weight": 3}, {}, r"the script's model has fc.weight \(2,\), but .* fc.weight \(3,\)"),
+        ({"a": 2, "b": 2}, {"a": 2}, {}, r"has b \(2,\), but the module has no other tensor"),
+    ],
+)
+def test_weights_are_matched(
+    script: Mapping[str, int], module: Mapping[str, int], renames: Mapping[str, str], expected: list[str] | str
+):
+    tensors = [{name: torch.zeros(size) for name, size in each.items()} for each in (script, module)]
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=expected):
+            match(tensors[0], tensors[1], renames)
+    else:
+        assert [*match(tensors[0], tensors[1], renames).values()] == expected
