@@ -13,21 +13,19 @@ from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
 from stepcheck.engines import View, view_of
 from stepcheck.engines.view import Hook
-from stepcheck.judge import COLUMNS, Judge, Step
+from stepcheck.judge import Judge, Step
+from stepcheck.options import OptionsCheck
 from stepcheck.sketch import K, project
-from stepcheck.start import Start, plain
+from stepcheck.start import Start
+from stepcheck.totals import FAILED, Totals, everywhere
 from stepcheck.updates import UpdateCheck
 from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
-
-FAILED = 1e300
-"""Stands for a rank whose audit failed, in place of its largest share of a tolerance."""
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -72,16 +70,12 @@ class Audit:
         self._judge = Judge(view, self.verdict)
         self._updates = UpdateCheck(view)
         self._targets = {id(target.tensor): target for target in view.targets()}
-        self._given = {**view.given_options(), **(start.options_by_index(view) if start else {})}
-        self._columns = {name: self._zeros(width) for name, width in COLUMNS.items()}
-        self._contrasts = self._zeros(1)
-        for index, row in enumerate(view.rows):
-            self._contrasts[row] = _contrast(view.replica(index), view.gradient_replicas(index))
-        self._used: dict[int, Tensor] = {}  # sketches of the weights as first used in this step, by index
+        given = {**view.given_options(), **(start.options_by_index(view) if start else {})}
+        self._options = OptionsCheck(view, given)
+        self._totals = Totals(view)
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
         self._noted: list[tuple[Tensor, Callable[[], str]]] = []  # weights that the script may have rewritten
-        self._options: dict[int, dict[str, Any]] = {}
         self._last_audited = 0
         self._trains: bool | None = None  # whether the module was in training mode in the last step
         self._began = 0.0
@@ -101,7 +95,7 @@ class Audit:
         if replay is not None:
             replay.attach(self)
         self._undo = [*view.attach(self), *self._watch(), self._batch_norms.remove]
-        self.verdict.bytes = sum(each.numel() * each.element_size() for each in self._columns.values())
+        self.verdict.bytes = self._totals.bytes
 
     def __enter__(self) -> "Audit":
         return self
@@ -182,7 +176,7 @@ class Audit:
         if why := self.view.begin_micro_batch():
             return self.stop(f"step {self.step} and later steps", why)
         for index in self._in_turn() if not self.view.gathers else ():
-            self._saw_weight(index, self.view.parameters[index])
+            self._totals.saw_weight(index, self.view.parameters[index])
 
     @guarded
     def _before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
@@ -196,7 +190,7 @@ class Audit:
             if parameter is not self.view.parameters[index] and parameter.requires_grad:  # FSDP2's unsharded one
                 self._watch_gradient(index, parameter)
             if self._is_in_turn(index):
-                self._saw_weight(index, parameter)
+                self._totals.saw_weight(index, parameter)
 
     @guarded
     def begin(self) -> None:
@@ -214,7 +208,7 @@ class Audit:
         if self.replay is not None:
             self.replay.saw_gradient(index, gradient)
         view, row = self.view, self.view.rows[index]
-        expected, summands = self._columns["expected"], self._columns["summands"]
+        expected, summands = self._totals.columns["expected"], self._totals.columns["summands"]
         if view.starts_anew(index):
             expected[row], summands[row], self._counts[index] = 0.0, 0.0, 0
         earlier = view.accumulated(index)
@@ -233,23 +227,12 @@ class Audit:
         self._counts[index] = self._counts.get(index, 0) + 1
         self.micro_batches = max(self.micro_batches, self._counts[index])
         if self._is_in_turn(index):
-            self._saw_weight(index, parameter)
+            self._totals.saw_weight(index, parameter)
 
     @guarded
     def _after_backward(self) -> None:
         self._in_backward = False
         self.view.after_backward()
-
-    def _saw_weight(self, index: int, parameter: Any) -> None:
-        """Compares a weight, as a forward or backward pass uses it, with its first use in this step."""
-        if not parameter.numel():
-            return
-        sketch = project(parameter, exact=True)[:K].to(self.view.device)
-        if index not in self._used:
-            self._used[index] = sketch
-        else:
-            moved = self._columns["moved"][self.view.rows[index]]
-            torch.maximum(moved, (sketch - self._used[index]).abs().max(), out=moved)
 
     # A step
     def _begin_step(self) -> None:
@@ -260,16 +243,15 @@ class Audit:
             self._updates.forget()
         self._last_audited = self.step
         self._began = self._began or time.perf_counter()
-        for column in self._columns.values():
-            column.zero_()
-        self._used, self._counts = {}, {}
+        self._totals.begin_step()
+        self._counts = {}
         self._batches.begin_step()
         if self._trains and not self.view.module.training:
             self.add("state", 2.0, "the module is in evaluation mode, unlike in the step before")
         self._trains = self.view.module.training
         self.scale = self.view.loss_scale()
         self.view.begin_step()
-        reference = self._columns["reference"]
+        reference = self._totals.columns["reference"]
         for target in self._targets.values():
             flat = self.view.local(target.tensor).detach().reshape(-1)
             for part in target.parts:
@@ -288,7 +270,7 @@ class Audit:
         """Remembers the options of the parameter groups as the user and the schedule left them, before an engine that
         calls the optimizer itself."""
         if self.running:
-            self._options = {id(group): _options(group) for group in self.view.optimizer.param_groups}
+            self._options.before_step()
 
     @guarded
     def before_update(self, optimizer: Any) -> None:
@@ -300,13 +282,13 @@ class Audit:
         if not self.view.owns_step:
             self.scale = self.view.loss_scale()
         for index in self.view.foreign_gradients():
-            self._columns["foreign"][self.view.rows[index]] = 1
+            self._totals.columns["foreign"][self.view.rows[index]] = 1
         for index in self.view.trained:
-            self._columns["trained"][self.view.rows[index]] = 1
-        actual, square = self._columns["actual"], self._columns["square"]
+            self._totals.columns["trained"][self.view.rows[index]] = 1
+        actual, square = self._totals.columns["actual"], self._totals.columns["square"]
         clips = self.view.clip_limit() > 0
         for group in optimizer.param_groups:
-            self._compare_options(group)
+            self._options.compare(group, self._targets, not self.verdict.steps, self.add)
             for tensor in group["params"]:
                 target = self._targets.get(id(tensor))
                 if target is None and not self.view.owns_step:
@@ -349,39 +331,19 @@ class Audit:
         elif findings and len(self.verdict.findings) == len(findings) and self.view.ranks.rank == 0:
             print(f"stepcheck: {findings[0]}", flush=True)
 
-    def _compare_options(self, group: dict[str, Any]) -> None:
-        """Compares the options of a parameter group with those before the engine's step, and at the first step with
-        those that the user gave."""
-        for key, value in self._options.get(id(group), {}).items():
-            if group.get(key, value) != value:
-                self.add("options", 2.0, f"{key} is {group[key]} in the update and was {value} before the step")
-        if self.verdict.steps:
-            return
-        for tensor in group["params"]:
-            for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
-                for key, value in self._given.get(part.index, {}).items():
-                    if key in group and plain(group[key]) != plain(value):
-                        text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
-                        self.add("options", 2.0, text)
-
     def _judge_step(self, skipped: bool) -> list[Finding]:
         """Adds up what the ranks contribute, and returns the findings, which are the same on all ranks."""
         view, verdict = self.view, self.verdict
         self._batch_norms.compare(self.add)
         shares = [share.to(view.device) for _, share, _ in self._local]
         notes = [share.to(view.device) for share, _ in self._noted]
-        own = torch.stack([*shares, *notes]) if shares or notes else self._zeros(1)[:0, 0]
-        flat = self._sum_over_ranks(own[: len(shares)])
+        own = torch.stack([*shares, *notes]) if shares or notes else self._batches.fingerprints[:0]
+        flat = self._totals.over_ranks(own[: len(shares)], bool(self.error), self._batches.fingerprints)
         both = torch.cat([flat, own]).cpu()  # the only synchronisation of a step
         flat, shares, notes = both.split([len(flat), len(shares), len(notes)])
         shares = shares.nan_to_num(nan=torch.inf)
-        sums, at = {}, 0
-        for name, width in COLUMNS.items():
-            count = len(view.row_names) * width
-            sums[name] = flat[at : at + count].view(-1, width)
-            at += count
-        worst = flat[at : at + view.ranks.size].max()
-        verdict.notes |= self._batches.notes(self.step, flat[at + view.ranks.size :])
+        sums, worst, fingerprints = self._totals.split(flat)
+        verdict.notes |= self._batches.notes(self.step, fingerprints)
         if worst == FAILED:
             self.stop(f"step {self.step} and later steps", next(filter(None, self.everywhere(self.error))))
             return []
@@ -403,26 +365,6 @@ class Audit:
         verdict.training_seconds = time.perf_counter() - self._began
         return findings
 
-    def _sum_over_ranks(self, shares: Tensor) -> Tensor:
-        """Returns the sums of all columns over the ranks, followed by the largest of each rank's own shares of
-        tolerances, or FAILED, and the fingerprints of their batches."""
-        view, columns = self.view, self._columns
-        for index, sketch in self._used.items():
-            row = view.rows[index]
-            columns["used"][row] += sketch
-            columns["used_contrast"][row] += _contrast(view.ranks.rank, view.ranks.size) * sketch
-            columns["uses"][row] += 1
-        columns["contrast"].copy_(self._contrasts * columns["actual"])
-        worst = torch.zeros(view.ranks.size, dtype=torch.float64, device=view.device)
-        if self.error:
-            worst[view.ranks.rank] = FAILED
-        elif len(shares):
-            worst[view.ranks.rank] = shares.nan_to_num(nan=torch.inf).clamp(max=FAILED / 2).max()
-        flat = torch.cat([*(column.view(-1) for column in columns.values()), worst, self._batches.fingerprints])
-        if view.ranks.size > 1:
-            dist.all_reduce(flat)
-        return flat
-
     def _gather_local(self, shares: Tensor) -> list[Finding]:
         """Returns the findings that single ranks have made, of all ranks."""
         own = [
@@ -438,20 +380,13 @@ class Audit:
 
     def everywhere(self, own: Any) -> list[Any]:
         """Returns an object of each rank."""
-        everyone: list[Any] = [own]
-        if self.view.ranks.size > 1:
-            everyone = [None] * self.view.ranks.size
-            dist.all_gather_object(everyone, own)
-        return everyone
+        return everywhere(self.view.ranks.size, own)
 
     def _is_in_turn(self, index: int) -> bool:
         return (index + self.step) % self.weights_every == 0
 
     def _in_turn(self) -> Sequence[int]:
         return [index for index in range(len(self.view.parameters)) if self._is_in_turn(index)]
-
-    def _zeros(self, width: int) -> Tensor:
-        return torch.zeros(len(self.view.row_names), width, dtype=torch.float64, device=self.view.device)
 
 
 def audit(
@@ -489,12 +424,3 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called_modules(child)
     else:
         yield module
-
-
-def _contrast(replica: int, replicas: int) -> float:
-    """Returns the weight of a replica. The weights of all replicas differ and add up to 0."""
-    return (2 * replica - replicas + 1) / replicas
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if isinstance(value, (int, float, bool, tuple))}
