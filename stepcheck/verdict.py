@@ -20,6 +20,9 @@ Kind = Literal[
     "replayed loss",
     "replayed gradient",
     "replayed buffer",
+    "batch",
+    "schedule",
+    "counter",
 ]
 
 Outcome = Literal["agrees", "different", "not judged"]

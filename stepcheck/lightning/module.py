@@ -5,6 +5,7 @@ Imports neither torch nor Lightning: the ranks import them, and refuse what only
 
 import argparse
 import importlib.util
+import itertools
 import os
 import shlex
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 from stepcheck.accept.cases import ZERO
 from stepcheck.accept.launch import train_cases
 from stepcheck.accept.release import deepspeed_folder
-from stepcheck.lightning.case import PARTS, Case
+from stepcheck.lightning.case import PARTS, Case, UserClasses
 from stepcheck.report import aligned, write_json, write_junit
 from stepcheck.run import positive
 from stepcheck.usage import UsageError, nearest
@@ -108,47 +109,81 @@ def require_lightning() -> None:
 
 
 def plan(options: argparse.Namespace) -> list[Case]:
-    """Returns the cases. Raises UsageError if a flag is wrong, as far as this shows without importing torch."""
+    """Returns the cases of a command line. Raises UsageError if a flag is wrong."""
     require_lightning()
-    from stepcheck.lightning.deepspeed_file import read
-    from stepcheck.lightning.user_classes import check_exist, options_of_cli
+    from stepcheck.lightning.plain_data import load_value
+    from stepcheck.lightning.user_classes import options_of_cli
 
     if 0 < options.steps <= options.resume_at:
         raise UsageError(
             f"--resume_at {options.resume_at} must be from 1 to {options.steps - 1}, so that a step follows"
         )
-    classes = {"module": options.module, **({"datamodule": options.datamodule} if options.datamodule else {})}
-    classes |= {name: value for name, value in options.more.items() if name.partition(".")[0] in PARTS}
+    given, trainer = {"module": options.module}, {}
+    if options.datamodule:
+        given["datamodule"] = options.datamodule
+    for name, value in options.more.items():
+        section, _, rest = name.partition(".")
+        if section == "trainer":
+            trainer[rest] = load_value(value)
+        else:
+            given[name] = value
     files, from_files = {}, {}
     for file in options.config:
         of_file, files[file] = options_of_cli(file)
         from_files |= of_file
-    same: dict[str, Any] = {
-        "options": classes,
-        "files": files,
-        "ranks": options.devices or _default_ranks(),
-        "steps": options.steps,
-        "replayed": options.replay,
-        "seed": options.seed,
-        "resume_at": options.resume_at,
-        "trainer": _of_trainer(options.more),
-    }
-    given = {name: value for name in ("precision", "clip") if (value := getattr(options, name)) is not None}
+    return cases_of(
+        UserClasses(given, files),
+        options.strategies or (),
+        options.accumulate or (),
+        {name: value for name in ("precision", "clip") if (value := getattr(options, name)) is not None},
+        from_files,
+        ranks=options.devices or _default_ranks(),
+        steps=options.steps,
+        replayed=options.replay,
+        seed=options.seed,
+        resume_at=options.resume_at,
+        trainer=trainer,
+    )
+
+
+def cases_of(
+    classes: UserClasses,
+    strategies: Sequence[str],
+    accumulate: Sequence[int],
+    flags: Mapping[str, Any],
+    from_files: Mapping[str, Any],
+    **same: Any,
+) -> list[Case]:
+    """Returns a case for each strategy and each number of micro-batches.
+
+    Args:
+        classes: The user's classes.
+        strategies: Names of strategies, or files with configurations of DeepSpeed. The default is all of DeepSpeed.
+        accumulate: Numbers of micro-batches of a step. The default is what a file sets, or 1.
+        flags: Fields of a case that flags set, of those that a file may set too (MATHS).
+        from_files: Fields of a case that configurations of LightningCLI set. Flags override them.
+        **same: Other fields of all cases.
+
+    Raises:
+        UsageError: If the cases cannot be trained, as far as this shows without importing torch.
+    """
+    from stepcheck.lightning.deepspeed_file import read
+    from stepcheck.lightning.user_classes import check_exist
+
     cases = []
-    for accumulate in options.accumulate or [None]:
-        flags = given | ({"accumulate": accumulate} if accumulate else {})
-        for strategy in options.strategies or ([*ZERO] if deepspeed_folder() else ["ddp"]):
-            _check_strategy(strategy)
-            config, of_config = read(strategy) if strategy.endswith(".json") else ({}, {})
-            for name, value in of_config.items():
-                if flags.get(name, value) != value:
-                    raise UsageError(
-                        f"--strategies {strategy} sets {name} to {value}, not {flags[name]}: leave out one"
-                    )
-            maths = _checked(from_files | of_config | flags)
-            cases.append(Case(**same, **maths, strategy=strategy, config=config))
+    for parts, strategy in itertools.product(
+        accumulate or [None], strategies or ([*ZERO] if deepspeed_folder() else ["ddp"])
+    ):
+        _check_strategy(strategy)
+        given = {**flags, **({"accumulate": parts} if parts else {})}
+        config, of_config = read(strategy) if strategy.endswith(".json") else ({}, {})
+        for name, value in of_config.items():
+            if given.get(name, value) != value:
+                raise UsageError(f"--strategies {strategy} sets {name} to {value}, not {given[name]}: leave out one")
+        maths = _checked({**from_files, **of_config, **given})
+        cases.append(Case(classes.options, classes.files, strategy=strategy, config=config, **maths, **same))
     sys.path.append(os.getcwd())  # for PACKAGE.MODULE:NAME, as in the ranks
-    check_exist(cases[0])
+    check_exist(classes)
     return cases
 
 
@@ -171,13 +206,6 @@ def _checked(maths: Mapping[str, Any]) -> dict[str, Any]:
             meant = nearest(str(value), PRECISIONS) if name == "precision" else "it must be a number from 0 on"
             raise UsageError(f"{name} {value}: {meant}")
     return {name: MATHS[name](value) for name, value in maths.items()}
-
-
-def _of_trainer(more: Mapping[str, str]) -> dict[str, Any]:
-    from stepcheck.lightning.plain_data import load_value
-
-    options = {name.partition(".")[2]: value for name, value in more.items() if name.startswith("trainer.")}
-    return {name: load_value(value) for name, value in options.items()}
 
 
 def _default_ranks() -> int:

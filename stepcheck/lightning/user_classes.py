@@ -23,11 +23,11 @@ SECTIONS = {"model": "module", "data": "datamodule"}
 
 FROM_TRAINER = {
     "precision": "precision",
-    "gradient_clip_val": "gradient_clip_val",
+    "gradient_clip_val": "clip",
     "accumulate_grad_batches": "accumulate",
 }
-"""Options in the section `trainer` of a LightningCLI configuration that change the maths, and the options of the command
-line that do the same. The other options of that section are not read."""
+"""Options in the section `trainer` of a LightningCLI configuration that change the maths, and the fields of a case that
+they set. The other options of that section are not read."""
 
 ONE_OPTIMIZER = (
     "DeepSpeed steps its only optimizer itself: leave automatic_optimization on, and give all parameters to "
@@ -168,12 +168,12 @@ def _has_no_default(user_class: type, argument: str) -> bool:
 
 
 def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
-    """Trains a user's module with Lightning's Trainer, or continues training from a checkpoint. Raises UsageError for
-    manual optimization, several optimizers, or data that have no batch for each rank."""
+    """Trains a user's module, or continues its training from a checkpoint that this program has written. Raises
+    UsageError for manual optimization, several optimizers, or data that have no batch for each rank."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:
-        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=False if checkpoint else None)
     except RuntimeError as error:
         if "only supported with manual optimization" not in str(error):
             raise
