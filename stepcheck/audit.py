@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stepcheck.batch_norms import BatchNormCounts
+from stepcheck.batches import Batches
 from stepcheck.engines import View, view_of
 from stepcheck.engines.view import Hook
 from stepcheck.judge import COLUMNS, Judge, Step
@@ -81,10 +82,12 @@ class Audit:
         self._noted: list[tuple[Tensor, Callable[[], str]]] = []  # weights that the script may have rewritten
         self._options: dict[int, dict[str, Any]] = {}
         self._last_audited = 0
+        self._trains: bool | None = None  # whether the module was in training mode in the last step
         self._began = 0.0
         self._hooked: dict[int, Any] = {}  # handles of the hooks on parameters, by id of the parameter
         self._in_backward = False
-        self._batches = BatchNormCounts(view.module)
+        self._batch_norms = BatchNormCounts(view.module)
+        self._batches = Batches(view.ranks.rank, view.ranks.size, view.device)
         if self._updates.kind is None:
             self.verdict.not_judged["updates"] = (
                 f"{type(view.optimizer).__name__} is not known to update each element on its own"
@@ -95,7 +98,7 @@ class Audit:
         self.replay = replay
         if replay is not None:
             replay.attach(self)
-        self._undo = [*view.attach(self), *self._watch(), self._batches.remove]
+        self._undo = [*view.attach(self), *self._watch(), self._batch_norms.remove]
         self.verdict.bytes = sum(each.numel() * each.element_size() for each in self._columns.values())
 
     def __enter__(self) -> "Audit":
@@ -122,7 +125,7 @@ class Audit:
         """Forgets what earlier steps left, because a checkpoint is about to be loaded."""
         self._updates.forget()
         self._judge.frozen = {}
-        self._batches.counts = {}
+        self._batch_norms.counts = {}
 
     def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
         """Adds a value that only this rank compares.
@@ -173,6 +176,7 @@ class Audit:
             self._begin_step()
         if not self.running:
             return
+        self._batches.before_forward((args, kwargs))
         if why := self.view.begin_micro_batch():
             return self.stop(f"step {self.step} and later steps", why)
         for index in self._in_turn() if not self.view.gathers else ():
@@ -220,6 +224,7 @@ class Audit:
         summands[row] += sketch[K].sqrt()
         if not self._in_backward:
             self._in_backward = True
+            self._batches.in_backward()
             engine = torch.autograd.Variable._execution_engine
             # A callback that an engine has queued in this backward pass, such as DDP's, runs before the inner one.
             engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
@@ -256,6 +261,10 @@ class Audit:
         for column in self._columns.values():
             column.zero_()
         self._used, self._counts = {}, {}
+        self._batches.begin_step()
+        if self._trains and not self.view.module.training:
+            self.add("state", 2.0, "the module is in evaluation mode, unlike in the step before")
+        self._trains = self.view.module.training
         self.scale = self.view.loss_scale()
         self.view.begin_step()
         reference = self._columns["reference"]
@@ -294,6 +303,7 @@ class Audit:
             self._columns["trained"][self.view.rows[index]] = 1
         actual, square = self._columns["actual"], self._columns["square"]
         clips = self.view.clip_limit() > 0
+        self.compare_given_options()
         for group in optimizer.param_groups:
             self._compare_options(group)
             for tensor in group["params"]:
@@ -339,24 +349,27 @@ class Audit:
             print(f"stepcheck: {findings[0]}", flush=True)
 
     def _compare_options(self, group: dict[str, Any]) -> None:
-        """Compares the options of a parameter group with those before the engine's step, and at the first step with
-        those that the user gave."""
+        """Compares the options of a parameter group with those before the engine's step."""
         for key, value in self._options.get(id(group), {}).items():
             if group.get(key, value) != value:
                 self.add("options", 2.0, f"{key} is {group[key]} in the update and was {value} before the step")
-        if self.verdict.steps:
-            return
-        for tensor in group["params"]:
-            for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
-                for key, value in self._given.get(part.index, {}).items():
-                    if key in group and _plain(group[key]) != _plain(value):
-                        text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
-                        self.add("options", 2.0, text)
+
+    def compare_given_options(self) -> None:
+        """Compares the options of the parameter groups with those that the user gave. The first step does it, unless
+        it was done before."""
+        for group in self.view.optimizer.param_groups if self._given else ():
+            for tensor in group["params"]:
+                for part in self._targets[id(tensor)].parts if id(tensor) in self._targets else ():
+                    for key, value in self._given.get(part.index, {}).items():
+                        if key in group and _plain(group[key]) != _plain(value):
+                            text = f"{key} of {self.view.names[part.index]} is {group[key]}, and {value} was given"
+                            self.add("options", 2.0, text)
+        self._given = {}
 
     def _judge_step(self, skipped: bool) -> list[Finding]:
         """Adds up what the ranks contribute, and returns the findings, which are the same on all ranks."""
         view, verdict = self.view, self.verdict
-        self._batches.compare(self.add)
+        self._batch_norms.compare(self.add)
         shares = [share.to(view.device) for _, share, _ in self._local]
         notes = [share.to(view.device) for share, _ in self._noted]
         own = torch.stack([*shares, *notes]) if shares or notes else self._zeros(1)[:0, 0]
@@ -369,7 +382,8 @@ class Audit:
             count = len(view.row_names) * width
             sums[name] = flat[at : at + count].view(-1, width)
             at += count
-        worst = flat[at:].max()
+        worst = flat[at : at + view.ranks.size].max()
+        verdict.notes |= self._batches.notes(self.step, flat[at + view.ranks.size :])
         if worst == FAILED:
             self.stop(f"step {self.step} and later steps", next(filter(None, self.everywhere(self.error))))
             return []
@@ -392,7 +406,7 @@ class Audit:
 
     def _sum_over_ranks(self, shares: Tensor) -> Tensor:
         """Returns the sums of all columns over the ranks, followed by the largest of each rank's own shares of
-        tolerances, or FAILED."""
+        tolerances, or FAILED, and the fingerprints of their batches."""
         view, columns = self.view, self._columns
         for index, sketch in self._used.items():
             row = view.rows[index]
@@ -405,7 +419,7 @@ class Audit:
             worst[view.ranks.rank] = FAILED
         elif len(shares):
             worst[view.ranks.rank] = shares.nan_to_num(nan=torch.inf).clamp(max=FAILED / 2).max()
-        flat = torch.cat([*(column.view(-1) for column in columns.values()), worst])
+        flat = torch.cat([*(column.view(-1) for column in columns.values()), worst, self._batches.fingerprints])
         if view.ranks.size > 1:
             dist.all_reduce(flat)
         return flat

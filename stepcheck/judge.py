@@ -187,7 +187,8 @@ class Judge:
         error = (mean - reference).abs().amax(1) / (EXACT * size)
         moved = step.sums["moved"][used, 0] / (EXACT * size)
         if view.owns_step or view.gathers:
-            error = torch.maximum(error, moved)
+            # A script may change a weight that no optimizer updates in its forward pass, as MoCo does.
+            error = torch.where(self.trained[used], torch.maximum(error, moved), error)
         elif (moved > 1).any():
             name = view.row_names[int(used[int(moved.argmax())])]
             self.verdict.notes["weights that change within a step"] = f"{name} did in step {step.number}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stepcheck.accept.release import unknown
+from stepcheck.accept.release import lacks_float16, unknown
 
 STEPS = 4
 """Optimizer steps in a case. All are audited. A wrong gradient shows at the first, a stale state at the second."""
@@ -39,7 +39,7 @@ class Case:
     seed: int = 0
     model: Literal["edges", "experts"] = "edges"
     ep_size: int = 1  # ranks over which the experts are spread
-    bfloat16: bool = False
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
     optimizer: str = "SGD"  # a class of torch.optim
     options: dict[str, Any] = field(default_factory=dict)  # of the optimizer
     accumulate: int = 1  # micro-batches of a step on each rank
@@ -77,10 +77,10 @@ def zero(**keys: Any) -> dict[str, Any]:
 
 ROWS = (
     Row("sums of micro-batches", Case("float32, accumulated", accumulate=4, **SGD)),
-    Row("sums in the low precision", Case("bfloat16, accumulated", accumulate=4, bfloat16=True, **SGD)),
+    Row("sums in the low precision", Case("bfloat16, accumulated", accumulate=4, precision="bfloat16", **SGD)),
     Row(
         "master weights, decay, norm",
-        Case("bfloat16, AdamW, clipped", bfloat16=True, clip=CLIP, **ADAMW),
+        Case("bfloat16, AdamW, clipped", precision="bfloat16", clip=CLIP, **ADAMW),
     ),
     Row("the norm of all shards", Case("AdamW, clipped, accumulated", accumulate=4, clip=CLIP, **ADAMW)),
     Row(
@@ -132,7 +132,7 @@ ROWS = (
         Case(
             "gradients kept in float32",
             accumulate=4,
-            bfloat16=True,
+            precision="bfloat16",
             config={"data_types": {"grad_accum_dtype": "fp32"}},
             **SGD,
         ),
@@ -150,7 +150,7 @@ ROWS = (
     ),
     Row(
         "gradients that are sent in another precision than their own",
-        Case("sent in float32", accumulate=2, bfloat16=True, config={"communication_data_type": "fp32"}, **SGD),
+        Case("sent in float32", accumulate=2, precision="bfloat16", config={"communication_data_type": "fp32"}, **SGD),
         stages=(0, 1, 2, 3),
         offload=False,
     ),
@@ -184,6 +184,11 @@ ROWS = (
         Case("unmanaged accumulation", accumulate=2, config={"managed_gradient_accumulation": False}, **SGD),
         stages=(0, 1, 2, 3),
     ),
+    Row(
+        "a loss scale that the engine multiplies and divides by",
+        Case("float16, clipped", accumulate=2, precision="float16", clip=CLIP, **SGD),
+        stages=(0, 1, 2, 3),
+    ),
     Row("no gradient in a whole step", Case("a layer rests, step 2", rests="step 2", **SGD)),
     Row("no gradient in the first micro-batch", Case("a layer rests, first", rests="first", accumulate=2, **SGD)),
     Row("no gradient in the last micro-batch", Case("a layer rests, last", rests="last", accumulate=2, **SGD)),
@@ -210,6 +215,8 @@ def plan(strategies: Sequence[str], ranks: int, quick: bool, seeds: int) -> tupl
     left_out: dict[str, str] = {}
     for row in ROWS[: QUICK if quick else None]:
         reason = f"needs a multiple of {row.ranks} ranks" if ranks % row.ranks else unknown(row.case.config, row.needs)
+        if row.case.precision == "float16":
+            reason = reason or lacks_float16()
         chosen = [name for name in strategies if _trains(row, name)]
         if chosen and reason:
             left_out[row.case.row] = reason
@@ -243,7 +250,8 @@ def deepspeed_config(case: Case) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": case.accumulate,
         "gradient_clipping": case.clip,
-        "bf16": {"enabled": case.bfloat16},
+        "bf16": {"enabled": case.precision == "bfloat16"},
+        "fp16": {"enabled": case.precision == "float16", "initial_scale_power": 8},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's optimizer also on the CPU: nothing to compile
         "steps_per_print": 10**9,

@@ -91,7 +91,7 @@ def _train(cases: Sequence[Case], ranks: int) -> list[Result]:
 
     def report(case: Case, verdict: dict[str, Any]) -> None:
         result = {"steps": 0, "findings": [], "shares": {}, **verdict}
-        result |= {"engine": str(case), "row": case.row, "strategy": case.strategy, "bfloat16": case.bfloat16}
+        result |= {"engine": str(case), "row": case.row, "strategy": case.strategy, "precision": case.precision}
         unjudged = [f"{what} is not judged, because {why}" for what, why in result.get("not_judged", {}).items()]
         if not result.get("error") and not result["findings"] and (unjudged or result["steps"] < STEPS):
             result["error"] = (unjudged or [f"only {result['steps']} of {STEPS} steps were audited"])[0]
@@ -178,12 +178,14 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
         yield f"{len(known)} have a fault that every release has"
     versions = [f"{name} {_version(name)}" for name in ("torch", "deepspeed") if _version(name)]
     yield f"{', '.join(versions)}, {ranks} ranks, {sum(each['steps'] for each in results)} steps audited"
+    replayed, identical = (sum(each[key] for each in right) for key in ("replayed", "identical"))
+    yield f"{replayed} computed again by plain PyTorch, {identical} of them bit-identical"
     kinds = sorted({kind for each in right for kind in each["shares"]})
     largest = [f"{kind} {max(each['shares'].get(kind, 0.0) for each in right):.2g}" for kind in kinds]
     if largest:
         yield f"largest share of a tolerance: {', '.join(largest)}"
-    for bfloat16, name in ((False, "float32"), (True, "bfloat16")):
-        own = [each for each in right if each["bfloat16"] == bfloat16]
+    for name in ("float32", "bfloat16", "float16"):
+        own = [each for each in right if each["precision"] == name]
         if own:
             of_all, of_one = (max(each[f"smallest_{what}_error"] for each in own) for what in ("scale", "tensor"))
             judged = sum(each["values"] for each in own) / sum(each["values_in_all"] for each in own)

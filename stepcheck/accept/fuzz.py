@@ -60,13 +60,17 @@ def _random_case(seed: int, strategies: Sequence[str], ranks: int) -> Case:
         seed,
         model="experts" if experts else "edges",
         ep_size=draw.choice((1, 2)) if experts and ranks % 2 == 0 else 1,
-        bfloat16=draw.random() < 0.5,
+        precision="bfloat16" if draw.random() < 0.5 else "float32",
         accumulate=draw.choice((1, 2, 4)),
         clip=0.0 if experts else draw.choice((0.0, CLIP)),  # DeepSpeed's norm of experts is another one
         syncs_each=draw.random() < 0.5,
         **draw.choice(DRAWN_OPTIMIZERS),
     )
-    return case if stage is None else replace(case, config=_random_config(draw, stage, experts, case.bfloat16))
+    return (
+        case
+        if stage is None
+        else replace(case, config=_random_config(draw, stage, experts, case.precision == "bfloat16"))
+    )
 
 
 def _random_config(draw: random.Random, stage: int, experts: bool, bfloat16: bool) -> dict[str, Any]:

@@ -18,9 +18,16 @@ class Known:
 
 KNOWN = (
     Known(
-        lambda case: case.strategy == "deepspeed_stage_0" and case.bfloat16 and "weight_decay" in case.options,
+        lambda case: (
+            case.strategy == "deepspeed_stage_0" and case.precision == "bfloat16" and "weight_decay" in case.options
+        ),
         r"step 1: the weight .* is used with another value than the optimizer's",
         "the engine lets the optimizer step once before the training (DeepSpeed pull request 5104)",
+    ),
+    Known(
+        lambda case: case.strategy == "deepspeed_stage_0" and case.precision == "float16",
+        r"step \d: (the loss of micro-batch|all gradients|the gradient of|the norm of) .*",
+        "ZeRO 0 divides the gradients by a loss scale by which it has not multiplied the loss (pull request 8393)",
     ),
     Known(
         lambda case: case.rests in ("first", "step 2") and (stage_of(case) == 3 or case.strategy.endswith("offload")),

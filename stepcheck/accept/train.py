@@ -55,7 +55,7 @@ class TorchTraining:
         self.case = case
         self.model: Any
         if case.strategy == "ddp":
-            for parameter in model.parameters() if case.bfloat16 else ():
+            for parameter in model.parameters() if case.precision == "bfloat16" else ():
                 parameter.data = parameter.to(torch.bfloat16)
             optimizer = build_optimizer(case, model)
             self.start = Start(model, optimizer)
@@ -63,7 +63,7 @@ class TorchTraining:
             self.set_sync: Callable[[bool], Any] = partial(setattr, self.model, "require_backward_grad_sync")
         else:
             self.start = Start(model)
-            precision = MixedPrecisionPolicy(torch.bfloat16 if case.bfloat16 else None)
+            precision = MixedPrecisionPolicy(torch.bfloat16 if case.precision == "bfloat16" else None)
             fully_shard(model.block, mp_policy=precision)
             self.model = fully_shard(model, mp_policy=precision)
             self.set_sync = self.model.set_requires_gradient_sync

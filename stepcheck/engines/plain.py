@@ -34,7 +34,8 @@ class PlainView(View):
         watch()
         handles = super().attach(audit)
         ends = self.optimizer.register_step_post_hook(Hook(lambda *_: audit.depth or audit.end_step()))
-        self.left: dict[int, Any] = {}  # references to the gradients that the last backward pass has left, by index
+        # References to the gradients that the last backward pass has left, and their versions, by index.
+        self.left: dict[int, tuple[Any, int]] = {}
         self.reshaped: set[int] = set()  # gradients that torch has clipped in a way that the audit does not repeat
         WATCHED[id(self.optimizer)] = self
         return [*handles, ends.remove, self._forget]
@@ -64,15 +65,26 @@ class PlainView(View):
     def after_backward(self) -> None:
         self.scaled_by, self.clipped_to, self.reshaped = None, None, set()
         gradients = ((index, self.parameters[index].grad) for index in self.trained)
-        self.left = {index: weakref.ref(gradient) for index, gradient in gradients if gradient is not None}
+        self.left = {index: (weakref.ref(each), each._version) for index, each in gradients if each is not None}
+
+    def changed_by_torch(self) -> None:
+        """Takes what the gradients are now as what torch has made of them."""
+        for index, (left, _) in self.left.items():
+            if left() is not None:
+                self.left[index] = left, left()._version
 
     def foreign_gradients(self) -> set[int]:
         foreign = set(self.reshaped)
         for index in self.trained:
-            parameter, left = self.parameters[index], self.left.get(index)
+            parameter, (left, version) = self.parameters[index], self.left.get(index, (None, 0))
             if parameter.grad is None:
                 continue
-            if left is None or left() is not parameter.grad or parameter._post_accumulate_grad_hooks:
+            if (
+                left is None
+                or left() is not parameter.grad
+                or version != parameter.grad._version
+                or parameter._post_accumulate_grad_hooks
+            ):
                 foreign.add(index)
         return foreign
 
@@ -131,12 +143,16 @@ def watch() -> None:
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-        for view, clipped in _views_of(parameters):
+        views = [*_views_of(parameters)]
+        for view, clipped in views:
             if norm_type == 2 and clipped == view.trained and view.clipped_to is None:
                 view.clipped_to = float(max_norm)
             else:
                 view.reshaped |= clipped
-        return clip(parameters, max_norm, norm_type, *args, **kwargs)
+        result = clip(parameters, max_norm, norm_type, *args, **kwargs)
+        for view, _ in views:
+            view.changed_by_torch()
+        return result
 
     def reshaping(function: Any) -> Any:
         @wraps(function)
@@ -152,6 +168,7 @@ def watch() -> None:
         unscale(self, optimizer)
         if id(optimizer) in WATCHED and self.is_enabled():
             WATCHED[id(optimizer)].scaled_by = self.get_scale()
+            WATCHED[id(optimizer)].changed_by_torch()
 
     def scaler_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if id(optimizer) in WATCHED and self.is_enabled():

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from stepcheck.audit import Audit, audit
 from stepcheck.engines import NotAuditable
-from stepcheck.lightning.user_hooks import hooks_on_gradients
+from stepcheck.lightning.user_hooks import UserHooks, optimizer_of
 from stepcheck.replay import Replay
 from stepcheck.replay.random_state import random_state_kept
 from stepcheck.start import Start
@@ -24,6 +24,9 @@ from stepcheck.verdict import Verdict
 
 INTERNAL = vars(LightningModule()).keys()
 """Attributes of every LightningModule. The user's own attributes, such as counters and modes, belong to a step."""
+
+
+IGNORED = "DeepSpeed ignores that; to clip, use the Trainer's gradient_clip_val"
 
 
 class StepCheck(Callback):
@@ -67,6 +70,8 @@ class StepCheck(Callback):
         self._copy: Any = None
         self._start: Start | None = None
         self._replay: Replay | None = None
+        self._seen = 0  # the last step in which the schedules were compared
+        self._positions: dict[int, int] = {}  # of the schedules, by their number
 
     @property
     def verdict(self) -> Verdict:
@@ -79,6 +84,7 @@ class StepCheck(Callback):
         if stage != "fit":
             return
         self.verdicts, self._audits, self._replay, self._copy = [Verdict()], [], None, None
+        self._positions = {}
         if self.replay_every or self.steps or self.count:
             try:
                 self._copy = copy.deepcopy(pl_module)  # Lightning leaves the trainer out
@@ -89,7 +95,7 @@ class StepCheck(Callback):
     def _keep_start(self, module: LightningModule, configured: Any) -> None:
         """Records the module and its optimizer after the last hook before an engine starts."""
         vars(module).pop("configure_optimizers", None)
-        self._start = Start(module, _optimizer_of(configured))
+        self._start = Start(module, optimizer_of(configured))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the audits. The strategy's engine has been built."""
@@ -101,31 +107,47 @@ class StepCheck(Callback):
             self._copy = None
         if self._copy is not None:
             self._replay = self._build_replay(trainer)
-        self.verdicts = []
+        notes, self.verdicts = self.verdict.not_judged, []
         if engine is not None:
             self._audit(trainer, pl_module, engine)
         for optimizer in trainer.optimizers if engine is None else ():
             self._audit(trainer, pl_module, strategy.model, optimizer)
+        for what, why in notes.items():
+            self._note(what, why)
 
     def _audit(self, trainer: Trainer, module: LightningModule, model: Any, optimizer: Any = None) -> None:
+        if trainer.ckpt_path is not None and self._start is not None:
+            self._start.options.clear()  # the checkpoint has set the options
         replay = self._replay if len(trainer.optimizers) == 1 else None
         try:
             audited = audit(model, optimizer, on_fault=self.on_fault, start=self._start, replay=replay)
-        except NotAuditable as error:
-            self.verdicts.append(Verdict(not_judged={"all steps": str(error)}))
+        except Exception as error:  # NotAuditable, or the check's own: it must not end the training
+            what = "" if isinstance(error, NotAuditable) else f"the audit fails: {type(error).__name__}: "
+            self.verdicts.append(Verdict(not_judged={"all steps": f"{what}{error}"}))
             self._replay = None
             return
         self._audits.append(audited)
         self.verdicts.append(audited.verdict)
+        audited.compare_given_options()  # before a callback changes them
         limit = float(trainer.gradient_clip_val or 0.0)
         if audited.view.owns_step:
             audited.view.divides_loss = False  # Lightning has divided it
             if limit and limit != audited.view.clip_limit():
                 audited.add("clipping", 2.0, f"the engine clips to {audited.view.clip_limit()}, and {limit} was given")
-            for hook in hooks_on_gradients(trainer, module):
-                audited.verdict.notes[hook] = (
-                    "DeepSpeed ignores how it changes gradients; to clip, use the Trainer's gradient_clip_val"
-                )
+            hooks = UserHooks(trainer, module)
+            if replay is not None and hooks.names:
+                replay.then = partial(self._run_hooks, hooks, audited)
+            elif hooks.names:
+                audited.verdict.notes[", ".join(hooks.names)] = f"if it changes gradients, {IGNORED}"
+
+    def _run_hooks(self, hooks: UserHooks, audited: Audit, plain: Any) -> None:
+        """Finds the user's hooks that change gradients, which DeepSpeed ignores."""
+        try:
+            for name in hooks.changing(plain):
+                audited.add("gradient", 2.0, f"{name} changes gradients, and {IGNORED}")
+        except Exception as error:  # a hook may read the engine, which the copy lacks
+            text = f"it fails on a copy of the module ({type(error).__name__}: {error})"
+            audited.verdict.not_judged[f"what {' and '.join(hooks.names)} changes"] = text
 
     def _build_replay(self, trainer: Trainer) -> Replay | None:
         """Builds the copy as Lightning builds the module, without logging."""
@@ -159,14 +181,28 @@ class StepCheck(Callback):
     def _on_micro_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
         """Remembers a micro-batch after all hooks that may change it or the module."""
         assert self._replay is not None
-        step = self._audits[0].step
-        kept = _cloned(batch) if self._replay.chooses(step) else None
+        kept = _cloned(batch) if self._replay.chooses(self._audits[0].step) else None
         self._replay.micro_batch(partial(_loss, trainer, kept, batch_idx))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Remembers the loss of a replayed step."""
         if self._replay is not None:
             self._replay.loss(loss)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Compares how far the schedules have moved since the last step."""
+        for audited in self._audits[:1]:
+            if audited.step == self._seen:
+                continue
+            self._seen = audited.step
+            for number, config in enumerate(trainer.lr_scheduler_configs):
+                position = int(getattr(config.scheduler, "last_epoch", 0))
+                moved = position - self._positions.get(number, position)
+                self._positions[number] = position
+                if moved > 1 and config.interval == "step":
+                    audited.add(
+                        "options", 2.0, f"the learning-rate schedule was moved {moved} times since the last step"
+                    )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the verdict, and writes it to the file if one was given."""
@@ -203,15 +239,6 @@ def _loss(trainer: Trainer, batch: Any, batch_idx: int, module: Any) -> Tensor:
 
 def _cloned(batch: Any) -> Any:
     return tree_map_only(Tensor, Tensor.clone, batch)
-
-
-def _optimizer_of(configured: Any) -> Any:
-    """Returns the first optimizer of what `configure_optimizers` has returned, or None."""
-    if isinstance(configured, Mapping):
-        configured = configured.get("optimizer")
-    while isinstance(configured, (list, tuple)):
-        configured = configured[0] if configured else None
-    return configured if hasattr(configured, "param_groups") else None
 
 
 def _call_after(owner: Any, name: str, then: Callable[[Any], None]) -> None:

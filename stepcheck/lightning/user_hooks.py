@@ -1,21 +1,91 @@
-"""Finds the hooks in which a user's code may change gradients."""
+"""Finds the hooks in which a user's code changes gradients. DeepSpeed takes the gradients out of the parameters, so
+there these hooks change nothing. In plain PyTorch they change what the optimizer gets."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 LIBRARIES = {"lightning", "pytorch_lightning", "torch", "stepcheck"}
 
+HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+"""The hooks between the backward pass and the optimizer's step."""
 
-def hooks_on_gradients(trainer: Trainer, module: LightningModule) -> list[str]:
-    """Returns the names of the user's hooks between the backward pass and the optimizer's step, with their classes. A
-    callback or module whose attribute `keeps_gradients` is true changes none."""
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    found = []
-    for owner in (each for each in (*callbacks, module) if not getattr(each, "keeps_gradients", False)):
-        for name in ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"):
-            hook = getattr(owner, name, None)
-            package = (getattr(hook, "__module__", None) or "").partition(".")[0]
-            if hook is not None and package not in LIBRARIES:
-                found.append(f"{name} of {type(owner).__name__}")
-    return found
+
+class UserHooks:
+    """Runs the user's hooks on a plain copy of the module."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule):
+        """Finds the hooks. A callback or module whose attribute `keeps_gradients` is true changes no gradient."""
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        owners = [each for each in (*callbacks, module) if not getattr(each, "keeps_gradients", False)]
+        self.trainer, self.module = trainer, module
+        self.hooks = [(owner, name) for owner in owners for name in HOOKS if _is_users(getattr(owner, name, None))]
+        self.names = [f"{name} of {type(owner).__name__}" for owner, name in self.hooks]
+
+    def changing(self, plain: Any) -> list[str]:
+        """Returns the names of the hooks that change gradients of a plain copy."""
+        optimizer = optimizer_of(plain.configure_optimizers())
+        plain.optimizers = lambda *args, **options: optimizer
+        plain.clip_gradients = self._clip  # DeepSpeed's plugin clips nothing when it is called
+        found = []
+        with _without_gradients(self.module):
+            for (owner, name), text in zip(self.hooks, self.names, strict=True):
+                before = {key: each.grad.clone() for key, each in plain.named_parameters() if each.grad is not None}
+                arguments: dict[str, list[Any]] = {
+                    "on_after_backward": [],
+                    "on_before_optimizer_step": [optimizer],
+                    HOOKS[2]: [optimizer, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm],
+                }
+                if isinstance(owner, Callback):
+                    getattr(_copy_of(owner), name)(self.trainer, plain, *arguments[name])
+                else:
+                    getattr(plain, name)(*arguments[name])
+                after = {key: each.grad for key, each in plain.named_parameters() if each.grad is not None}
+                if before.keys() != after.keys() or any(bool((after[key] != before[key]).any()) for key in before):
+                    found.append(text)
+        return found
+
+    def _clip(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        limit = gradient_clip_val or self.trainer.gradient_clip_val or 0.0
+        kind = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
+        Precision().clip_gradients(optimizer, limit, GradClipAlgorithmType(kind))
+
+
+def optimizer_of(configured: Any) -> Any:
+    """Returns the first optimizer of what `configure_optimizers` has returned, or None."""
+    if isinstance(configured, dict):
+        configured = configured.get("optimizer")
+    while isinstance(configured, (list, tuple)):
+        configured = configured[0] if configured else None
+    return configured if hasattr(configured, "param_groups") else None
+
+
+def _is_users(hook: Any) -> bool:
+    return hook is not None and (getattr(hook, "__module__", None) or "").partition(".")[0] not in LIBRARIES
+
+
+def _copy_of(callback: Callback) -> Any:
+    """Returns a deep copy of a callback that logs nothing. Lightning binds `log` to the trained module."""
+    other: Any = copy.copy(callback)
+    own = {name: value for name, value in vars(callback).items() if name not in ("log", "log_dict")}
+    vars(other).update(copy.deepcopy(own))
+    other.log = other.log_dict = lambda *args, **options: None
+    return other
+
+
+@contextmanager
+def _without_gradients(module: LightningModule) -> Iterator[None]:
+    """Hides the gradients of the trained module from a hook that reaches them through the Trainer."""
+    kept = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient

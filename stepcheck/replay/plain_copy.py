@@ -84,6 +84,7 @@ class PlainCopy:
         scale: float,
         watch: Callable[[nn.Module, Computed], list[Any]],
         exact: bool = False,
+        then: Callable[[Any], None] | None = None,
     ) -> Computed:
         """Returns what plain PyTorch computes for the micro-batches of a step.
 
@@ -95,6 +96,7 @@ class PlainCopy:
             scale: By which it multiplies each loss, because of a low precision.
             watch: Registers hooks that keep outputs of submodules, and returns their handles.
             exact: Whether to compute in float64.
+            then: Called at the end with the copy, which has the gradients of the step.
         """
         found = Computed()
         self._restore(exact)
@@ -109,9 +111,13 @@ class PlainCopy:
                 start(random_state)
                 with torch.enable_grad(), Exact(self.lowest) if exact else nullcontext():
                     loss = compute(self.module)
-                    (loss / divisor * scale).backward()
+                    _backward(loss / divisor * scale)
                 found.losses.append(loss.detach())
                 self.module.zero_grad(set_to_none=True)
+            if then:
+                for name, parameter in self.module.named_parameters():
+                    parameter.grad = found.gradients[name].to(parameter) if name in found.gradients else None
+                then(self.module)
             found.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         finally:
             for handle in handles:
@@ -168,6 +174,14 @@ def _forward(norm: Any, forward: Callable[..., Tensor], *args: Any) -> Tensor:
         return forward(*args)
     finally:
         norm._parameters = own
+
+
+def _backward(loss: Tensor) -> None:
+    """Does what `loss.backward()` does, which would leave the context of `Exact` during recomputation (torch 2.15)."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _is_state(value: Any) -> bool:

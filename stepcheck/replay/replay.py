@@ -49,6 +49,7 @@ class Replay:
         self.copy = PlainCopy(copy, internal)
         self.audit: Any = None  # the Audit, from its start
         self.actual: Computed | None = None  # of the step that is being replayed
+        self.then: Callable[[Any], None] | None = None  # called with the copy, which has the gradients of a step
         self.hooked: set[str] = set()  # weights whose gradients a hook of the script may change
         self._begun = 0  # the last step whose first micro-batch was seen
         self._chosen = False  # whether this step is replayed, on all ranks
@@ -83,9 +84,9 @@ class Replay:
             self._chosen = self.chooses(audit.step) and not audit.stopped
             if self._chosen:
                 audit.begin()
-                self._error = _describe(self._begin)
+                self._try(self._begin)
         if self.actual is not None:
-            self._micro_batches.append((compute, random_state(), self.copy.state_of(audit.view.module)))
+            self._try(lambda: self._remember(compute))
 
     def loss(self, loss: Tensor) -> None:
         """Remembers the loss of the last micro-batch, as `compute` returns it. Not calling it leaves losses out."""
@@ -100,27 +101,33 @@ class Replay:
             self.actual.add(name, gradient)
 
     def judge(self) -> None:
-        """Compares the step that has ended, on all ranks."""
+        """Compares the step that has ended, on all ranks. A failure on one of them is not judged on any."""
         if not self._chosen:
             return
-        audit, actual = self.audit, self.actual
+        audit = self.audit
+        low = self._compute(then=self.then)
+        same = low is not None and bool(self._try(lambda: self._is_identical(low)))
+        answers, exact = audit.everywhere((self._error, same)), None
+        if not any(error for error, _ in answers) and not all(same for _, same in answers):
+            exact = self._compute(exact=True)
+            answers = audit.everywhere((self._error, same))
+        errors = [error for error, _ in answers if error]
+        if errors:
+            audit.verdict.not_judged[f"the replay of step {audit.step}"] = errors[0]
+        elif low is not None:
+            self._report(low, exact)
+        self._end()
+
+    def _remember(self, compute: Callable[[nn.Module], Tensor]) -> None:
+        self._micro_batches.append((compute, random_state(), self.copy.state_of(self.audit.view.module)))
+
+    def _try(self, function: Callable[[], Any]) -> Any:
+        """Calls a function. If it raises, keeps the first exception of this step in one line, and returns None."""
         try:
-            low, same = self._compute(), False
-            if low is not None and actual is not None:
-                actual.buffers = {name: buffer.detach() for name, buffer in _buffers(audit.view.module)}
-                self._leave_out_unknown(actual, low)
-                same = compare.identical(actual, low)
-            answers, exact = audit.everywhere((self._error, same)), None
-            if not any(error for error, _ in answers) and not all(same for _, same in answers):
-                exact = self._compute(exact=True)
-                answers = audit.everywhere((self._error, same))
-            errors = [error for error, _ in answers if error]
-            if errors:
-                audit.verdict.not_judged[f"the replay of step {audit.step}"] = errors[0]
-            elif actual is not None and low is not None:
-                self._report(actual, low, exact)
-        finally:
-            self._end()
+            return function()
+        except Exception as error:  # what the module's code raises, in float64 for example
+            self._error = self._error or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return None
 
     def _begin(self) -> None:
         audit, view = self.audit, self.audit.view
@@ -150,21 +157,20 @@ class Replay:
         self.actual, self._micro_batches, self._handles, self._chosen, self._error = None, [], [], False, ""
         self.copy.forget()
 
-    def _compute(self, exact: bool = False) -> Computed | None:
+    def _compute(self, exact: bool = False, then: Callable[[Any], None] | None = None) -> Computed | None:
         """Returns a replay, or None if it fails on this rank."""
-        found: list[Computed] = []
-        if self.actual is not None and not self._error:
-            arguments = (
-                self._micro_batches,
-                set_random_state,
-                self.audit.view.divisor,
-                self.audit.scale,
-                self._watch,
-                exact,
-            )
-            with random_state_kept():
-                self._error = _describe(lambda: found.append(self.copy.compute(*arguments)))
-        return found[0] if found else None
+        if self.actual is None or self._error:
+            return None
+        view = self.audit.view
+        arguments = self._micro_batches, set_random_state, view.divisor, self.audit.scale, self._watch, exact, then
+        with random_state_kept():
+            return self._try(lambda: self.copy.compute(*arguments))
+
+    def _is_identical(self, low: Computed) -> bool:
+        assert self.actual is not None
+        self.actual.buffers = {name: buffer.detach() for name, buffer in _buffers(self.audit.view.module)}
+        self._leave_out_unknown(self.actual, low)
+        return compare.identical(self.actual, low)
 
     def _leave_out_unknown(self, actual: Computed, low: Computed) -> None:
         """Leaves out what the training or the replay does not have to compare."""
@@ -178,9 +184,10 @@ class Replay:
             self.audit.verdict.not_judged["outputs of modules"] = "a copy calls them in another order"
             self.outputs, actual.outputs, low.outputs = False, [], []
 
-    def _report(self, actual: Computed, low: Computed, exact: Computed | None) -> None:
+    def _report(self, low: Computed, exact: Computed | None) -> None:
         """Adds what was compared to the audit."""
-        audit = self.audit
+        audit, actual = self.audit, self.actual
+        assert actual is not None
         audit.verdict.replayed += 1
         if exact is None:
             audit.verdict.identical += 1
@@ -209,15 +216,6 @@ class Replay:
 def _is_hooked(parameter: Any) -> bool:
     hooks = (getattr(parameter, "_backward_hooks", None) or {}).values()
     return any(getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "deepspeed") for hook in hooks)
-
-
-def _describe(function: Callable[[], Any]) -> str:
-    """Calls a function. Returns its exception in one line, or "" if it raises none."""
-    try:
-        function()
-    except Exception as error:  # what the module's code raises, in float64 for example
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return ""
 
 
 def _keep_output(found: Computed, name: str, part: Any, inputs: Any, output: Any) -> None:

@@ -1,0 +1,69 @@
+"""Notes batches that ranks share or that repeat, and dropout that repeats. They are notes, because a script may mean
+them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+ELEMENTS = 4096
+"""Elements of a batch that its fingerprint reads."""
+
+
+class Batches:
+    """Looks at the inputs and at the random state of each micro-batch, without waiting for the device."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device):
+        self.rank = rank
+        self.fingerprints = torch.zeros(ranks, dtype=torch.float64, device=device)  # of this step; of other ranks 0
+        self.last: Tensor | None = None  # of all ranks, of the step before
+        self._before: Tensor | None = None  # the random state before the first micro-batch of this step
+        self._drew = False  # whether that micro-batch has drawn random numbers
+        self.repeats_random = False
+
+    def begin_step(self) -> None:
+        self.fingerprints.zero_()
+        self._before, self._drew, self.repeats_random = None, False, False
+
+    def before_forward(self, inputs: Any) -> None:
+        """Looks at a micro-batch before its forward pass."""
+        tensors = (each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.numel() > 1)
+        first = next(tensors, None)
+        if first is not None and not first.is_sparse and not first.is_complex():
+            values = first.detach().reshape(-1)[:ELEMENTS].double()
+            places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).sqrt()
+            self.fingerprints[self.rank] += values.dot(places).to(self.fingerprints.device)
+        state = _random_state(self.fingerprints.device)
+        if self._before is None:
+            self._before = state
+        elif self._drew and torch.equal(state, self._before):
+            self.repeats_random = True
+
+    def in_backward(self) -> None:
+        """Looks at the random state after the forward pass."""
+        if self._before is not None and not self._drew:
+            self._drew = not torch.equal(_random_state(self.fingerprints.device), self._before)
+
+    def notes(self, step: int, everyone: Tensor) -> dict[str, str]:
+        """Returns what is remarkable in a step.
+
+        Args:
+            step: Its number.
+            everyone: The sum of `fingerprints` over the ranks, on the CPU.
+        """
+        found, seen, last = {}, everyone.tolist(), self.last
+        same = [(one, two) for two in range(len(seen)) for one in range(two) if seen[one] and seen[one] == seen[two]]
+        if same:
+            found["batches"] = f"ranks {same[0][0]} and {same[0][1]} had the same in step {step}"
+        elif last is not None and seen[self.rank] and seen[self.rank] == float(last[self.rank]):
+            found["batches"] = f"step {step} had that of the step before"
+        if self.repeats_random:
+            found["random numbers"] = f"the micro-batches of step {step} draw the same, so their dropout is the same"
+        self.last = everyone
+        return found
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Returns the state of the generator that dropout uses. Reading that of a GPU does not wait for it."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

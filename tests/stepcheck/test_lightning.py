@@ -1,0 +1,412 @@
+"""StepCheck in a plain Trainer of Lightning, on one rank, in plain PyTorch and under DeepSpeed on the CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("lightning", reason="needs lightning")
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+from stepcheck import StepCheckError, Verdict
+from stepcheck.lightning import StepCheck
+from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+
+QUIET: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class Two(LightningModule):
+    """Has two layers, so that a shard covers several parameters."""
+
+    def __init__(self, optimizer: Any = torch.optim.AdamW) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 10))
+        self.optimizer = optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0].to(self.net[0].weight.dtype)).float(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        return DataLoader(
+            TensorDataset(torch.randn(64, 24, generator=draw), torch.randint(0, 10, (64,), generator=draw)), 4
+        )
+
+
+def verdict_of(
+    module: LightningModule,
+    *callbacks: Callback,
+    check: StepCheck | None = None,
+    stage: int | None = None,
+    steps: int = 4,
+    **options: Any,
+) -> Verdict:
+    """Trains a module, with every step replayed, in plain PyTorch or at a ZeRO stage."""
+    torch.manual_seed(0)
+    check = check or StepCheck(replay_every=1, on_fault="warn")
+    strategy = "auto" if stage is None else CPUDeepSpeedStrategy(stage=stage)
+    options = {"strategy": strategy, "max_steps": steps, **QUIET, **options}
+    Trainer(accelerator="cpu", devices=1, callbacks=[*callbacks, check], **options).fit(module)
+    return check.verdict
+
+
+class Counting(Two):
+    """Multiplies the loss by a factor that grows with a number, a list and a tensor in the module's attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.hidden = 0, list[dict[str, float]](), torch.zeros(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * (1 + self.calls + len(self.seen) + self.hidden.item())
+        self.calls += 1
+        self.seen.append({"loss": loss.item()})
+        self.hidden = self.hidden + 1
+        return loss
+
+
+class Weighted(Two):
+    """Sets a weight of the loss, and changes the batch, in a hook that runs before each training step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.loss_weight = 1 / (1 + batch_idx)
+        batch[0].mul_(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss_weight * super().training_step(batch, batch_idx)
+
+
+class Momentum(Two):
+    """Has an encoder that no optimizer updates, as MoCo has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(24, 16).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for mine, other in zip(self.encoder.parameters(), self.net[0].parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * other.data
+        return super().training_step(batch, batch_idx) - self.encoder(batch[0]).mean() * self.net[2].bias.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=0.05)
+
+
+class Scheduled(Two):
+    interval = "step"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.001)
+        return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, total_steps=60), "interval": self.interval}]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(super().train_dataloader().dataset, 16)  # two steps of two micro-batches
+
+
+class EachEpoch(Scheduled):
+    interval = "epoch"
+
+
+class WarmedUp(Two):
+    """Sets a rate and a weight decay by hand."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["weight_decay"] = 0.01 * (1 + self.trainer.global_step)
+            group["lr"] = 0.001 * (1 + self.trainer.global_step)
+
+
+class Validated(Two):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]).float(), batch[1]))
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+VALIDATES: Any = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+
+
+class Reads(Two):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", sum(each.grad.norm() for each in self.parameters() if each.grad is not None) + 0.0)
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+@pytest.mark.parametrize("module", [Counting, Weighted, Momentum, Scheduled, EachEpoch, WarmedUp, Validated, Reads])
+def test_a_module_may_do_this(module: Any, stage: int | None) -> None:
+    if module is Momentum and stage == 3:
+        pytest.skip("ZeRO 3 has no weights to write outside of a module's forward pass")
+    options = VALIDATES if module is Validated else {}
+    verdict = verdict_of(module(), stage=stage, accumulate_grad_batches=2, **options)
+    assert (verdict.outcome, verdict.steps) == ("agrees", 4), str(verdict)
+    assert verdict.replayed == verdict.identical == 4, str(verdict)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bfloat16_agrees(stage: int) -> None:
+    verdict = verdict_of(Two(torch.optim.SGD), stage=stage, accumulate_grad_batches=2, precision="bf16-mixed")
+    assert (verdict.outcome, verdict.replayed) == ("agrees", 4), str(verdict)
+
+
+class Changed(Two):
+    """Has a layer that is changed after the check has copied the module, as an engine may do at its start."""
+
+    def on_fit_start(self) -> None:
+        self.net[1].register_forward_hook(lambda part, inputs, output: output / 2)
+
+
+def test_the_first_wrong_module_is_named() -> None:
+    verdict = verdict_of(Changed(), check=StepCheck(steps=[1], outputs=True, on_fault="warn"), steps=1)
+    assert "the output of net.1" in str(verdict), str(verdict)
+
+
+class WrongGradient(Two):
+    """The gradient of a shard is 0.1 % too large when it reaches the optimizer in step 15."""
+
+    def configure_optimizers(self) -> Any:
+        def enlarge(optimizer: Any, *_: Any) -> None:
+            if self.trainer.global_step == 14:
+                optimizer.param_groups[0]["params"][0].grad.mul_(1.001)
+
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(enlarge)
+        return optimizer
+
+
+def test_a_small_fault_in_a_late_step_ends_the_training_at_this_step(tmp_path: Path) -> None:
+    """The tolerance is the rounding error of one step, and does not grow from step to step."""
+    check = StepCheck(file=tmp_path / "check.json")
+    with pytest.raises(StepCheckError, match=r"step 15: all gradients together are 1\.001 times"):
+        verdict_of(WrongGradient(), check=check, stage=2, steps=16)
+    assert json.loads((tmp_path / "check.json").read_text())["outcome"] == "different"
+
+
+@pytest.mark.parametrize("name", ["weights", "state", "mode"])
+def test_what_changes_between_two_steps_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(loop: _EvaluationLoop, *_: Any, **__: Any) -> None:
+        optimizer: Any = loop.trainer.optimizers[0]
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's wrapper
+        target = optimizer.param_groups[0]["params"][0]
+        if name == "weights":
+            target.data.add_(1e-3)
+        elif name == "state":
+            optimizer.state[target]["exp_avg"].zero_()
+
+    monkeypatch.setattr(_EvaluationLoop, "_on_evaluation_end", end)
+    if name == "mode":
+        monkeypatch.setattr(_EvaluationLoop, "_on_evaluation_model_train", lambda loop: None)
+    verdict = verdict_of(Validated(), stage=2, **VALIDATES)
+    expected = {"weights": "is not what the last update left", "state": "exp_avg of", "mode": "in evaluation mode"}
+    assert verdict.findings
+    assert (verdict.findings[0].step, verdict.outcome) == (3, "different")
+    assert expected[name] in str(verdict)
+
+
+def test_options_that_the_engine_changes_at_its_start_are_found() -> None:
+    class Changing(CPUDeepSpeedStrategy):
+        def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+            started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+            return started
+
+    verdict = verdict_of(Two(), strategy=Changing(stage=2))
+    assert "weight_decay of net.0.weight is 0.5, and 0.01 was given" in str(verdict)
+
+
+def test_a_clip_value_that_does_not_reach_the_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepSpeedEngine, "gradient_clipping", lambda self: 0.0)
+    verdict = verdict_of(Two(), stage=2, gradient_clip_val=1e-3)
+    assert "the norm of all gradients is" in str(verdict)
+
+
+@pytest.mark.parametrize("stage", [None, 2])
+def test_a_schedule_that_steps_per_micro_batch_is_found(stage: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_always(self: Any, interval: str, update_plateau_schedulers: bool) -> None:
+        self._update_learning_rates(interval, update_plateau_schedulers)
+
+    monkeypatch.setattr(_TrainingEpochLoop, "update_lr_schedulers", step_always)
+    verdict = verdict_of(Scheduled(), stage=stage, accumulate_grad_batches=2)
+    assert verdict.outcome == "different"
+    assert "the learning-rate schedule was moved 2 times" in str(verdict.findings[0])
+
+
+def test_a_loss_that_lightning_and_the_engine_divide_is_found() -> None:
+    class TwiceDivided(CPUDeepSpeedStrategy):
+        def setup_environment(self) -> None:
+            real = self.precision_plugin.backward
+            super().setup_environment()
+            self.precision_plugin.backward = real
+
+    verdict = verdict_of(Two(), strategy=TwiceDivided(stage=2), accumulate_grad_batches=2)
+    assert "the loss of micro-batch 1 is scaled by 0.5 instead of 1" in str(verdict)
+
+
+class Clips(Two):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_norm_(self.parameters(), 1e-3)
+
+
+class ClipsByOptimizer(Two):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 1e-3)
+
+
+class Zeroes(Two):
+    def on_after_backward(self) -> None:
+        if self.net[2].bias.grad is not None:
+            self.net[2].bias.grad.zero_()
+
+
+class OwnClipping(Two):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, 1e-3, "norm")
+
+
+class ClippingCallback(Callback):
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        clip_grad_norm_(pl_module.parameters(), 1e-3)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "own clipping": (Clips, "on_before_optimizer_step of Clips"),
+    "clipping of the optimizer's parameters": (ClipsByOptimizer, "on_before_optimizer_step of ClipsByOptimizer"),
+    "zeroing": (Zeroes, "on_after_backward of Zeroes"),
+    "the clipping hook": (OwnClipping, "configure_gradient_clipping of OwnClipping"),
+    "a callback": (Two, "on_before_optimizer_step of ClippingCallback"),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_hook_that_changes_gradients_is_named_because_deepspeed_ignores_it(name: str, stage: int) -> None:
+    module, hook = CHANGES[name]
+    callbacks = [ClippingCallback()] if name == "a callback" else []
+    verdict = verdict_of(module(), *callbacks, stage=stage, steps=2, accumulate_grad_batches=2)
+    assert verdict.outcome == "different", str(verdict)
+    assert f"{hook} changes gradients, and DeepSpeed ignores that" in str(verdict)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_in_plain_pytorch_such_a_hook_is_no_fault(name: str) -> None:
+    module, _ = CHANGES[name]
+    callbacks = [ClippingCallback()] if name == "a callback" else []
+    assert not verdict_of(module(), *callbacks, steps=2).findings
+
+
+def test_a_callback_of_lightning_may_replace_the_schedule() -> None:
+    averaging = StochasticWeightAveraging(0.1, swa_epoch_start=1, annealing_epochs=2)
+    verdict = verdict_of(EachEpoch(), averaging, steps=-1, max_epochs=4, limit_train_batches=2)
+    assert (verdict.outcome, verdict.steps) == ("agrees", 8), str(verdict)
+
+
+def test_a_resumed_run_counts_its_steps_and_continues_its_schedule(tmp_path: Path) -> None:
+    first = Trainer(accelerator="cpu", max_steps=3, **QUIET)
+    first.fit(Scheduled())
+    first.save_checkpoint(tmp_path / "saved.ckpt")
+    check = StepCheck(steps=[5])
+    trainer = Trainer(accelerator="cpu", max_steps=6, callbacks=[check], **QUIET)
+    trainer.fit(Scheduled(), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+    assert (check.verdict.outcome, check.verdict.steps, check.verdict.replayed) == ("agrees", 3, 1)
+
+
+class Infinite(Two):
+    """Computes a loss that is NaN from the third micro-batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (math.nan if batch_idx > 1 else 1)
+
+
+class SetUpOnce(Two):
+    """Has a setup that cannot run twice, because the first run also changes a variable of the class."""
+
+    done = False
+
+    def setup(self, stage: str) -> None:
+        assert not SetUpOnce.done, "was set up before"
+        SetUpOnce.done = True
+
+
+class Uncopied(Two):
+    """Has an attribute that cannot be copied when a step begins."""
+
+    class State(torch.Tensor):
+        def clone(self, *arguments: Any, **options: Any) -> Any:
+            raise OSError("no copy")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.state = torch.zeros(1).as_subclass(Uncopied.State)
+
+
+class Lazy(Two):
+    """Has a training step that works only on the trained module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.lightning_module is not self:
+            raise KeyError("only for the strategy")
+        return super().training_step(batch, batch_idx)
+
+
+class Manual(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (SetUpOnce, "AssertionError: was set up before"),
+        (Uncopied, "OSError: no copy"),
+        (Lazy, "KeyError: 'only for the strategy'"),
+        (Manual, "the module steps its optimizers itself"),
+        (lambda: Two(torch.optim.LBFGS), "LBFGS calls its closure several times in a step"),
+        (lambda: Two(torch.optim.Adafactor), "Adafactor is not known to update each element on its own"),
+    ],
+    ids=["setup", "attribute", "training step", "manual", "LBFGS", "Adafactor"],
+)
+def test_what_the_check_cannot_follow_is_trained_and_named(build: Callable[[], Two], reason: str) -> None:
+    module = build()
+    verdict = verdict_of(module)
+    assert module.trainer.global_step == 4
+    assert not verdict.findings
+    assert reason in str(verdict)
+
+
+def test_nan_that_autograd_computes_is_no_fault() -> None:
+    verdict = verdict_of(Infinite())
+    assert (verdict.outcome, verdict.findings) == ("not judged", []), str(verdict)
+
+
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    tmp_path.joinpath("file").touch()
+    assert verdict_of(Two(), check=StepCheck(file=tmp_path / "file" / "check.json")).outcome == "agrees"

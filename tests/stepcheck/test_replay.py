@@ -1,0 +1,192 @@
+"""A replay judges the loss, gradients and buffers that the training's own forward and backward passes compute."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepcheck import Replay, audit
+from stepcheck.replay import replay as replay_module
+
+WIDTH, STEPS = 48, 3
+
+
+class Model(nn.Module):
+    """A small network with a normalisation of each kind, dropout, and a tensor of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.batch_norm, self.layer_norm = nn.BatchNorm1d(WIDTH), nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.batch_norm(self.first(x)))
+        x = self.dropout(x + self.second(self.layer_norm(x)))
+        return self.third(x) * self.scale
+
+
+class OtherLinear(torch.autograd.Function):
+    """A linear layer whose sums are split in two, as by another kernel on a GPU. With `rounds`, both halves are rounded
+    to the low precision before they are added."""
+
+    rounds = False
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        half = a.shape[1] // 2
+        one, other = a[:, :half].float() @ b[:half].float(), a[:, half:].float() @ b[half:].float()
+        if OtherLinear.rounds:
+            one, other = one.to(a.dtype).float(), other.to(a.dtype).float()
+        return (one + other).to(a.dtype)
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore
+        context.save_for_backward(x, weight)
+        return OtherLinear.product(x, weight.t()) + bias
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # pyright: ignore
+        x, weight = context.saved_tensors
+        return OtherLinear.product(gradient, weight), OtherLinear.product(gradient.t(), x), gradient.sum(0)
+
+
+def use_other_kernels(model: Model) -> None:
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        weight, bias = layer.weight, layer.bias
+        if torch.is_autocast_enabled("cpu"):
+            x, weight, bias = (each.to(torch.bfloat16) for each in (x, weight, bias))
+        with torch.autocast("cpu", enabled=False):
+            result: Any = OtherLinear.apply(x, weight, bias)
+        return result
+
+    for layer in (model.first, model.second, model.third):
+        layer.forward = partial(forward, layer)  # pyright: ignore
+
+
+def loss_of(batch: tuple[Tensor, Tensor], autocasts: bool, model: nn.Module) -> Tensor:
+    images, labels = batch
+    context = torch.autocast("cpu", torch.bfloat16) if autocasts else nullcontext()
+    with context:
+        return F.cross_entropy(model(images.to(next(model.parameters()).dtype)).float(), labels) / 2
+
+
+def train(
+    change: Any = None, seed: int = 0, dtype: torch.dtype = torch.float32, autocasts: bool = False, **options: Any
+) -> tuple[Any, Model]:
+    """Trains a model that `change` has changed after the copy was made. Returns the verdict, and the model."""
+    torch.manual_seed(seed)
+    model = Model().to(dtype)
+    plain = Replay(copy.deepcopy(model), **options)
+    if change:
+        change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with audit(model, optimizer, on_fault="warn", replay=plain) as audited:
+        for _ in range(STEPS):
+            for _ in range(2):
+                batch = torch.randn(16, WIDTH), torch.randint(0, WIDTH, (16,))
+                compute = partial(loss_of, batch, autocasts)
+                plain.micro_batch(compute)
+                loss = compute(model)
+                plain.loss(loss)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return audited.verdict, model
+
+
+PRECISIONS = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "autocast": {"autocasts": True},
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_same_kernels_are_bit_identical(precision: str) -> None:
+    verdict, _ = train(**PRECISIONS[precision])
+    assert verdict.outcome == "agrees"
+    assert verdict.replayed == verdict.identical == STEPS
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["order", "split"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_other_kernels_raise_no_alarm(precision: str, rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherLinear, "rounds", rounds)
+    alarms, replayed = [], 0
+    for seed in range(20):
+        verdict, _ = train(use_other_kernels, seed, **PRECISIONS[precision])
+        assert verdict.identical < verdict.replayed == STEPS
+        alarms += verdict.findings
+        replayed += verdict.replayed
+    assert not alarms, f"{len(alarms)} alarms in {replayed} steps: {alarms[0]}"
+
+
+class Scaled(torch.autograd.Function):
+    """Passes a gradient back 1 % too large."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # pyright: ignore
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        return 1.01 * gradient
+
+
+def after(layer: str, function: Any) -> Any:
+    return lambda model: getattr(model, layer).register_forward_hook(lambda part, inputs, output: function(output))
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "a cast to bfloat16": (after("second", lambda y: y.bfloat16().float()), "replayed gradient"),
+    "a wrong backward pass": (after("first", Scaled.apply), "replayed gradient"),
+    "another dropout": (lambda model: setattr(model, "dropout", nn.AlphaDropout(0.1)), "replayed gradient"),
+    "a loss that is larger": (after("third", lambda y: y + 1e-3 * y.detach()), "replayed loss"),
+    "statistics that move too far": (
+        lambda model: model.batch_norm.register_forward_hook(
+            lambda part, *_: setattr(part, "running_mean", 1.01 * part.running_mean)
+        ),
+        "replayed buffer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_forward_and_backward_passes_compute_wrongly_is_found(name: str) -> None:
+    change, kind = CHANGES[name]
+    verdict, _ = train(change)
+    assert verdict.outcome == "different"
+    first = [each for each in verdict.findings if each.step == 1]
+    assert kind in {each.kind for each in first}, first
+
+
+def test_the_first_module_with_another_output_is_named() -> None:
+    verdict, _ = train(after("layer_norm", lambda y: 1.001 * y), outputs=True)
+    (found,) = [each for each in verdict.findings if each.step == 1 and each.kind == "output"]
+    assert "layer_norm" in found.text
+
+
+def test_only_chosen_weights_are_compared() -> None:
+    change = after("first", Scaled.apply)
+    assert train(change, only="second|third")[0].outcome == "agrees"
+    assert train(change, only="first")[0].outcome == "different"
+
+
+def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "available", lambda device: 1000.0)
+    verdict, _ = train()
+    assert not verdict.replayed
+    assert verdict.steps == STEPS
+    assert "it needs up to" in str(verdict)
+
+
+def test_a_replay_changes_nothing_of_the_training() -> None:
+    weights = [train(every=every)[1].state_dict() for every in (0, 1)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
