@@ -1,4 +1,4 @@
-"""A LightningModule to check: cifar-zero compare --module docs/my_module.py:MyModule --devices 2 --accumulate 2"""
+"""A LightningModule to check: stepcheck module docs/my_module.py:MyModule --devices 2 --accumulate 2"""
 
 import lightning
 import torch

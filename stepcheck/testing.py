@@ -3,18 +3,15 @@
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepcheck.lightning.case import UserClasses
 from stepcheck.lightning.module import cases_of, train
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, LightningModule
-
 
 def assert_agrees(
-    module: "type[LightningModule]",
-    datamodule: "type[LightningDataModule] | None" = None,
+    module: type,
+    datamodule: type | None = None,
     *,
     strategies: Sequence[str] = (),
     devices: int = 1,
@@ -28,7 +25,7 @@ def assert_agrees(
     """Trains a LightningModule under each strategy in new processes, and compares each step with plain PyTorch.
 
     Args:
-        module: A class at the top level of a file or of an importable module.
+        module: A LightningModule class at the top level of a file or of an importable module.
         datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
         strategies: Names of strategies, as of `stepcheck module`. The default is those of DeepSpeed.
         devices: Number of ranks. They use GPUs if there are enough.
@@ -49,8 +46,8 @@ def assert_agrees(
     for part, given in (("module", module_options), ("datamodule", datamodule_options)):
         for name, value in (given or {}).items():
             options[f"{part}.{name}"] = value if isinstance(value, str) else json.dumps(value)
-    flags = {"precision": precision, "clip": gradient_clip_val}
-    cases = cases_of(UserClasses(options, {}), strategies, [accumulate], flags, {}, ranks=devices, steps=steps)
+    maths = {"precision": precision, "clip": gradient_clip_val}
+    cases = cases_of(UserClasses(options, {}), strategies, [accumulate], maths, ranks=devices, steps=steps)
     results = train(cases)
     failed = [f"{each['engine']}: {each['outcome']}: {each['summary']}" for each in results if not each["passed"]]
     assert not failed, "\n".join(failed)

@@ -30,7 +30,7 @@ def read_given(flags: Sequence[str]) -> Given:
     files = {}
     for file in ours.recipes:
         of_file, files[file] = options_of_cli(file)
-        maths |= {{"clip": "gradient_clip_val"}.get(name, name): value for name, value in of_file.items()}
+        maths |= {{"clip": "gradient_clip_val"}.get(name, name): str(value) for name, value in of_file.items()}
     ours.options = maths | {option: value for option, value in ours.options.items() if option not in theirs}
     ours.recipes = []
     return Given(theirs, files, ours)

@@ -114,7 +114,8 @@ def _weights(trainer: Trainer, module: LightningModule) -> State:
     if trainer.is_global_zero:
         for name, buffer in module.named_buffers():
             found |= _flat("buffer", name, buffer)
-    optimizer = view_of(trainer.strategy.model, trainer.optimizers[0]).optimizer
+    model: Any = trainer.strategy.model
+    optimizer = view_of(model, trainer.optimizers[0]).optimizer
     for number, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         found |= _flat("options", f"parameter group {number}", options)

@@ -1,7 +1,6 @@
 """Trains cases of `stepcheck module` on this rank under Lightning's Trainer."""
 
 import gc
-import inspect
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +18,15 @@ from stepcheck.lightning.callback import StepCheck
 from stepcheck.lightning.case import PARTS, Case
 from stepcheck.lightning.resume import Resumed, Saved
 from stepcheck.lightning.user_classes import check_classes, fit, instance
-from stepcheck.usage import UsageError, nearest, short
+from stepcheck.usage import UsageError, short
 from stepcheck.verdict import Verdict
 
 BUCKET = 200_000_000
 """Lightning's default size of DeepSpeed's buckets, in elements. They are allocated in full even for a small module."""
+
+
+EPOCHS = 1000
+"""More epochs than any training here has."""
 
 
 def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
@@ -42,7 +45,9 @@ def check(case: Case, device: torch.device, folder: Path) -> Verdict:
     if case.resume_at:
         saved = Saved(case.resume_at, folder / str(case).replace("/", "_"))
         before = _checked(case, device, folder, [saved])
-        if before.outcome == "different" or saved.state is None:
+        if saved.state is None:
+            before.not_judged["the resumed run"] = f"the training ended before step {case.resume_at + 1}"
+        if before.outcome == "different" or before.not_judged:
             return before
         resumed = Resumed(saved)
         verdict = _checked(case, device, folder, [resumed], saved.checkpoint)
@@ -64,7 +69,10 @@ def _checked(
     outputs: bool = False,
 ) -> Verdict:
     """Trains a case once. Returns the verdict on its steps."""
-    step_check = StepCheck(count=case.replayed, outputs=outputs, on_fault="warn")
+    replays: dict[str, Any] = {"count": case.replayed}
+    if case.resume_at and case.replayed:
+        replays = {"steps": (1, case.resume_at + 1)}
+    step_check = StepCheck(**replays, outputs=outputs, on_fault="warn")
     seed_everything(case.seed, verbose=False)
     module, data = _instances(case)
     trainer = _trainer(case, module, device, folder, [*callbacks, step_check, End(case)])
@@ -90,7 +98,6 @@ def _instances(case: Case) -> list[Any]:
 
 def _trainer(case: Case, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
     """Returns a Trainer without output. A user's module may need a logger, and its schedule a metric of validation."""
-    known = set(inspect.signature(Trainer).parameters)
     own: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": case.ranks,
@@ -99,13 +106,11 @@ def _trainer(case: Case, module: Any, device: torch.device, folder: Path, callba
         "precision": case.precision,
         "accumulate_grad_batches": case.accumulate,
         "gradient_clip_val": case.clip or None,
-        "max_steps": case.steps,
+        # With max_steps, a run that is resumed at the end of an epoch ends the next epoch after one batch (Lightning
+        # 2.6.6, fit_loop.on_run_start does not count the epoch).
+        **({"max_epochs": EPOCHS} if case.resume_at else {"max_steps": case.steps}),
         "callbacks": callbacks,
     }
-    for name in case.trainer:
-        if name in own or name not in known:
-            meant = "use the flag of this command" if name in own else nearest(name, known - own.keys())
-            raise UsageError(f"--trainer.{name} is not passed on to Lightning's Trainer: {meant}")
     quiet: dict[str, Any] = {
         "logger": DummyLogger(),
         "limit_val_batches": 1,
@@ -116,9 +121,9 @@ def _trainer(case: Case, module: Any, device: torch.device, folder: Path, callba
         "default_root_dir": folder,
     }
     try:
-        return Trainer(**quiet | case.trainer | own)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"Lightning's Trainer: {error}") from error
+        return Trainer(**own, **quiet | case.trainer)
+    except (TypeError, ValueError) as error:  # also of an option that has a flag of its own
+        raise UsageError(f"--trainer: {short(error, 300)}") from error
 
 
 def _strategy(case: Case, module: Any, device: torch.device) -> Any:
@@ -131,6 +136,7 @@ def _strategy(case: Case, module: Any, device: torch.device) -> Any:
         return build(config=case.config)
     stage, offload = ZERO[case.strategy]
     elements = min(BUCKET, sum(each.numel() for each in module.parameters()) or BUCKET)
+    elements += elements % 2  # ZeRO 1 and 2 require an even number (DeepSpeed 0.19.8, nccl_start_alignment_factor)
     return build(
         stage=stage,
         offload_optimizer=offload,
@@ -141,7 +147,8 @@ def _strategy(case: Case, module: Any, device: torch.device) -> Any:
 
 
 class End(Callback):
-    """Refuses epochs that end within a step, and frees DeepSpeed's engine before this process trains the next case."""
+    """Refuses epochs that end within a step, ends the training after its steps, and frees DeepSpeed's engine before this
+    process trains the next case."""
 
     def __init__(self, case: Case):
         self.case = case
@@ -154,6 +161,9 @@ class End(Callback):
                 "smaller step of the rest, and DeepSpeed would move it into the next epoch: add "
                 f"--trainer.limit_train_batches {batches // parts * parts}"
             )
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.case.steps
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         engine = trainer.strategy.model

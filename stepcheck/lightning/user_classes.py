@@ -35,7 +35,7 @@ ONE_OPTIMIZER = (
 )
 
 
-def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
+def options_of_cli(file: str) -> tuple[dict[str, Any], dict[str, Tree]]:
     """Returns the content of a LightningCLI configuration: the Trainer options in FROM_TRAINER, and the arguments of
     the module and of the data module as plain data, which are not checked yet. The names of these classes are not read,
     because a file may not load code. --module and --datamodule name the classes. Raises UsageError if the file cannot
@@ -47,7 +47,7 @@ def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
         raise UsageError(f"{what} cannot be read: {short(error)}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{what} is not a configuration of LightningCLI: it has no sections")
-    options: dict[str, str] = {}
+    options: dict[str, Any] = {}
     arguments: dict[str, Tree] = {}
     for section, value in config.items():
         value = value or {}
@@ -62,7 +62,7 @@ def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
                 raise UsageError(f"{what}: {section}.init_args is not a section with options")
             arguments[SECTIONS[section]] = given
         if section == "trainer":
-            options |= {ours: str(value[name]) for name, ours in FROM_TRAINER.items() if value.get(name) is not None}
+            options |= {ours: value[name] for name, ours in FROM_TRAINER.items() if value.get(name) is not None}
     return options, arguments
 
 
