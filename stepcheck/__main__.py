@@ -12,7 +12,17 @@ from stepcheck.usage import UsageError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line and runs the command. Returns the exit code."""
+    """Runs a command line. Returns the exit code."""
+    try:
+        options = parse(arguments)
+        return options.run(options)
+    except UsageError as error:
+        print(f"stepcheck: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options of a command line. Raises UsageError for an unknown option."""
     parser = argparse.ArgumentParser(
         "stepcheck",
         description="Proves, while a training runs, that each distributed step computes what PyTorch computes.",
@@ -23,12 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module.add_parser(commands)
     script.add_parser(commands)
     options, more = parser.parse_known_args(arguments)
-    try:
-        options.more = _sections(more, getattr(options, "sections", ()))
-        return options.run(options)
-    except UsageError as error:
-        print(f"stepcheck: {error}", file=sys.stderr)
-        return 2
+    options.more = _sections(more, getattr(options, "sections", ()))
+    return options
 
 
 def _sections(words: Sequence[str], sections: Collection[str]) -> dict[str, str]:

@@ -21,6 +21,8 @@ Kind = Literal[
     "replayed gradient",
     "replayed buffer",
     "batch",
+    "schedule",
+    "counter",
 ]
 
 Outcome = Literal["agrees", "different", "not judged"]

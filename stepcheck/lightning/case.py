@@ -1,8 +1,12 @@
-"""Defines a case of `stepcheck module`: what is trained, and how. Imports only Python's own library."""
+"""Defines a case of `stepcheck module`: what is trained, and how. Imports no package."""
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
+
+from stepcheck.usage import UsageError, nearest
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
 PARTS = ("module", "datamodule")
 
@@ -14,7 +18,6 @@ FLAGS = {
     "steps": "--steps",
     "replayed": "--replay",
     "seed": "--seed",
-    "resume_at": "--resume_at",
 }
 """The fields of a case that have a flag of their own."""
 
@@ -45,6 +48,16 @@ class Case(UserClasses):
     resume_at: int = 0  # the step after which it is saved, and resumed; 0 for neither
     trainer: dict[str, Any] = field(default_factory=dict)  # more options of Lightning's Trainer
 
+    def __post_init__(self) -> None:
+        """Raises UsageError if a value is wrong, wherever it comes from."""
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"precision {self.precision}: {nearest(str(self.precision), PRECISIONS)}")
+        for name, value, least in (("accumulate", self.accumulate, 1), ("gradient_clip_val", self.clip, 0)):
+            if not isinstance(value, (int, float)) or value < least:
+                raise UsageError(f"{name} {value}: it must be a number from {least} on")
+        if 0 < self.steps <= self.resume_at:
+            raise UsageError(f"--resume_at {self.resume_at} must be from 1 to {self.steps - 1}, so that a step follows")
+
     def __str__(self) -> str:
         return self.strategy + (f", accumulate {self.accumulate}" if self.accumulate > 1 else "")
 
@@ -59,6 +72,8 @@ class Case(UserClasses):
         words += ["--strategies", self.strategy]
         for name, flag in FLAGS.items():
             words += [flag, str(getattr(self, name))]
+        if self.resume_at:
+            words += ["--resume_at", str(self.resume_at)]
         for name, value in self.trainer.items():
             words += [f"--trainer.{name}", value if isinstance(value, str) else json.dumps(value)]
         return words

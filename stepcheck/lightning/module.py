@@ -8,23 +8,20 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stepcheck.accept.cases import ZERO
 from stepcheck.accept.launch import train_cases
 from stepcheck.accept.release import deepspeed_folder
-from stepcheck.lightning.case import PARTS, Case
+from stepcheck.lightning.case import PARTS, PRECISIONS, Case, UserClasses
 from stepcheck.report import aligned, write_json, write_junit
 from stepcheck.run import positive
 from stepcheck.usage import UsageError, nearest
 from stepcheck.verdict import Finding
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
-
-MATHS: Mapping[str, Callable[[Any], Any]] = {"precision": str, "accumulate": int, "clip": float}
-"""Fields of a case that a file may set too, and their types."""
+STRATEGIES = ("ddp", *ZERO)
 
 HANG_SECONDS = 1800
 """How long ranks may be silent. One case of a large module takes minutes. torch ends a collective that hangs after 10
@@ -54,7 +51,7 @@ def add_parser(commands: Any) -> None:
         "--strategies",
         nargs="+",
         metavar="NAME",
-        help=f"of ddp, {', '.join(ZERO)}, or configurations of DeepSpeed, *.json (default: DeepSpeed's, or ddp)",
+        help=f"of {', '.join(STRATEGIES)}, or configurations of DeepSpeed, *.json (default: DeepSpeed's, or ddp)",
     )
     add("--devices", type=positive, metavar="N", help="number of ranks (default: all GPUs, or two CPU ranks)")
     add("--accumulate", nargs="+", type=positive, metavar="N", help="micro-batches of a step (default: 1)")
@@ -100,84 +97,83 @@ def run(options: argparse.Namespace) -> int:
     return result["exit_code"]
 
 
-def require_lightning() -> None:
-    """Raises UsageError if a package is missing."""
+def plan(options: argparse.Namespace) -> list[Case]:
+    """Returns the cases of a command line. Raises UsageError if a flag is wrong."""
     for package in ("lightning", "jsonargparse"):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
+    from stepcheck.lightning.plain_data import load_value
+    from stepcheck.lightning.user_classes import options_of_cli
 
-
-def plan(options: argparse.Namespace) -> list[Case]:
-    """Returns the cases. Raises UsageError if a flag is wrong, as far as this shows without importing torch."""
-    require_lightning()
-    from stepcheck.lightning.deepspeed_file import read
-    from stepcheck.lightning.user_classes import check_exist, options_of_cli
-
-    if 0 < options.steps <= options.resume_at:
-        raise UsageError(
-            f"--resume_at {options.resume_at} must be from 1 to {options.steps - 1}, so that a step follows"
-        )
-    classes = {"module": options.module, **({"datamodule": options.datamodule} if options.datamodule else {})}
-    classes |= {name: value for name, value in options.more.items() if name.partition(".")[0] in PARTS}
-    files, from_files = {}, {}
+    own, trainer = {"module": options.module}, {}
+    if options.datamodule:
+        own["datamodule"] = options.datamodule
+    for name, value in options.more.items():
+        section, _, rest = name.partition(".")
+        if section == "trainer":
+            trainer[rest] = load_value(value)
+        else:
+            own[name] = value
+    files, maths = {}, {}
     for file in options.config:
         of_file, files[file] = options_of_cli(file)
-        from_files |= of_file
-    same: dict[str, Any] = {
-        "options": classes,
-        "files": files,
-        "ranks": options.devices or _default_ranks(),
-        "steps": options.steps,
-        "replayed": options.replay,
-        "seed": options.seed,
-        "resume_at": options.resume_at,
-        "trainer": _of_trainer(options.more),
-    }
-    given = {name: value for name in ("precision", "clip") if (value := getattr(options, name)) is not None}
+        maths |= of_file
+    maths |= {name: value for name in ("precision", "clip") if (value := getattr(options, name)) is not None}
+    return cases_of(
+        UserClasses(own, files),
+        options.strategies or (),
+        options.accumulate or (),
+        maths,
+        ranks=options.devices or _default_ranks(),
+        steps=options.steps,
+        replayed=options.replay,
+        seed=options.seed,
+        resume_at=options.resume_at,
+        trainer=trainer,
+    )
+
+
+def cases_of(
+    classes: UserClasses, strategies: Sequence[str], accumulate: Sequence[int], maths: Mapping[str, Any], **same: Any
+) -> list[Case]:
+    """Returns a case for each strategy and each number of micro-batches.
+
+    Args:
+        classes: The user's classes.
+        strategies: Names of strategies, or files with configurations of DeepSpeed. The default is all of DeepSpeed.
+        accumulate: Numbers of micro-batches of a step. The default is what a file sets, or 1.
+        maths: Fields of all cases that a configuration of DeepSpeed may set too. Both must agree.
+        **same: Other fields of all cases.
+
+    Raises:
+        UsageError: If the cases cannot be trained, as far as this shows without importing torch.
+    """
+    from stepcheck.lightning.deepspeed_file import read
+    from stepcheck.lightning.user_classes import check_exist
+
     cases = []
-    for accumulate in options.accumulate or [None]:
-        flags = given | ({"accumulate": accumulate} if accumulate else {})
-        for strategy in options.strategies or ([*ZERO] if deepspeed_folder() else ["ddp"]):
+    for parts in accumulate or (None,):
+        given = {**maths, "accumulate": parts} if parts else maths
+        for strategy in strategies or ([*ZERO] if deepspeed_folder() else ["ddp"]):
             _check_strategy(strategy)
-            config, of_config = read(strategy) if strategy.endswith(".json") else ({}, {})
-            for name, value in of_config.items():
-                if flags.get(name, value) != value:
+            config, fields = read(strategy) if strategy.endswith(".json") else ({}, {})
+            for name, value in fields.items():
+                if given.get(name, value) != value:
                     raise UsageError(
-                        f"--strategies {strategy} sets {name} to {value}, not {flags[name]}: leave out one"
+                        f"--strategies {strategy} sets {name} to {value}, not {given[name]}: leave out one"
                     )
-            maths = _checked(from_files | of_config | flags)
-            cases.append(Case(**same, **maths, strategy=strategy, config=config))
+            fields = {**given, **fields, **same, "strategy": strategy, "config": config}
+            cases.append(Case(classes.options, classes.files, **fields))
     sys.path.append(os.getcwd())  # for PACKAGE.MODULE:NAME, as in the ranks
-    check_exist(cases[0])
+    check_exist(classes)
     return cases
 
 
 def _check_strategy(name: str) -> None:
-    known = ("ddp", *ZERO)
-    if name not in known and not name.endswith(".json"):
-        raise UsageError(f"--strategies {name}: {nearest(name, known)}")
+    if name not in STRATEGIES and not name.endswith(".json"):
+        raise UsageError(f"--strategies {name}: {nearest(name, STRATEGIES)}")
     if name != "ddp" and not deepspeed_folder():
         raise UsageError(f"--strategies {name}: DeepSpeed is missing: pip install deepspeed")
-
-
-def _checked(maths: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields of cases with their types, which files give too."""
-    for name, value in maths.items():
-        try:
-            number = MATHS[name](value)
-        except (TypeError, ValueError):
-            number = -1
-        if (number not in PRECISIONS) if name == "precision" else number < 0:
-            meant = nearest(str(value), PRECISIONS) if name == "precision" else "it must be a number from 0 on"
-            raise UsageError(f"{name} {value}: {meant}")
-    return {name: MATHS[name](value) for name, value in maths.items()}
-
-
-def _of_trainer(more: Mapping[str, str]) -> dict[str, Any]:
-    from stepcheck.lightning.plain_data import load_value
-
-    options = {name.partition(".")[2]: value for name, value in more.items() if name.startswith("trainer.")}
-    return {name: load_value(value) for name, value in options.items()}
 
 
 def _default_ranks() -> int:
@@ -219,34 +215,20 @@ def _result(case: Case, verdict: dict[str, Any]) -> Result:
     result["passed"] = result["outcome"] == "agrees"
     if result["findings"]:
         result["error"] = str(Finding(**result["findings"][0]))
-    result["summary"] = result.get("error") or _agreement(result)
+    agreement = "{steps} steps audited, {replayed} replayed, {identical} of them bit-identical, {took:.1f} s"
+    result["summary"] = result.get("error") or agreement.format(**result)
     return result
-
-
-def _agreement(result: Result) -> str:
-    parts = [f"{result['steps']} steps audited"]
-    if result["replayed"]:
-        parts.append(f"{result['replayed']} replayed, {result['identical']} of them bit-identical")
-    return ", ".join([*parts, f"{result['took']:.1f} s"])
 
 
 def _table(results: Sequence[Result]) -> list[str]:
     """Returns the lines of a table of the cases."""
     rows = [["strategy", "verdict", "steps", "replayed", "judged", "largest share of a tolerance", "scale error seen"]]
     for each in results:
-        kind, share = max(
-            each["shares"].items(), key=lambda item: float(str(item[1]).replace("infinite", "inf")), default=("", 0)
-        )
-        smallest = each.get("smallest_scale_error")
-        rows.append(
-            [
-                each["engine"],
-                each["outcome"],
-                str(each["steps"]),
-                str(each.get("replayed", 0)),
-                f"{100 * each.get('coverage', 0):.4g} %",
-                f"{kind} {share if isinstance(share, str) else format(share, '.2g')}",
-                "" if smallest is None else f"{smallest:.1e}",
+        row = [each["engine"], each["outcome"], str(each["steps"]), *[""] * 4]
+        if each["passed"]:
+            numbers = each["replayed"], each["coverage"], max(each["shares"].values()), each["smallest_scale_error"]
+            row[3:] = [
+                form.format(value) for form, value in zip(("{}", "{:.2%}", "{:.2g}", "{:.1e}"), numbers, strict=True)
             ]
-        )
+        rows.append(row)
     return aligned(rows)

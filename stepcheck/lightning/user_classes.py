@@ -23,11 +23,11 @@ SECTIONS = {"model": "module", "data": "datamodule"}
 
 FROM_TRAINER = {
     "precision": "precision",
-    "gradient_clip_val": "gradient_clip_val",
+    "gradient_clip_val": "clip",
     "accumulate_grad_batches": "accumulate",
 }
-"""Options in the section `trainer` of a LightningCLI configuration that change the maths, and the options of the
-command line that do the same. The other options of that section are not read."""
+"""Options in the section `trainer` of a LightningCLI configuration that change the maths, and the fields of a case that
+they set. The other options of that section are not read."""
 
 ONE_OPTIMIZER = (
     "DeepSpeed steps its only optimizer itself: leave automatic_optimization on, and give all parameters to "
@@ -35,7 +35,7 @@ ONE_OPTIMIZER = (
 )
 
 
-def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
+def options_of_cli(file: str) -> tuple[dict[str, Any], dict[str, Tree]]:
     """Returns the content of a LightningCLI configuration: the Trainer options in FROM_TRAINER, and the arguments of
     the module and of the data module as plain data, which are not checked yet. The names of these classes are not read,
     because a file may not load code. --module and --datamodule name the classes. Raises UsageError if the file cannot
@@ -47,7 +47,7 @@ def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
         raise UsageError(f"{what} cannot be read: {short(error)}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{what} is not a configuration of LightningCLI: it has no sections")
-    options: dict[str, str] = {}
+    options: dict[str, Any] = {}
     arguments: dict[str, Tree] = {}
     for section, value in config.items():
         value = value or {}
@@ -62,7 +62,7 @@ def options_of_cli(file: str) -> tuple[dict[str, str], dict[str, Tree]]:
                 raise UsageError(f"{what}: {section}.init_args is not a section with options")
             arguments[SECTIONS[section]] = given
         if section == "trainer":
-            options |= {ours: str(value[name]) for name, ours in FROM_TRAINER.items() if value.get(name) is not None}
+            options |= {ours: value[name] for name, ours in FROM_TRAINER.items() if value.get(name) is not None}
     return options, arguments
 
 
@@ -168,12 +168,12 @@ def _has_no_default(user_class: type, argument: str) -> bool:
 
 
 def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
-    """Trains a user's module with Lightning's Trainer, or continues training from a checkpoint. Raises UsageError for
-    manual optimization, several optimizers, or data that have no batch for each rank."""
+    """Trains a user's module, or continues its training from a checkpoint that this program has written. Raises
+    UsageError for manual optimization, several optimizers, or data that have no batch for each rank."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:
-        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint)
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=False if checkpoint else None)
     except RuntimeError as error:
         if "only supported with manual optimization" not in str(error):
             raise

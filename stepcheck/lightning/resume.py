@@ -1,0 +1,143 @@
+"""Compares a run that is resumed from Lightning's checkpoint with the run that saved the checkpoint and went on.
+
+Both have the same strategy and ranks, so each rank compares its own shards, bit by bit. Lightning does not restore the
+random states, so the resumed run is given those of the run that went on, after its first batch was drawn.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
+
+from stepcheck.engines import view_of
+from stepcheck.replay.random_state import random_state, set_random_state
+from stepcheck.verdict import Finding, Kind
+
+PLAIN = (bool, int, float, str)
+
+NOT_RESTORED = "Lightning restores a position within an epoch only for a loader with state_dict, and no shuffle's order"
+
+State = dict[tuple[Kind, str], Any]
+"""The checksum of each tensor, and each number, by kind and name."""
+
+
+class Saved(Callback):
+    """Saves a checkpoint of the run that goes on, the state from which its next step starts, and its last weights."""
+
+    def __init__(self, step: int, folder: Path):
+        self.step, self.checkpoint = step, folder / "checkpoint.ckpt"
+        self.state: State | None = None  # from which step + 1 starts
+        self.random: dict[str, Any] = {}
+        self.last: State = {}  # the weights at the end
+        self._is_saved = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._is_saved and self.state is None:
+            self.state, self.random = _state(trainer, pl_module, batch), random_state()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if not trainer.is_last_batch:  # a checkpoint saved now would not count the epoch as done
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.global_step == self.step and not self._is_saved:
+            trainer.save_checkpoint(self.checkpoint, weights_only=False)
+            self._is_saved = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.last = _weights(trainer, pl_module)
+
+
+class Resumed(Callback):
+    """Compares the resumed run with the one that went on."""
+
+    def __init__(self, saved: Saved):
+        self.saved, self._begun = saved, False
+        self._first: State = {}
+        self._last: State = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._begun:
+            self._begun = True
+            self._first = _state(trainer, pl_module, batch)
+            set_random_state(self.saved.random)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last = _weights(trainer, pl_module)
+
+    def findings(self) -> list[Finding]:
+        """Returns what differs, on any rank. Every rank must call it."""
+        assert self.saved.state is not None
+        found = _differences(self.saved.step, self.saved.state, self._first, "in the first resumed step")
+        found = found or _differences(0, self.saved.last, self._last, "at the end")
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, found)
+        return [each for of_rank in everyone for each in of_rank][:100]
+
+
+def _differences(step: int, expected: Mapping[Any, Any], actual: Mapping[Any, Any], when: str) -> list[Finding]:
+    found = []
+    for (kind, name), value in expected.items():
+        other = actual.get((kind, name), "missing")
+        if other != value:
+            how = f"it is {other} instead of {value}" if isinstance(value, PLAIN) and not isinstance(value, str) else ""
+            text = f"{name} {when} is not that of the run that went on{': ' + how if how else ''}"
+            if kind == "batch":
+                text += f": {NOT_RESTORED}"
+            found.append(Finding(step + 1, kind, text, float("inf"), torch.distributed.get_rank()))
+    return found
+
+
+def _state(trainer: Trainer, module: LightningModule, batch: Any) -> State:
+    """Returns the state from which a step starts. Buffers are those of the first rank, as in a checkpoint."""
+    found = _flat("batch", "the batch", batch) | _weights(trainer, module)
+    found["counter", "the number of steps"] = trainer.global_step
+    found["counter", "the number of epochs"] = trainer.current_epoch
+    for config in trainer.lr_scheduler_configs:
+        found |= _flat("schedule", "the schedule", config.scheduler.state_dict())
+    return found
+
+
+def _weights(trainer: Trainer, module: LightningModule) -> State:
+    """Returns the weights, buffers, and what the optimizer has, of this rank."""
+    found: State = {}
+    for name, parameter in module.named_parameters():
+        found |= _flat("weight", name, getattr(parameter, "ds_tensor", parameter))
+    if trainer.is_global_zero:
+        for name, buffer in module.named_buffers():
+            found |= _flat("buffer", name, buffer)
+    model: Any = trainer.strategy.model
+    optimizer = view_of(model, trainer.optimizers[0]).optimizer
+    for number, group in enumerate(optimizer.param_groups):
+        options = {name: value for name, value in group.items() if name != "params"}
+        found |= _flat("options", f"parameter group {number}", options)
+        for index, tensor in enumerate(group["params"]):
+            where = f"tensor {index} of parameter group {number}"
+            found |= _flat("weight", where, tensor)
+            found |= _flat("state", where, optimizer.state.get(tensor, {}))
+    return found
+
+
+def _flat(kind: Kind, name: str, tree: Any) -> State:
+    """Returns the checksums of the tensors in a tree, and its numbers and texts."""
+    found: State = {}
+    for path, value in tree_leaves_with_path(tree):
+        label = f"{keystr(path)} of {name}" if path else name
+        if isinstance(value, Tensor):
+            found[kind, label] = _checksum(value)
+        elif isinstance(value, PLAIN):
+            found[kind, label] = value
+    return found
+
+
+def _checksum(tensor: Any) -> str:
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().cpu().contiguous()
+    return hashlib.sha256(local.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,173 @@
+"""Trains cases of `stepcheck module` on this rank under Lightning's Trainer."""
+
+import gc
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+from stepcheck.accept.cases import ZERO
+from stepcheck.lightning import user_code
+from stepcheck.lightning.callback import StepCheck
+from stepcheck.lightning.case import PARTS, Case
+from stepcheck.lightning.resume import Resumed, Saved
+from stepcheck.lightning.user_classes import check_classes, fit, instance
+from stepcheck.usage import UsageError, short
+from stepcheck.verdict import Verdict
+
+BUCKET = 200_000_000
+"""Lightning's default size of DeepSpeed's buckets, in elements. They are allocated in full even for a small module."""
+
+
+EPOCHS = 1000
+"""More epochs than any training here has."""
+
+
+def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
+    """Trains a case. Returns the verdict as plain data, or in one line why the user's code or a flag is refused."""
+    try:
+        verdict = check(Case(**fields), device, folder)
+    except UsageError as error:
+        return {"refused": str(error)}
+    return {**verdict.as_dict(), "summary": str(verdict)}
+
+
+def check(case: Case, device: torch.device, folder: Path) -> Verdict:
+    """Trains a case, and resumes it if the case says so. If a replay differs, trains once more, to find the first
+    module whose output differs."""
+    check_classes(case)
+    if case.resume_at:
+        saved = Saved(case.resume_at, folder / str(case).replace("/", "_"))
+        before = _checked(case, device, folder, [saved])
+        if saved.state is None:
+            before.not_judged["the resumed run"] = f"the training ended before step {case.resume_at + 1}"
+        if before.outcome == "different" or before.not_judged:
+            return before
+        resumed = Resumed(saved)
+        verdict = _checked(case, device, folder, [resumed], saved.checkpoint)
+        verdict.findings = resumed.findings() + verdict.findings
+        return verdict
+    verdict = _checked(case, device, folder)
+    if any(each.kind.startswith("replayed") for each in verdict.findings):
+        again = _checked(case, device, folder, outputs=True)
+        verdict = again if again.findings else verdict
+    return verdict
+
+
+def _checked(
+    case: Case,
+    device: torch.device,
+    folder: Path,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: Path | None = None,
+    outputs: bool = False,
+) -> Verdict:
+    """Trains a case once. Returns the verdict on its steps."""
+    replays: dict[str, Any] = {"count": case.replayed}
+    if case.resume_at and case.replayed:
+        replays = {"steps": (1, case.resume_at + 1)}
+    step_check = StepCheck(**replays, outputs=outputs, on_fault="warn")
+    seed_everything(case.seed, verbose=False)
+    module, data = _instances(case)
+    trainer = _trainer(case, module, device, folder, [*callbacks, step_check, End(case)])
+    seed_everything(case.seed, verbose=False)
+    # With TF32, the tolerances of float32 would be a thousand times as wide on a GPU (torch's "CUDA semantics").
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        fit(trainer, module, data, checkpoint)
+    verdict = step_check.verdict
+    del trainer, module, data, step_check
+    gc.collect()
+    return verdict
+
+
+def _instances(case: Case) -> list[Any]:
+    """Builds the module and the data module."""
+    try:
+        return [instance(part, case) for part in PARTS]
+    except UsageError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise UsageError(f"--module: {user_code.where(error)}{type(error).__name__}: {short(error, 300)}") from error
+
+
+def _trainer(case: Case, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
+    """Returns a Trainer without output. A user's module may need a logger, and its schedule a metric of validation."""
+    own: dict[str, Any] = {
+        "accelerator": "gpu" if device.type == "cuda" else "cpu",
+        "devices": case.ranks,
+        "strategy": _strategy(case, module, device),
+        "plugins": LightningEnvironment(),
+        "precision": case.precision,
+        "accumulate_grad_batches": case.accumulate,
+        "gradient_clip_val": case.clip or None,
+        # With max_steps, a run that is resumed at the end of an epoch ends the next epoch after one batch (Lightning
+        # 2.6.6, fit_loop.on_run_start does not count the epoch).
+        **({"max_epochs": EPOCHS} if case.resume_at else {"max_steps": case.steps}),
+        "callbacks": callbacks,
+    }
+    quiet: dict[str, Any] = {
+        "logger": DummyLogger(),
+        "limit_val_batches": 1,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+    }
+    try:
+        return Trainer(**own, **quiet | case.trainer)
+    except (TypeError, ValueError) as error:  # also of an option that has a flag of its own
+        raise UsageError(f"--trainer: {short(error, 300)}") from error
+
+
+def _strategy(case: Case, module: Any, device: torch.device) -> Any:
+    if case.strategy == "ddp":
+        return DDPStrategy(find_unused_parameters=True)
+    from stepcheck.lightning.strategy import CPUDeepSpeedStrategy  # here, because it imports DeepSpeed
+
+    build = DeepSpeedStrategy if device.type == "cuda" else CPUDeepSpeedStrategy
+    if case.config:
+        return build(config=case.config)
+    stage, offload = ZERO[case.strategy]
+    elements = min(BUCKET, sum(each.numel() for each in module.parameters()) or BUCKET)
+    elements += elements % 2  # ZeRO 1 and 2 require an even number (DeepSpeed 0.19.8, nccl_start_alignment_factor)
+    return build(
+        stage=stage,
+        offload_optimizer=offload,
+        offload_parameters=offload and stage == 3,
+        reduce_bucket_size=elements,
+        allgather_bucket_size=elements,
+    )
+
+
+class End(Callback):
+    """Refuses epochs that end within a step, ends the training after its steps, and frees DeepSpeed's engine before this
+    process trains the next case."""
+
+    def __init__(self, case: Case):
+        self.case = case
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        parts, batches = self.case.accumulate, trainer.num_training_batches
+        if batches < math.inf and batches % parts and self.case.steps * parts >= batches:
+            raise UsageError(
+                f"--accumulate {parts} does not divide the {batches} batches of an epoch. Plain PyTorch would make a "
+                "smaller step of the rest, and DeepSpeed would move it into the next epoch: add "
+                f"--trainer.limit_train_batches {batches // parts * parts}"
+            )
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.case.steps
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        engine = trainer.strategy.model
+        if hasattr(engine, "basic_optimizer"):
+            from stepcheck.engines.deepspeed import free
+
+            free(engine)

@@ -1,0 +1,59 @@
+"""Checks a LightningModule in your own tests."""
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepcheck.lightning.case import UserClasses
+from stepcheck.lightning.module import cases_of, train
+
+
+def assert_agrees(
+    module: type,
+    datamodule: type | None = None,
+    *,
+    strategies: Sequence[str] = (),
+    devices: int = 1,
+    steps: int = 20,
+    accumulate: int = 1,
+    precision: str = "32-true",
+    gradient_clip_val: float = 0.0,
+    module_options: Mapping[str, Any] | None = None,
+    datamodule_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Trains a LightningModule under each strategy in new processes, and compares each step with plain PyTorch.
+
+    Args:
+        module: A LightningModule class at the top level of a file or of an importable module.
+        datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
+        strategies: Names of strategies, as of `stepcheck module`. The default is those of DeepSpeed.
+        devices: Number of ranks. They use GPUs if there are enough.
+        steps: Number of optimizer steps.
+        accumulate: Number of micro-batches of a step.
+        precision: Precision of the training, by Lightning's names.
+        gradient_clip_val: Largest norm of the gradients, or 0 for no clipping.
+        module_options: Arguments of the module's class.
+        datamodule_options: Arguments of the data module's class.
+
+    Raises:
+        AssertionError: If a strategy does not agree with plain PyTorch. The message names the first difference.
+        UsageError: If a strategy or the module cannot be trained.
+    """
+    options = {"module": _name_of(module)}
+    if datamodule is not None:
+        options["datamodule"] = _name_of(datamodule)
+    for part, given in (("module", module_options), ("datamodule", datamodule_options)):
+        for name, value in (given or {}).items():
+            options[f"{part}.{name}"] = value if isinstance(value, str) else json.dumps(value)
+    maths = {"precision": precision, "clip": gradient_clip_val}
+    cases = cases_of(UserClasses(options, {}), strategies, [accumulate], maths, ranks=devices, steps=steps)
+    results = train(cases)
+    failed = [f"{each['engine']}: {each['outcome']}: {each['summary']}" for each in results if not each["passed"]]
+    assert not failed, "\n".join(failed)
+
+
+def _name_of(user_class: type) -> str:
+    """Returns PACKAGE.MODULE:NAME of a class, or FILE.py:NAME if its module is not in a package."""
+    module = user_class.__module__
+    return f"{module if '.' in module else inspect.getfile(user_class)}:{user_class.__qualname__}"

@@ -1,0 +1,300 @@
+"""Tests `stepcheck module` on users' LightningModules: real commands, real ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs Lightning")
+
+from stepcheck.__main__ import main, parse
+from stepcheck.accept.launch import train_cases
+from stepcheck.lightning.case import Case, UserClasses
+from stepcheck.lightning.module import cases_of, plan, train
+from stepcheck.lightning.user_classes import check_classes
+from stepcheck.testing import assert_agrees
+from stepcheck.usage import UsageError
+from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all
+from tests.users_code.own_code import Alone
+from tests.users_code.own_modules import MODULES, LoRA, OwnParameters
+
+MODULE = """
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Healthy(lightning.LightningModule):
+    def __init__(self, lr: float = 0.01, optimizers: int = 1, manual: bool = False, fails: bool = False):
+        super().__init__()
+        if fails:
+            raise ValueError("no good")
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 4))
+        self.lr, self.optimizers, self.automatic_optimization = lr, optimizers, not manual
+
+    def training_step(self, batch):
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.net(inputs), labels)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        if self.optimizers > 1:
+            return [optimizer] * self.optimizers
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train_dataloader(self):
+        inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(inputs, inputs.argmax(dim=1) % 4), batch_size=4, shuffle=True)
+
+class WrongUnderDDP(Healthy):
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        is_trained = self.trainer.lightning_module is self  # not the plain copy
+        return 1.01 * loss if is_trained and type(self.trainer.strategy).__name__ == "DDPStrategy" else loss
+
+class ForgetsMomentum(Healthy):
+    def on_load_checkpoint(self, checkpoint):
+        for state in checkpoint["optimizer_states"][0]["state"].values():
+            state["momentum_buffer"].zero_()
+
+class NeedsVocab(lightning.LightningModule):
+    def __init__(self, vocab, width=4):
+        super().__init__()
+
+class Child(NeedsVocab):
+    def __init__(self, depth=2, **options):
+        super().__init__(**options)
+
+NET, NUMBER = nn.Module, 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """Returns the path of the user's file."""
+    (tmp_path / "own.py").write_text(MODULE)
+    return str(tmp_path / "own.py")
+
+
+def classes(file: str, name: str = "Healthy", **options: str) -> UserClasses:
+    return UserClasses({"module": f"{file}:{name}", **{f"module.{key}": value for key, value in options.items()}}, {})
+
+
+@pytest.mark.distributed
+def test_a_module_that_is_wrong_under_one_strategy(file: str, tmp_path: Path):
+    junit, out = tmp_path / "junit.xml", tmp_path / "out.json"
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 40}}))
+    command = ["module", f"{file}:WrongUnderDDP", "--module.lr", "0.02", "--accumulate", "2", "--steps", "6"]
+    command += ["--strategies", "ddp", "deepspeed_stage_1", "deepspeed_stage_3_offload", str(tmp_path / "zero.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", "stepcheck", *command, "--junit", str(junit), "--json", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        text=True,
+        capture_output=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 1, done.stderr
+    results = json.loads(out.read_text())["engines"]
+    assert [each["outcome"] for each in results] == ["different", "agrees", "agrees", "agrees"], done.stdout
+    assert all(each["steps"] == 6 and each["replayed"] == 4 for each in results)
+    assert "different   ddp, accumulate 2: step 1: " in done.stdout
+    assert "3 of 4 agree with plain PyTorch" in done.stdout
+    (failure,) = ElementTree.parse(junit).getroot().iter("failure")
+    alone = shlex.join(results[0]["command"])
+    assert alone in str(failure.text)
+    assert alone in done.stdout
+
+
+@pytest.mark.distributed
+def test_a_resumed_run_is_compared_with_the_run_that_went_on(file: str):
+    """An epoch of two ranks has 12 batches. Lightning's loader starts it again if it was saved within one."""
+    expected = {
+        ("Healthy", "ddp", 12): "",
+        ("Healthy", "deepspeed_stage_1", 12): "",
+        ("Healthy", "deepspeed_stage_3", 12): "",
+        ("Healthy", "ddp", 5): "step 6: [0] of the batch in the first resumed step is not that of the run that went on",
+        ("ForgetsMomentum", "ddp", 12): "step 13: ['momentum_buffer'] of tensor 0 of parameter group 0",
+    }
+    cases = []
+    for name, strategy, step in expected:
+        cases += cases_of(classes(file, name), [strategy], [1], {}, ranks=2, steps=16, resume_at=step)
+    results = train(cases)
+    for result, text in zip(results, expected.values(), strict=True):
+        assert result["outcome"] == ("different" if text else "agrees"), result["summary"]
+        assert result["summary"].startswith(text)
+
+
+@pytest.mark.distributed
+def test_what_only_the_ranks_can_tell_is_refused(file: str):
+    expected = {
+        "--module uses manual optimization": {"module.manual": "true"},
+        "--module has several optimizers": {"module.optimizers": "2"},
+        "--module: own.py, line 11: ValueError: no good": {"module.fails": "true"},
+        "--module.lr": {"module.lr": "much"},
+        "--accumulate 5 does not divide the 24 batches of an epoch": {"accumulate": 5},
+        "--trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'": {"trainer": {"max_epoch": 3}},
+        "--trainer: lightning.pytorch.trainer.trainer.Trainer() got multiple": {"trainer": {"precision": 16}},
+    }
+    cases = []
+    for changed in expected.values():
+        own = classes(file, **{key[7:]: text for key, text in changed.items() if key.startswith("module.")})
+        more = {key: value for key, value in changed.items() if not key.startswith("module.")}
+        cases.append(Case(own.options, {}, **more))
+    found: list[str] = []
+    train_cases(
+        cases,
+        1,
+        lambda case, verdict: found.append(verdict.get("refused", str(verdict))),
+        "stepcheck.lightning.train:train_case",
+    )
+    for text, begins in zip(found, expected, strict=True):
+        assert text.startswith(begins), found
+
+
+@of_test_all
+@pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_modules_as_people_have_them(precision: str):
+    names, cases = ["ddp", "deepspeed_stage_2", "deepspeed_stage_3"], []
+    for each in MODULES:
+        # DeepSpeed (0.19.8) raises at a group that has only frozen weights, and at ZeRO 3 does not gather weights that
+        # training_step uses outside of a submodule.
+        if each in (LoRA, OwnParameters):
+            continue
+        own = UserClasses({"module": f"{each.__module__}:{each.__name__}"}, {})
+        cases += cases_of(own, names, [1], {"precision": precision}, ranks=2, steps=6)
+    failed = [(each["command"], each["summary"]) for each in train(cases) if not each["passed"]]
+    assert not failed
+
+
+@pytest.mark.distributed
+def test_a_demo_of_lightning_in_a_test(capsys: pytest.CaptureFixture[str]):
+    """It fails if an earlier case is still in memory."""
+    assert_agrees(Alone, strategies=["deepspeed_stage_2", "deepspeed_stage_3_offload", "deepspeed_stage_0"], steps=4)
+    assert capsys.readouterr().out.count("agrees") == 3
+
+
+FILES = {
+    "typo.json": '{"zero_optimization": {"stage": 2, "overlap_com": true}}',
+    "optimizer.json": '{"optimizer": {"type": "Adam"}}',
+    "scheduler.json": '{"scheduler": {"type": "WarmupLR"}}',
+    "twice.json": '{"gradient_accumulation_steps": 2}',
+    "negative.json": '{"gradient_clipping": -1}',
+    "code.json": '{"torch_autocast": {"enabled": true}}',
+    "broken.json": "{",
+    "optimizer.yaml": "optimizer: {class_path: torch.optim.SGD}",
+    "list.yaml": "model: [1]",
+    "precision.yaml": "trainer: {precision: 17}",
+    "broken.yaml": "model: [",
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["nowhere.py:M"], "--module nowhere.py:M: nowhere.py does not exist"),
+        (["own.py"], "--module own.py: give FILE.py:NAME"),
+        (["own.py:Missing"], "--module own.py:Missing: own.py has no Missing"),
+        (["no_package.training:M"], "there is no package or module 'no_package'"),
+        (["own.py:Healthy", "--datamodule", "own.py:Nothing"], "--datamodule own.py:Nothing: own.py has no Nothing"),
+        (["own.py:Healthy", "--module.lr"], "--module.lr has no value"),
+        (["own.py:Healthy", "--model.lr", "1"], "--model.lr is not an option: did you mean --module.NAME?"),
+        (["own.py:Healthy", "--strategies", "deepspeed_stage_4"], "did you mean deepspeed_stage_"),
+        (["own.py:Healthy", "--steps", "3", "--resume_at", "3"], "--resume_at 3 must be from 1 to 2"),
+        (["own.py:Healthy", "--gradient_clip_val", "-1"], "gradient_clip_val -1.0: it must be a number from 0 on"),
+        (["own.py:Healthy", "--junit", "."], "--junit: . is a folder"),
+        (["own.py:Healthy", "--strategies", "no.json"], "--strategies no.json cannot be read"),
+        (
+            ["own.py:Healthy", "--strategies", "typo.json"],
+            "not read overlap_com, so it has no effect: did you mean over",
+        ),
+        (["own.py:Healthy", "--strategies", "optimizer.json"], "optimizer: it would replace the module's configure_op"),
+        (["own.py:Healthy", "--strategies", "scheduler.json"], "scheduler: it would replace the module's configure_op"),
+        (["own.py:Healthy", "--strategies", "code.json"], "torch_autocast: use --precision bf16-mixed"),
+        (["own.py:Healthy", "--strategies", "negative.json"], "gradient_clip_val -1: it must be a number"),
+        (["own.py:Healthy", "--strategies", "broken.json"], "--strategies broken.json is not JSON"),
+        (["own.py:Healthy", "--strategies", "twice.json", "--accumulate", "4"], "sets accumulate to 2, not 4"),
+        (["own.py:Healthy", "--config", "optimizer.yaml"], "optimizer would replace configure_optimizers"),
+        (["own.py:Healthy", "--config", "list.yaml"], "model is not a section with options"),
+        (["own.py:Healthy", "--config", "precision.yaml"], "precision 17: choose from 32-true"),
+        (["own.py:Healthy", "--config", "broken.yaml"], "cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: list[str],
+    expected: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    assert main(["module", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+def test_without_lightning_the_command_names_the_packages(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightning" else found(name))
+    assert main(["module", f"{file}:Healthy"]) == 2
+    assert "pip install lightning 'jsonargparse[signatures]'" in capsys.readouterr().err
+
+
+def test_a_mistake_is_answered_without_torch(file: str):
+    code = "import sys; from stepcheck.__main__ import main; "
+    code += "sys.exit(main(['module', sys.argv[1]]) + ('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, f"{file}:Missing"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("NET", {}, "--module: Module is not a LightningModule: derive it from lightning.pytorch"),
+        ("NUMBER", {}, "--module: 3 is not a LightningModule"),
+        ("NeedsVocab", {}, "--module.vocab is required"),
+        ("Child", {}, "--module.vocab is required"),
+        ("NeedsVocab", {"vocb": "3"}, "--module.vocb is not an argument of"),
+        ("NeedsVocab", {"vocab": "3"}, "--module has no train_dataloader"),
+    ],
+)
+def test_a_class_that_cannot_be_trained_is_refused(name: str, options: dict[str, str], expected: str, file: str):
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        check_classes(classes(file, name, **options))
+
+
+def test_files_set_the_maths_and_a_case_names_its_command(file: str, tmp_path: Path):
+    cli, zero = tmp_path / "cli.yaml", tmp_path / "zero.json"
+    cli.write_text(
+        "trainer: {precision: bf16-mixed, accumulate_grad_batches: 2, gradient_clip_val: 0.5, max_epochs: 3}\n"
+        "model: {class_path: own.Healthy, init_args: {lr: 0.02}}\n"
+    )
+    zero.write_text('{"gradient_accumulation_steps": 2, "train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
+    command = ["module", f"{file}:Healthy", "--module.optimizers", "1", "--config", str(cli), "--devices", "2"]
+    command += ["--strategies", "ddp", str(zero), "--trainer.limit_train_batches", "6"]
+    cases = plan(parse(command))
+    maths: list[Any] = [(each.precision, each.accumulate, each.clip) for each in cases]
+    assert maths == [("bf16-mixed", 2, 0.5)] * 2
+    assert cases[0].files[str(cli)] == {"module": {"lr": 0.02}}
+    assert cases[1].config == {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 2}}
+    for case in cases:
+        assert plan(parse(case.command[1:])) == [case]
+        assert Case(**json.loads(json.dumps(asdict(case)))) == case
