@@ -1,11 +1,30 @@
 """Writes verdicts to files."""
 
+import argparse
 import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from stepcheck.usage import UsageError
+
+
+def refuse_folders(options: argparse.Namespace, *flags: str) -> None:
+    """Raises UsageError if the file of a flag is a folder."""
+    for flag in flags:
+        file = getattr(options, flag)
+        if file is not None and file.is_dir():
+            raise UsageError(f"--{flag}: {file} is a folder; give a file")
+
+
+def write_files(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Writes the files of --json and --junit, if they are given."""
+    if options.json:
+        write_json(options.json, result)
+    if options.junit:
+        write_junit(options.junit, result)
 
 
 def write_json(file: Path, result: dict[str, Any]) -> None:

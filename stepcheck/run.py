@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepcheck.report import write_json, write_junit
+from stepcheck.report import refuse_folders, write_files
 
 SITE = """\
 import importlib.machinery, importlib.util, sys
@@ -73,10 +73,7 @@ def run(options: argparse.Namespace) -> int:
         command = [found, *command[1:]]
     if options.against and not options.against.is_file():
         return _refuse(f"--against: {options.against} is not a file")
-    for flag in ("json", "junit", "save"):
-        file = getattr(options, flag)
-        if file is not None and file.is_dir():
-            return _refuse(f"--{flag}: {file} is a folder; give a file")
+    refuse_folders(options, "json", "junit", "save")
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         settings = {
             "reports": folder,
@@ -121,10 +118,7 @@ def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Names
     if not audited:
         print("stepcheck: no step was audited, so this run proves nothing", file=sys.stderr, flush=True)
     result = {"passed": passed, "exit_code": code, "command": options.command, "engines": verdicts}
-    if options.json:
-        write_json(options.json, result)
-    if options.junit:
-        write_junit(options.junit, result)
+    write_files(options, result)
     return code if passed else code or 1
 
 

@@ -14,7 +14,7 @@ from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
 from stepcheck.accept.launch import train_cases
 from stepcheck.accept.release import deepspeed_folder
-from stepcheck.report import write_json, write_junit
+from stepcheck.report import refuse_folders, write_files
 from stepcheck.run import positive
 from stepcheck.verdict import Finding
 
@@ -71,10 +71,7 @@ def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> 
         options.refuse("argument --strategies: DeepSpeed is not installed; install it, or choose ddp and fsdp2")
     if options.fuzz and (options.quick or options.seeds > 1):
         options.refuse("argument --fuzz: its cases have seeds of their own; leave out --quick and --seeds")
-    for flag in ("json", "junit"):
-        file = getattr(options, flag)
-        if file is not None and file.is_dir():
-            options.refuse(f"argument --{flag}: {file} is a folder; give a file")
+    refuse_folders(options, "json", "junit")
 
 
 def _print_cases(cases: Iterable[Case]) -> None:
@@ -138,10 +135,7 @@ def _conclude(results: list[Result], left_out: dict[str, str], options: argparse
         "left_out": left_out,
         "engines": results,
     }
-    if options.json:
-        write_json(options.json, result)
-    if options.junit:
-        write_junit(options.junit, result)
+    write_files(options, result)
     return result["exit_code"]
 
 

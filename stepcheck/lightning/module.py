@@ -16,7 +16,7 @@ from stepcheck.accept.cases import ZERO
 from stepcheck.accept.launch import train_cases
 from stepcheck.accept.release import deepspeed_folder
 from stepcheck.lightning.case import PARTS, PRECISIONS, Case, UserClasses
-from stepcheck.report import aligned, write_json, write_junit
+from stepcheck.report import aligned, refuse_folders, write_files
 from stepcheck.run import positive
 from stepcheck.usage import UsageError, nearest
 from stepcheck.verdict import Finding
@@ -74,10 +74,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trains the cases and prints the verdict. Returns the exit code."""
-    for flag in ("json", "junit"):
-        file = getattr(options, flag)
-        if file is not None and file.is_dir():
-            raise UsageError(f"--{flag}: {file} is a folder; give a file")
+    refuse_folders(options, "json", "junit")
     results = train(plan(options))
     failed = [each for each in results if not each["passed"]]
     print("\n" + "\n".join(_table(results)))
@@ -90,18 +87,20 @@ def run(options: argparse.Namespace) -> int:
         "command": ["stepcheck", *sys.argv[1:]],
         "engines": results,
     }
-    if options.json:
-        write_json(options.json, result)
-    if options.junit:
-        write_junit(options.junit, result)
+    write_files(options, result)
     return result["exit_code"]
+
+
+def require_lightning() -> None:
+    """Raises UsageError unless the packages are installed that build a user's module."""
+    for package in ("lightning", "jsonargparse"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
 
 
 def plan(options: argparse.Namespace) -> list[Case]:
     """Returns the cases of a command line. Raises UsageError if a flag is wrong."""
-    for package in ("lightning", "jsonargparse"):
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
+    require_lightning()
     from stepcheck.lightning.plain_data import load_value
     from stepcheck.lightning.user_classes import options_of_cli
 

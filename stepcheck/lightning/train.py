@@ -147,8 +147,8 @@ def _strategy(case: Case, module: Any, device: torch.device) -> Any:
 
 
 class End(Callback):
-    """Refuses epochs that end within a step, ends the training after its steps, and frees DeepSpeed's engine before this
-    process trains the next case."""
+    """Refuses epochs that end within a step, ends the training after its steps, and frees DeepSpeed's engine before
+    this process trains the next case."""
 
     def __init__(self, case: Case):
         self.case = case

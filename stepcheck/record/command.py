@@ -12,7 +12,7 @@ from typing import Any
 
 from stepcheck.lightning.case import PARTS, UserClasses
 from stepcheck.lightning.module import require_lightning
-from stepcheck.report import write_json, write_junit
+from stepcheck.report import refuse_folders, write_files
 from stepcheck.run import positive
 from stepcheck.usage import UsageError
 
@@ -43,10 +43,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compares the script with the module. Returns the exit code."""
-    for flag in ("json", "junit"):
-        file = getattr(options, flag)
-        if file is not None and file.is_dir():
-            raise UsageError(f"--{flag}: {file} is a folder; give a file")
+    refuse_folders(options, "json", "junit")
     verdict = _compare(options)
     for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
         print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")
@@ -58,10 +55,7 @@ def run(options: argparse.Namespace) -> int:
         "command": ["stepcheck", *sys.argv[1:]],
         "engines": [{**verdict.as_dict(), "passed": passed, "summary": str(verdict)}],
     }
-    if options.json:
-        write_json(options.json, result)
-    if options.junit:
-        write_junit(options.junit, result)
+    write_files(options, result)
     return result["exit_code"]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from cifar_zero.config.user_classes import read_given
 
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from stepcheck.lightning.user_classes import instance
+from stepcheck.lightning.case import UserClasses
+from stepcheck.lightning.user_classes import instance, options_of_cli
 
 TYPES = {
     "untyped": None,
@@ -192,7 +192,12 @@ def test_no_recipe_makes_a_users_model_import_what_it_names(planted: Path, tmp_p
 
 
 def module_of(name: str, *flags: str) -> Any:
-    return instance("module", read_given(["--module", name, *flags]))
+    """Builds a module with arguments by flags, and by a file after --config."""
+    words = dict(zip(flags[::2], flags[1::2], strict=True))
+    file = words.pop("--config", None)
+    files = {file: options_of_cli(file)[1]} if file else {}
+    options = {"module": name, **{flag.removeprefix("--"): value for flag, value in words.items()}}
+    return instance("module", UserClasses(options, files))
 
 
 @pytest.mark.parametrize(
