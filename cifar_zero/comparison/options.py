@@ -20,8 +20,8 @@ MOVED = {
     "print_cases": "stepcheck accept --print_cases",
     "module": "stepcheck module FILE.py:MODULE",
     "resume_at": "stepcheck module FILE.py:MODULE --resume_at N",
-    "save_baseline": "stepcheck accept --save_baseline FILE",
-    "against": "stepcheck accept --against FILE",
+    "save_baseline": "stepcheck run --save FILE SCRIPT",
+    "against": "stepcheck run --against FILE SCRIPT",
 }
 """Options of earlier releases, and the commands that replaced them. If several are given, the first one decides."""
 
