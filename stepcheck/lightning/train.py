@@ -147,8 +147,7 @@ def _strategy(case: Case, module: Any, device: torch.device) -> Any:
 
 
 class End(Callback):
-    """Refuses epochs that end within a step, ends the training after its steps, and frees DeepSpeed's engine before this
-    process trains the next case."""
+    """Refuses epochs that end within a step, ends the training after its steps, and frees DeepSpeed's engine."""
 
     def __init__(self, case: Case):
         self.case = case
