@@ -246,9 +246,11 @@ class Audit:
         self._totals.begin_step()
         self._counts = {}
         self._batches.begin_step()
-        if self._trains and not self.view.module.training:
+        # Only modules without parts, because Lightning does not change the mode of a wrapper such as DDP.
+        trains = any(each.training for each in self.view.module.modules() if not [*each.children()])
+        if self._trains and not trains:
             self.add("state", 2.0, "the module is in evaluation mode, unlike in the step before")
-        self._trains = self.view.module.training
+        self._trains = trains
         self.scale = self.view.loss_scale()
         self.view.begin_step()
         reference = self._totals.columns["reference"]
