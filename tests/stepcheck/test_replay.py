@@ -168,7 +168,7 @@ def test_what_the_forward_and_backward_passes_compute_wrongly_is_found(name: str
 
 
 def test_gradients_that_autocast_loses_in_the_copy_too_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where autocast uses a weight again that it has cast under `no_grad` (torch issue 142234, fixed in 2.15)."""
+    """As where autocast uses a weight again that it has cast under `no_grad` (torch issue 142234; not torch 2.15)."""
 
     class Linear(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
