@@ -60,12 +60,12 @@ class PlainCopy:
         self._weights: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = {torch.float32}
-        self._trained: set[str] = set()
+        self.trained: set[str] = set()
         self.free()
 
     def keep(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], trained: Collection[str]) -> None:
         """Keeps unsharded weights, in the dtype in which they are used, and buffers, as they are before a step."""
-        self._weights, self._buffers, self._trained = dict(weights), dict(buffers), {*trained}
+        self._weights, self._buffers, self.trained = dict(weights), dict(buffers), {*trained}
         self._dtypes = {each.dtype for each in weights.values() if each.is_floating_point()} or {torch.float32}
 
     def state_of(self, module: nn.Module) -> State:
@@ -102,7 +102,7 @@ class PlainCopy:
         self._restore(exact)
         handles = watch(self.module, found)
         for name, parameter in self.module.named_parameters():
-            if name in self._trained:
+            if name in self.trained:
                 handles.append(parameter.register_hook(partial(found.add, name)))
         try:
             for compute, random_state, state in micro_batches:
@@ -130,6 +130,11 @@ class PlainCopy:
         """The dtype with the fewest bits in which the last step was computed."""
         return min(self._dtypes | self._autocast, key=lambda dtype: torch.finfo(dtype).bits)
 
+    @property
+    def autocasts(self) -> bool:
+        """Whether the last step was computed under autocast."""
+        return bool(self._autocast)
+
     def free(self) -> None:
         """Gives the memory of the weights back. Their shapes stay."""
         for parameter in self.module.parameters():
@@ -145,7 +150,7 @@ class PlainCopy:
         for name, parameter in self.module.named_parameters():
             value = self._weights[name]
             parameter.data = value.double() if exact else value.clone()
-            parameter.requires_grad_(name in self._trained)
+            parameter.requires_grad_(name in self.trained)
         for part_name, part in self.module.named_modules():
             for name in part._buffers:
                 value = self._buffers.get(f"{part_name}.{name}" if part_name else name)

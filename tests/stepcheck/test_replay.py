@@ -167,6 +167,21 @@ def test_what_the_forward_and_backward_passes_compute_wrongly_is_found(name: str
     assert kind in {each.kind for each in first}, first
 
 
+def test_gradients_that_autocast_loses_in_the_copy_too_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where autocast uses a weight again that it has cast under `no_grad` (torch issue 142234; not torch 2.15)."""
+
+    class Linear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            lost = torch.is_autocast_enabled("cpu") and self.weight.dtype == torch.float32  # which autocast casts
+            return F.linear(x, self.weight.detach() if lost else self.weight, self.bias)
+
+    monkeypatch.setattr(nn, "Linear", Linear)
+    assert train()[0].outcome == "agrees"
+    first = train(autocasts=True)[0].findings[0]
+    assert (first.step, first.kind) == (1, "replayed gradient")
+    assert "the training computed none" in first.text
+
+
 def test_the_first_module_with_another_output_is_named() -> None:
     verdict, _ = train(after("layer_norm", lambda y: 1.001 * y), outputs=True)
     (found,) = [each for each in verdict.findings if each.step == 1 and each.kind == "output"]
