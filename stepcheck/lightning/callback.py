@@ -18,6 +18,7 @@ from stepcheck.audit import Audit, audit
 from stepcheck.engines import NotAuditable
 from stepcheck.lightning.user_hooks import UserHooks, optimizer_of
 from stepcheck.replay import Replay
+from stepcheck.replay.plain_copy import drop_weights
 from stepcheck.replay.random_state import random_state_kept
 from stepcheck.start import Start
 from stepcheck.verdict import Verdict
@@ -159,7 +160,8 @@ class StepCheck(Callback):
             with random_state_kept():
                 plain.setup("fit")
                 plain.configure_model()
-            plain.to(trainer.strategy.root_device)
+            drop_weights(plain, trainer.strategy.root_device)
+            plain.to(trainer.strategy.root_device)  # its buffers
         except Exception as error:  # the module's code may raise anything
             self._note("replays", f"building a copy of the module fails ({type(error).__name__}: {error})")
             return None

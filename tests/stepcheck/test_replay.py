@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepcheck import Replay, audit
+from stepcheck.replay import compare, memory
 from stepcheck.replay import replay as replay_module
+from stepcheck.replay.plain_copy import drop_weights
 
 WIDTH, STEPS = 48, 3
 
@@ -190,3 +193,109 @@ def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytes
 def test_a_replay_changes_nothing_of_the_training() -> None:
     weights = [train(every=every)[1].state_dict() for every in (0, 1)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class RoundedToTF32(torch.autograd.Function):
+    """Rounds to TF32, which has 10 bits after the point, as a GPU does with the factors of a product."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # pyright: ignore
+        return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # pyright: ignore
+        return RoundedToTF32.forward(None, gradient.contiguous())
+
+
+def use_tf32(model: Model) -> None:
+    """Rounds the factors of the products of a forward pass, and the gradients that its backward pass multiplies."""
+
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return F.linear(x, layer.weight, layer.bias)
+        rounded: Any = RoundedToTF32.apply
+        return rounded(F.linear(rounded(x), rounded(layer.weight), layer.bias))
+
+    for layer in (model.first, model.second, model.third):
+        layer.forward = partial(forward, layer)  # pyright: ignore
+
+
+def test_tf32_in_the_training_alone_raises_no_alarm_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train(use_tf32)[0].outcome == "different"
+    monkeypatch.setattr(compare, "epsilon", lambda dtype, device: 2.0**-10)
+    verdicts = [train(use_tf32, seed)[0] for seed in range(20)]
+    assert {each.outcome for each in verdicts} == {"agrees"}, next(each for each in verdicts if each.findings)
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_the_epsilon_is_that_of_the_format_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = [each.fp32_precision for each in kinds]
+    try:
+        for each in kinds:
+            each.fp32_precision = "ieee"
+        assert compare.epsilon(torch.float32, GPU) == torch.finfo(torch.float32).eps
+        kinds[1].fp32_precision = "tf32"
+        assert compare.epsilon(torch.float32, GPU) == 2.0**-10
+        assert compare.epsilon(torch.bfloat16, GPU) == torch.finfo(torch.bfloat16).eps
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        assert compare.epsilon(torch.float32, GPU) == torch.finfo(torch.float32).eps
+    finally:
+        for each, value in zip(kinds, before, strict=True):
+            each.fp32_precision = value
+
+
+def test_compiled_dropout_is_not_judged() -> None:
+    verdict, _ = train(lambda model: model.compile(backend="eager"))
+    assert "torch.compile draws other random numbers" in str(verdict)
+    assert verdict.steps == STEPS
+
+
+def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
+    assert memory.available(GPU) == 40
+
+
+def test_the_peak_memory_leaves_replays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [100]
+    monkeypatch.setattr(memory, "_peaks", {})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.__setitem__(0, 50))
+    memory.begin_replay(GPU)
+    peaks[0] = 900
+    memory.end_replay(GPU)
+    assert memory.peak(GPU) == 100
+    peaks[0] = 120
+    assert memory.peak(GPU) == 120
+
+
+def test_a_copy_moves_to_a_device_without_its_weights() -> None:
+    with FakeTensorMode():
+        model = Model()
+        drop_weights(model, GPU)
+        assert {each.device for each in model.parameters()} == {GPU}
+        assert {stride for each in model.parameters() for stride in each.stride()} == {0}
+
+
+def test_a_replay_that_fails_leaves_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("stepcheck.replay.plain_copy._backward", fail)
+    torch.manual_seed(0)
+    model = Model()
+    plain = Replay(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with audit(model, optimizer, on_fault="warn", replay=plain) as audited:
+        compute = partial(loss_of, (torch.randn(16, WIDTH), torch.randint(0, WIDTH, (16,))), False)
+        plain.micro_batch(compute)
+        compute(model).backward()
+        optimizer.step()
+    assert "OutOfMemoryError: no memory" in str(audited.verdict)
+    assert plain.actual is None
+    assert not plain.copy._weights
+    assert all(each.untyped_storage().nbytes() <= 4 for each in plain.copy.module.parameters())
