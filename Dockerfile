@@ -2,8 +2,8 @@
 #   docker build -t cifar-zero .
 #   docker build -t cifar-zero:cpu --build-arg BASE=debian:bookworm-slim .
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/workspace/runs" cifar-zero python train.py --strategy deepspeed_stage_3
-# BASE has the CUDA toolkit, against which DeepSpeed compiles offload to NVMe and the quantized --zero switches.
-ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+# BASE has the CUDA toolkit of torch's wheel, against which DeepSpeed compiles its Adam for CPUs and offload to NVMe.
+ARG BASE=nvidia/cuda:13.2.0-devel-ubuntu24.04
 FROM ${BASE}
 
 # hadolint ignore=DL3008

@@ -1,9 +1,10 @@
-"""Runs the checks for the first minutes on a GPU: whether every strategy computes what plain PyTorch computes, whether
-the memory is as planned, how fast training is, and what the largest model is.
+"""Measures what only a GPU shows, the most telling first: which kernels it chooses, whether each strategy computes what
+plain PyTorch computes, what the audit costs, how fast the recipes are, and how much memory they take.
 
 With 2 or 8 GPUs it also measures whether the ranks agree and share the memory, whether all ranks end after one is
-killed, and whether a run resumes on one rank. Each result is written as soon as it is measured, and a second call
-measures what is missing.
+killed, and whether a run resumes on one rank. A call goes on where the last one stopped: each result is written as soon
+as it is measured, a cell that takes longer than its limit fails, and cells that failed are measured again last. A cell
+that does not fit into the rest of `--minutes` is left to the next call.
 """
 
 import json
@@ -22,14 +23,15 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks import harness, speed
-from benchmarks.runs import ROOT, Bench, RunFailed, bench, run
+from benchmarks import gpu_kernels, harness, speed
+from benchmarks.runs import ROOT, Bench, RunFailed, bench, last_json, run
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.run_folder import METRICS, newest_checkpoint
 from cifar_zero.comparison.result import PASSING
 from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.hardware import gpu_count
+from stepcheck.accept.cases import STRATEGIES as AUDITED
 
 Row = dict[str, Any]  # what a cell measured, by column; "failed" is the reason for a failure
 
@@ -51,6 +53,15 @@ STATES_SHARE, PEAK_SHARE = 0.05, 0.15  # largest relative errors of planned stat
 PLANNED = ("baseline", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload")
 SEVERAL = ("ddp", "deepspeed_stage_3", "fsdp2")  # strategies on several ranks
 LARGEST = ("baseline", "deepspeed_stage_3_offload", "deepspeed_stage_3_superoffload")
+COSTS = {
+    "eager": [],
+    "ZeRO 2": ["--strategy", "deepspeed_stage_2"],
+    "compiled": ["--compile"],
+    "ZeRO 2, compiled": ["--strategy", "deepspeed_stage_2", "--compile"],
+}
+"""Flags of the runs whose audit is timed."""
+
+TESTS = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
 DEPTHS = tuple(2**power for power in range(2, 11))  # blocks of a vit_1b, 50 million parameters each
 
 
@@ -111,24 +122,31 @@ class Cell:
 
 def cells(place: Place) -> Iterator[Cell]:
     """Yields the measurements, the most important first."""
-    yield Cell("agreement with plain PyTorch", "acceptance", 420, partial(acceptance, 1))
-    for ranks in place.several:
-        yield Cell("agreement with plain PyTorch", f"acceptance, {ranks} ranks", 600, partial(acceptance, ranks))
-        yield Cell("a killed rank", f"of {ranks}", 240, partial(killed, ranks))
-    yield Cell("agreement with the CPU", "20 steps", 240, across_devices)
-    device, three, two = place.bench.accelerator, "deepspeed_stage_3", "deepspeed_stage_2"
-    relay = [("cpu", two, 1), (device, three, 1), ("cpu", "baseline", 1)]
-    yield Cell("resume", "CPU, GPU, CPU", 150, partial(resumed, relay))
-    for ranks in place.several:
-        relay = [(device, three, ranks), (device, "baseline", 1)]
-        yield Cell("resume", f"{ranks} ranks, 1 rank", 150, partial(resumed, relay))
-    yield Cell("tests", "tests/gpu", 1200, tests)
+    for part in gpu_kernels.PARTS:
+        yield Cell(f"kernels, {part}", "measured", 60, partial(kernels, part))
+    for ranks, strategy in product([1, *place.several], AUDITED if place.on_gpu else AUDITED[:3]):
+        name = strategy if ranks == 1 else f"{strategy}, {ranks} ranks"
+        yield Cell("agreement with plain PyTorch", name, 150, partial(acceptance, strategy, ranks))
+    for name, flags in COSTS.items():
+        if place.on_gpu or "--compile" not in flags:
+            yield Cell("cost of the audit, vit_tiny", name, 150, partial(audit_cost, flags))
+    for name, more in {"eager": [], "compiled": ["--compile"]}.items():
+        yield Cell("speed record", name, 400, partial(record, more))
     for model in ("vit_tiny", "vit_large") if place.on_gpu else ("vit_tiny",):
         for strategy in PLANNED:
             yield Cell("memory, bytes", f"{model}, {strategy}", 120, partial(memory, model, strategy, 1))
         for ranks, strategy in product(place.several, SEVERAL):
             name = f"{model}, {strategy}, {ranks} ranks"
             yield Cell("memory, bytes", name, 180, partial(memory, model, strategy, ranks))
+    device, three, two = place.bench.accelerator, "deepspeed_stage_3", "deepspeed_stage_2"
+    for ranks in place.several:
+        yield Cell("a killed rank", f"of {ranks}", 240, partial(killed, ranks))
+        relay = [(device, three, ranks), (device, "baseline", 1)]
+        yield Cell("resume", f"{ranks} ranks, 1 rank", 150, partial(resumed, relay))
+    relay = [("cpu", two, 1), (device, three, 1), ("cpu", "baseline", 1)]
+    yield Cell("resume", "CPU, GPU, CPU", 150, partial(resumed, relay))
+    for strategy in ("baseline", two, three):
+        yield Cell("agreement with the CPU", strategy, 150, partial(across_devices, strategy))
     for batch_size, steps in speed.STEPS.items():
         contenders = {**speed.limit_at(place.bench, batch_size, steps if place.on_gpu else 20).contenders}
         if place.on_gpu:
@@ -145,8 +163,8 @@ def cells(place: Place) -> Iterator[Cell]:
         case = speed.at_stage(place.bench, stage, 1, 300 if place.on_gpu else 20)
         for name, contender in case.contenders.items():
             yield Cell("DeepSpeedExamples' recipe", f"ZeRO {stage}, {name}", 240, partial(rates, contender))
-    for name, more in {"eager": [], "compiled": ["--compile"]}.items():
-        yield Cell("speed record", name, 400, partial(record, more))
+    for file in TESTS:
+        yield Cell("tests", file.name, 500, partial(tests, file))
     for strategy in LARGEST:
         yield Cell("largest model", strategy, 400, partial(largest, strategy))
 
@@ -155,43 +173,62 @@ def main() -> int:
     """Measures what is missing and returns the exit code, which is 1 if a cell failed."""
     parser = exits.Parser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="cpu: a small rehearsal")
-    parser.add_argument("--minutes", type=float, default=60, help="stop after this many minutes (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=9, help="stop after this many minutes (default: %(default)s)")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="measure only tables whose names begin so")
     parser.add_argument("--out", type=Path, default=Path("comparisons/gpu"), help="results (default: %(default)s)")
     parser.add_argument("--images", type=Path, help="a folder of real images for the speed record's accuracy")
     given = harness.parse(parser)
     over = time.monotonic() + 60 * given.minutes
     out = given.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    file = out / "results.json"
-    results: dict[str, dict[str, Row]] = json.loads(file.read_text()) if file.exists() else {}
+    results = read_results(out)
     title = harness.heading("gpu", 1, given.accelerator)
     ranks = gpu_count() if given.accelerator == "gpu" else RANKS[0]
-    failed, missing = [], 0
     with bench(given.accelerator) as made:
         place = Place(made, out, given.images and given.images.absolute(), ranks)
-        for cell in cells(place):
-            rows = results.setdefault(cell.part, {})
-            known = rows.get(cell.name, {"failed": "not measured yet"})
+        chosen = [cell for cell in cells(place) if not given.parts or cell.part.startswith(tuple(given.parts))]
+        for cell in in_order(chosen, results):
             left = over - time.monotonic()
-            if "failed" in known and left >= 20:  # failed cells are measured again
-                print(f"{cell.part}: {cell.name} ({left / 60:.1f} minutes left)", file=sys.stderr, flush=True)
-                started = time.monotonic()
-                place.over = started + min(cell.seconds, left)
-                try:
-                    rows[cell.name] = cell.measure(place)
-                except RunFailed as failure:
-                    if time.monotonic() < over - 1:  # otherwise the time was up, and the next call measures it
-                        rows[cell.name] = {"failed": str(failure)}
-                if cell.name in rows:
-                    rows[cell.name]["seconds"] = round(time.monotonic() - started, 1)
-                write_json(file, results)
-                (out / "results.md").write_text(f"{title}\n{tables(results)}")
-            if cell.name not in rows:
-                missing += 1
-            elif "failed" in rows[cell.name]:
-                failed.append(f"failed   {cell.part}: {cell.name}")
+            if left < min(cell.seconds, 60 * given.minutes / 2):
+                continue  # a shorter cell may fit
+            print(f"{cell.part}: {cell.name} ({left / 60:.1f} minutes left)", file=sys.stderr, flush=True)
+            measure(cell, place, results, min(cell.seconds, left))
+            write_json(out / "results.json", results)
+            (out / "results.md").write_text(f"{title}\n{tables(results)}")
+    rows = [(cell, results.get(cell.part, {}).get(cell.name)) for cell in chosen]
+    failed = [f"failed   {cell.part}: {cell.name}" for cell, row in rows if row and "failed" in row]
+    missing = sum(row is None for _, row in rows)
     print(tables(results), *failed, f"{missing} missing", sep="\n")
     return int(bool(failed))
+
+
+def read_results(out: Path) -> dict[str, dict[str, Row]]:
+    """Returns the results of earlier calls."""
+    file = out / "results.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def in_order(chosen: Sequence[Cell], results: dict[str, dict[str, Row]]) -> list[Cell]:
+    """Returns the cells to measure: those that are missing, then those that failed, the least often tried first."""
+    rows = [(cell, results.get(cell.part, {}).get(cell.name)) for cell in chosen]
+    missing = [cell for cell, row in rows if row is None]
+    failed = [(row["tries"], cell) for cell, row in rows if row and "failed" in row]
+    return missing + [cell for _, cell in sorted(failed, key=lambda each: each[0])]
+
+
+def measure(cell: Cell, place: Place, results: dict[str, dict[str, Row]], seconds: float) -> None:
+    """Measures a cell and adds its row to the results."""
+    rows = results.setdefault(cell.part, {})
+    tries = rows.get(cell.name, {}).get("tries", 0) + 1
+    started = time.monotonic()
+    place.over = started + seconds
+    try:
+        row = cell.measure(place)
+    except RunFailed as failure:
+        row = {"failed": str(failure)}
+    rows[cell.name] = {**row, "seconds": round(time.monotonic() - started, 1)}
+    if "failed" in row:
+        rows[cell.name]["tries"] = tries
 
 
 def tables(results: dict[str, dict[str, Row]]) -> str:
@@ -199,38 +236,50 @@ def tables(results: dict[str, dict[str, Row]]) -> str:
     return "\n".join(harness.markdown(part, rows) for part, rows in results.items())
 
 
-def acceptance(ranks: int, place: Place) -> Row:
-    """Returns the number of cases of stepcheck accept, the number that passes, and the summaries of the cases that
-    fail."""
-    quick = [] if place.on_gpu else ["--quick", "--strategies", "deepspeed_stage_2"]
-    file = place.out / f"acceptance-{ranks}.json"
-    command = [sys.executable, "-m", "stepcheck", "accept", "--devices", str(ranks), *quick, "--json", str(file)]
+def kernels(part: str, place: Place) -> Row:
+    """Returns what a part of `gpu_kernels` measures."""
+    flags = [] if place.on_gpu else ["--cpu"]
+    return last_json(place.run("-m", "benchmarks.gpu_kernels", part, *flags))
+
+
+def acceptance(strategy: str, ranks: int, place: Place) -> Row:
+    """Returns the number of cases of stepcheck accept, the number that passes, how many replayed steps were
+    bit-identical, and the summaries of the cases that fail."""
+    quick = [] if place.on_gpu else ["--quick"]
+    file = place.out / f"acceptance-{strategy}-{ranks}.json"
     file.unlink(missing_ok=True)
-    try:
-        code = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=place.left).returncode
-    except subprocess.TimeoutExpired as error:
-        raise RunFailed("stepcheck accept did not end in time") from error
+    flags = ["--devices", str(ranks), "--strategies", strategy, *quick, "--json", str(file)]
+    place.run("-m", "stepcheck", "accept", *flags, exit_code=None)
     if not file.exists():
-        raise RunFailed(f"stepcheck accept ended with exit code {code} and wrote no verdicts")
+        raise RunFailed("stepcheck accept wrote no verdicts")
     cases = json.loads(file.read_text())["engines"]
     bad = [f"{each['engine']}: {each['summary']}" for each in cases if not each["passed"]]
-    return with_failures({"cases": len(cases), "pass": len(cases) - len(bad)}, bad)
+    shares = [share for each in cases for share in each["shares"].values() if not each["known"]]
+    row = {"cases": len(cases), "pass": len(cases) - len(bad), "largest share": max(map(float, shares), default=0.0)}
+    row |= {f"{key} steps": sum(each.get(key, 0) for each in cases) for key in ("replayed", "identical")}
+    return with_failures(row, bad)
 
 
-def across_devices(place: Place) -> Row:
-    """Returns the verdicts of the step checks of runs on the GPU, with and without TF32. Also returns how far each run
-    drifts from the same run on the CPU."""
-    place.train("across-cpu", *STEPS, *CHECKED, "--accelerator", "cpu")
+def audit_cost(flags: Sequence[str], place: Place) -> Row:
+    """Returns the images per second of vit_tiny with and without the audit of each step."""
+    given = ["--model", "vit_tiny", "--batch_size", "512" if place.on_gpu else "8", "--precision", "bf16-mixed", *flags]
+    steps = 200 if place.on_gpu else 3
+    plain, audited = (place.bench.ours(steps, *given, *more)["images_per_second"] for more in ([], ["--audit"]))
+    return {"images/s": round(plain, 1), "audited": round(audited, 1), "overhead": f"{plain / audited - 1:.1%}"}
+
+
+def across_devices(strategy: str, place: Place) -> Row:
+    """Returns the verdicts of runs on the GPU, with and without TF32, whose steps are all replayed, and how far each
+    run drifts from the same run on the CPU."""
+    place.train(f"across-{strategy}-cpu", *STEPS, *CHECKED, "--accelerator", "cpu")
     row, bad = dict[str, Any](), list[str]()
-    for strategy in ("baseline", "deepspeed_stage_2", "deepspeed_stage_3"):
-        for tf32, environment in (("TF32", {}), ("no TF32", NO_TF32)):
-            name = f"{strategy}, {tf32}"
-            flags = ["--strategy", strategy, "--accelerator", place.bench.accelerator]
-            place.train(f"across-{name}", *STEPS, *CHECKED, *flags, extra_env=environment)
-            runs = [str(place.newest(f"across-{which}")) for which in ("cpu", name)]
-            on_cpu, other = compared(place, "across", "--runs", *runs)
-            row[name] = ": ".join(filter(None, [other["outcome"], other["drift"]]))
-            bad += [f"{name}: {each['remark']}" for each in (on_cpu, other) if not good(each)]
+    for tf32, environment in (("TF32", {}), ("no TF32", NO_TF32)):
+        flags = ["--strategy", strategy, "--accelerator", place.bench.accelerator]
+        place.train(f"across-{strategy}-{tf32}", *STEPS, *CHECKED, *flags, extra_env=environment)
+        runs = [str(place.newest(f"across-{strategy}-{which}")) for which in ("cpu", tf32)]
+        on_cpu, other = compared(place, "across", "--runs", *runs)
+        row[tf32] = ": ".join(filter(None, [other["outcome"], other["drift"]]))
+        bad += [f"{tf32}: {each['remark']}" for each in (on_cpu, other) if not good(each)]
     return with_failures(row, bad)
 
 
@@ -285,12 +334,12 @@ def killed(ranks: int, place: Place) -> Row:
     return {"saved step": step, "resumed to step": metrics["steps"]}
 
 
-def tests(place: Place) -> Row:
-    """Returns the last line of pytest on tests/gpu, and the tests that do not pass."""
-    answer = place.run("-m", "pytest", "-q", "tests/gpu", "--timeout", "100", exit_code=None)
+def tests(file: Path, place: Place) -> Row:
+    """Returns the last line of pytest on a file of tests/gpu, and the tests that do not pass."""
+    answer = place.run("-m", "pytest", "-q", str(file), "--timeout", "100", exit_code=None)
     lines = [line for line in answer.splitlines() if line.strip()]
     bad = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return with_failures({"pytest": lines[-1]}, bad)
+    return with_failures({"pytest": lines[-1] if lines else ""}, bad)
 
 
 def memory(model: str, strategy: str, ranks: int, place: Place) -> Row:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib import pyplot
 from matplotlib.colors import ListedColormap
+from matplotlib.patches import Rectangle
 from packaging.version import Version
 
 COLORS = {"passes": "#4caf50", "different": "#d32f2f", "not judged": "#f2c94c", "cannot run": "#bdbdbd"}
@@ -37,6 +38,6 @@ axes.set_yticks([index + 0.5 for index in range(len(names))], names)
 axes.tick_params(length=0)
 for spine in axes.spines.values():
     spine.set_visible(False)
-patches = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[kind], label=LABELS[kind]) for kind in kinds]
+patches = [Rectangle((0, 0), 1, 1, color=COLORS[kind], label=LABELS[kind]) for kind in kinds]
 figure.legend(handles=patches, loc="upper center", ncols=len(kinds), frameon=False)
 figure.savefig("releases.png", bbox_inches="tight", dpi=100)

@@ -95,6 +95,8 @@ class UpdateCheck:
                 if "step" in own and self.kind is not type(optimizer):
                     # FusedAdam counts steps only in the state of a group's last tensor (0.16 to 0.19.8).
                     own["step"] = torch.tensor(max(_steps(optimizer, group)))
+                if "capturable" in self.known and _is_on_accelerator(own.get("step")):
+                    groups[-1]["capturable"] = True  # otherwise torch would wait for the device to read the step
                 states.append(own)
         kept.report(report, 0.0, "is not what the last update left")
         weights.report(report if self.view.owns_step else note, 0.0, "is not what the last update left")
@@ -196,14 +198,18 @@ def _steps(optimizer: Any, group: dict[str, Any]) -> Iterator[float]:
     return (float(state["step"]) for state in states if "step" in state)
 
 
+def _is_on_accelerator(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
 def _is_vector(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """Returns the norm of each tensor, float64. Elements that are not finite count as 0."""
+    """Returns the norm of each tensor, float64, on the device of the first. Elements that are not finite count as 0."""
     finite = [each.float().nan_to_num(0, 0, 0) for each in tensors]
-    return torch.stack([torch.linalg.vector_norm(each) for each in finite]).double()
+    return torch.stack([torch.linalg.vector_norm(each).to(tensors[0].device) for each in finite]).double()
 
 
 def distances(some: list[Tensor], others: list[Tensor]) -> Tensor:

@@ -26,6 +26,10 @@ def _devices(run: Run) -> Rules:
     syncs = run.recipe.trainer.get("sync_batchnorm")
     return {
         "--precision 16-mixed needs a GPU: on the CPU use bf16-mixed": run.on_cpu and placement.precision == "16-mixed",
+        # It never scales the loss, and divides the gradients by the scale (DeepSpeed 0.19.8, pull request 8393).
+        f"{name} does not scale losses in float16: use deepspeed_stage_1, or --precision bf16-mixed": (
+            run.spec.family == "deepspeed" and not run.spec.stage and placement.precision == "16-mixed"
+        ),
         "--activation_offload needs a GPU: use --activation_checkpointing": run.on_cpu and placement.activation_offload,
         f"{name} needs a CUDA GPU: on the CPU use deepspeed_stage_3_offload": run.on_cpu and run.spec.super_offload,
         "--zero.overlap_comm needs a GPU: leave it out": run.on_cpu and placement.zero.overlap_comm,

@@ -29,6 +29,7 @@ FAULTS = (
     ("lightning", "<2.6.6", "", "runs code that a checkpoint's hyperparameters name: CVE-2026-58659"),
     ("deepspeed", ">=0.17.6,<0.18.3", "deepspeed_stage_2", f"loses micro-batches: {DEEPSPEED}/issues/7718"),
     ("deepspeed", ">=0.17.6,<0.18.6", "deepspeed_stage_0", f"is wrong in bfloat16: {DEEPSPEED}/issues/7837"),
+    ("deepspeed", ">=0.18.3,<0.19.9", "stage 0 in float16", f"does not scale the loss: {DEEPSPEED}/pull/8393"),
     ("deepspeed", "==0.18.3", ALL_STAGES, f"divides gradients by --accumulate twice: {DEEPSPEED}/pull/7724"),
     ("deepspeed", ">=0.15.2,<0.19", "deepspeed_stage_2_offload", f"loses micro-batches: {DEEPSPEED}/pull/7967"),
     ("deepspeed", ">=0.18.3,<0.19", "deepspeed_stage_1_fp32_gradients", f"loses an all-reduce: {DEEPSPEED}/pull/7985"),

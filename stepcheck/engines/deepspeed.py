@@ -47,6 +47,8 @@ class DeepSpeedView(View):
             raise NotAuditable("PipelineEngine calls the stages of a model itself")
         if type(engine.optimizer).__name__.startswith("SuperOffload"):
             raise NotAuditable("SuperOffload updates the weights in another process")
+        if hasattr(engine.optimizer, "backup_optimizer"):  # with an offload ratio below 1 (zero/stage3.py)
+            raise NotAuditable("a second optimizer updates the part of the weights that is not offloaded")
         offload = engine._config.zero_config.offload_optimizer
         if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
             raise NotAuditable("the optimizer's tensors are on NVMe")

@@ -18,6 +18,7 @@ from stepcheck.audit import Audit, audit
 from stepcheck.engines import NotAuditable
 from stepcheck.lightning.user_hooks import UserHooks, optimizer_of
 from stepcheck.replay import Replay
+from stepcheck.replay.plain_copy import drop_weights
 from stepcheck.replay.random_state import random_state_kept
 from stepcheck.start import Start
 from stepcheck.verdict import Verdict
@@ -230,7 +231,8 @@ def build_copy(copied: Any, trainer: Trainer) -> None:
     with random_state_kept():
         copied.setup("fit")
         copied.configure_model()
-    copied.to(trainer.strategy.root_device)
+    drop_weights(copied, trainer.strategy.root_device)
+    copied.to(trainer.strategy.root_device)  # its buffers
 
 
 def loss_of(trainer: Trainer, batch: Any, batch_idx: int, module: Any) -> Tensor:

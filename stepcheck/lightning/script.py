@@ -15,7 +15,7 @@ from stepcheck.lightning.callback import INTERNAL, build_copy, call_before_step,
 from stepcheck.lightning.user_classes import fit
 from stepcheck.record.explain import explain_batch, explain_gradient, explain_loss
 from stepcheck.record.steps import Recording, Value, match, options_of, same_random_state
-from stepcheck.replay.compare import Compared, compare, identical
+from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square
 from stepcheck.replay.plain_copy import Computed, PlainCopy
 from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
 from stepcheck.updates import distances, norms
@@ -143,7 +143,9 @@ class ScriptCheck(Callback):
             self.verdict.identical += 1
             self.verdict.values += sum(each.numel() for each in module.gradients.values())
             return
-        compared = [*compare(script, module, self._exact(), self._copy.lowest)]
+        exact = self._exact()
+        rounding = mean_square(loss_errors(module, exact))
+        compared = [*compare(script, module, exact, self._copy.lowest, rounding)]
         if not self._draws_alike and any(each.share > 1 for each in compared):
             self.verdict.not_judged["losses, gradients and buffers"] = (
                 f"the module draws other random numbers than the script in step {self.number}"

@@ -7,8 +7,10 @@ small tensor's rounding error counts as no less than the root mean square of tho
 """
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +73,9 @@ def identical(actual: Computed, replay: Computed) -> bool:
     )
 
 
-def compare(actual: Computed, low: Computed, exact: Computed, lowest: torch.dtype) -> Iterator[Compared]:
+def compare(
+    actual: Computed, low: Computed, exact: Computed, lowest: torch.dtype, rounding: float
+) -> Iterator[Compared]:
     """Yields each value of a step, compared with the two replays.
 
     Args:
@@ -79,11 +83,11 @@ def compare(actual: Computed, low: Computed, exact: Computed, lowest: torch.dtyp
         low: The replay in the training's precision.
         exact: The replay in float64.
         lowest: The lowest dtype in which the training computes.
+        rounding: Root mean square of the relative rounding errors of the losses of all ranks.
     """
     eps = epsilon(lowest, next(iter(low.gradients.values()), torch.zeros(())).device)
     for (name, value), (_, own), (_, high) in zip(actual.outputs, low.outputs, exact.outputs, strict=True):
         yield _compared("output", name, value, own, high, eps)
-    rounding = _mean_square(_relative(a, b) for a, b in zip(low.losses, exact.losses, strict=True))
     for number, (loss, own, high) in enumerate(zip(actual.losses, low.losses, exact.losses, strict=True), 1):
         least = max(LEAST * torch.finfo(loss.dtype).eps, eps / 4)
         yield _compared("replayed loss", f"micro-batch {number}", loss, own, high, least / LEAST, rounding=rounding)
@@ -94,10 +98,15 @@ def compare(actual: Computed, low: Computed, exact: Computed, lowest: torch.dtyp
             yield _compared("replayed buffer", name, actual.buffers[name], buffer, exact.buffers[name], own_eps)
 
 
+def loss_errors(low: Computed, exact: Computed) -> list[float]:
+    """Returns the relative rounding errors of this rank's losses."""
+    return [_relative(a, b) for a, b in zip(low.losses, exact.losses, strict=True)]
+
+
 def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> Iterator[Compared]:
     whole = math.sqrt(sum(float(each.square().sum()) for each in exact.gradients.values()))
     sizes = {name: float(each.norm()) + SMALL * whole + 1e-300 for name, each in exact.gradients.items()}
-    rounding = _mean_square(
+    rounding = mean_square(
         _distance(low.gradients[name], exact.gradients[name]) / sizes[name]
         for name in low.gradients.keys() & sizes.keys()
     )
@@ -139,11 +148,21 @@ def _compared(
 
 def epsilon(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the machine epsilon of the numbers that are multiplied: of TF32, where torch may use it for float32."""
-    if dtype == torch.float32 and device.type == "cuda":
-        backends: list[object] = [torch.backends.cuda.matmul, torch.backends.cudnn]
-        if any(getattr(each, "allow_tf32", False) for each in backends):
-            return 2.0**-10  # TF32 has 10 bits after the point
-    return torch.finfo(dtype).eps
+    tf32 = dtype == torch.float32 and device.type == "cuda" and _may_use_tf32()
+    return 2.0**-10 if tf32 else torch.finfo(dtype).eps  # TF32 has 10 bits after the point
+
+
+def _may_use_tf32() -> bool:
+    """Returns whether matrix products or convolutions in float32 may be computed in TF32 on a GPU."""
+    override = os.environ.get("NVIDIA_TF32_OVERRIDE")  # read by cuBLAS and cuDNN
+    if override in ("0", "1"):
+        return override == "1"
+    products: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    if not hasattr(products, "fp32_precision"):  # torch 2.8 and older
+        return products.allow_tf32 or cudnn.allow_tf32
+    # Reading allow_tf32 raises an error once a script has set fp32_precision (torch 2.15).
+    return any(each.fp32_precision == "tf32" for each in (products, cudnn.conv, cudnn.rnn))
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -157,7 +176,8 @@ def _relative(one: Tensor, other: Tensor) -> float:
     return _distance(one, other) / (float(other.double().norm()) + 1e-300)
 
 
-def _mean_square(values: Iterator[float]) -> float:
+def mean_square(values: Iterable[float]) -> float:
+    """Returns the root of the mean of the squares of the finite values."""
     found = [each for each in values if math.isfinite(each)]
     return math.sqrt(sum(each * each for each in found) / len(found)) if found else 0.0
 

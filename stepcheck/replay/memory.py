@@ -1,18 +1,54 @@
-"""Reads how much memory a rank may take."""
+"""Reads how much memory a rank may take, and has taken."""
 
 import os
+import resource
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+_peaks: dict[str, int] = {}  # of each type of device, before the last replay
+
 
 def available(device: torch.device) -> float | None:
     """Returns the free bytes of a GPU, or this rank's share of the free bytes of the machine. None if unknown."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cuda":  # torch keeps freed memory for later tensors
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + kept)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
         return None
     free = next((line for line in lines if line.startswith("MemAvailable:")), "")
     return 1024.0 * int(free.split()[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
+
+
+def peak(device: torch.device) -> int:
+    """Returns the peak memory of this rank so far without replayed steps, in bytes: of its tensors on a GPU, or of the
+    whole process."""
+    return max(_peaks.get(device.type, 0), _measured_peak(device))
+
+
+def begin_replay(device: torch.device) -> None:
+    """Keeps the peak so far."""
+    _peaks[device.type] = peak(device)
+
+
+def end_replay(device: torch.device) -> None:
+    """Forgets what was measured since `begin_replay`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # only Linux can forget a peak
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _measured_peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":
+        # getrusage is not used, because its peak of a process begins at the peak of the parent process.
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # getrusage(2) of macOS returns bytes

@@ -137,9 +137,7 @@ class PlainCopy:
 
     def free(self) -> None:
         """Gives the memory of the weights back. Their shapes stay."""
-        for parameter in self.module.parameters():
-            parameter.data = parameter.new_empty(()).expand(parameter.shape)
-            parameter.grad = None
+        drop_weights(self.module)
 
     def forget(self) -> None:
         """Gives back what `keep` has kept."""
@@ -162,6 +160,13 @@ class PlainCopy:
         device = next((each.device.type for each in tree_leaves(inputs) if isinstance(each, Tensor)), "cpu")
         if torch.is_autocast_enabled(device):
             self._autocast.add(torch.get_autocast_dtype(device))
+
+
+def drop_weights(module: nn.Module, device: torch.device | None = None) -> None:
+    """Gives the memory of a module's weights and gradients back. The weights keep their shapes, and are on `device`."""
+    for parameter in module.parameters():
+        parameter.data = parameter.new_empty((), device=device).expand(parameter.shape)
+        parameter.grad = None
 
 
 def keep_batch_norms_wide(module: nn.Module) -> None:

@@ -30,6 +30,12 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def has_drawn(state: dict[str, Any]) -> bool:
+    """Returns whether torch has drawn random numbers since `random_state` returned a state."""
+    now = random_state()
+    return any(not torch.equal(now[key], state[key]) for key in ("torch", "cuda") if key in state)
+
+
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Restores the states at the end of the context."""

@@ -1,5 +1,6 @@
 """Defines `Replay`, which an audit asks to judge chosen steps."""
 
+import importlib
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from stepcheck.replay import compare
-from stepcheck.replay.memory import available
+from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, PlainCopy
-from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
+from stepcheck.replay.random_state import has_drawn, random_state, random_state_kept, set_random_state
 
-BYTES = 32
-"""Most bytes that a replay needs for each parameter, beside the training: weights, the gradients of the training and of
-the first replay (4 each), and weights, their gradient and its sum in float64."""
+BYTES = 36
+"""Most bytes that a replay needs for each parameter, beside the training and without activations: weights, the
+gradients of the training and of the first replay (4 each), and weights, their gradient and its sum in float64."""
 
 
 class Replay:
@@ -102,8 +103,11 @@ class Replay:
 
     def judge(self) -> None:
         """Compares the step that has ended, on all ranks. A failure on one of them is not judged on any."""
-        if not self._chosen:
-            return
+        if self._chosen:
+            self._judge()
+            self._end()
+
+    def _judge(self) -> None:
         audit = self.audit
         low = self._compute(then=self.then)
         same = low is not None and bool(self._try(lambda: self._is_identical(low)))
@@ -116,7 +120,6 @@ class Replay:
             audit.verdict.not_judged[f"the replay of step {audit.step}"] = errors[0]
         elif low is not None:
             self._report(low, exact)
-        self._end()
 
     def _remember(self, compute: Callable[[nn.Module], Tensor]) -> None:
         self._micro_batches.append((compute, random_state(), self.copy.state_of(self.audit.view.module)))
@@ -131,6 +134,7 @@ class Replay:
 
     def _begin(self) -> None:
         audit, view = self.audit, self.audit.view
+        begin_replay(view.device)
         needed = BYTES * sum(math.prod(view.shape(index)) for index in range(len(view.names)))
         free = available(view.device)
         if any(audit.everywhere(free is not None and needed > free)):
@@ -154,8 +158,11 @@ class Replay:
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self.actual, self._micro_batches, self._handles, self._chosen, self._error = None, [], [], False, ""
+        self.actual, self._micro_batches, self._handles, self._error = None, [], [], ""
         self.copy.forget()
+        if self._chosen:
+            end_replay(self.audit.view.device)
+        self._chosen = False
 
     def _compute(self, exact: bool = False, then: Callable[[Any], None] | None = None) -> Computed | None:
         """Returns a replay, or None if it fails on this rank."""
@@ -164,7 +171,12 @@ class Replay:
         view = self.audit.view
         arguments = self._micro_batches, set_random_state, view.divisor, self.audit.scale, self._watch, exact, then
         with random_state_kept():
-            return self._try(lambda: self.copy.compute(*arguments))
+            found = self._try(lambda: self.copy.compute(*arguments))
+            if has_drawn(self._micro_batches[-1][1]) and _compiles_random_numbers(view.module):
+                self._error = self._error or (
+                    "torch.compile draws other random numbers; set torch._inductor.config.fallback_random"
+                )
+        return found
 
     def _is_identical(self, low: Computed) -> bool:
         assert self.actual is not None
@@ -201,7 +213,8 @@ class Replay:
         exact.losses = exact.losses if low.losses else []
         exact.outputs = exact.outputs if low.outputs else []
         worst: dict[str, compare.Compared] = {}
-        for each in compare.compare(actual, low, exact, self.copy.lowest):
+        errors = [each for own in audit.everywhere(compare.loss_errors(low, exact)) for each in own]
+        for each in compare.compare(actual, low, exact, self.copy.lowest, compare.mean_square(errors)):
             if each.kind not in worst or (each.share > worst[each.kind].share and worst[each.kind].share <= 1):
                 worst[each.kind] = each  # the first that is wrong, or the one that is nearest to it
         for each in worst.values():
@@ -221,6 +234,12 @@ class Replay:
 def _is_hooked(parameter: Any) -> bool:
     hooks = (getattr(parameter, "_backward_hooks", None) or {}).values()
     return any(getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "deepspeed") for hook in hooks)
+
+
+def _compiles_random_numbers(module: nn.Module) -> bool:
+    """Returns whether parts of a module are compiled by Inductor, which draws its own random numbers (torch 2.15)."""
+    compiled = any(each._compiled_call_impl or type(each).__name__ == "OptimizedModule" for each in module.modules())
+    return compiled and not importlib.import_module("torch._inductor.config").fallback_random
 
 
 def _keep_output(found: Computed, name: str, part: Any, inputs: Any, output: Any) -> None:

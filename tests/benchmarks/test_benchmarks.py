@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.loops import bare
 from benchmarks.loops.common import WARMUP_STEPS
 from cifar_module import CIFARModule
@@ -18,7 +23,7 @@ from cifar_zero.config.settings import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
-from tests.support.helpers import assert_ok, of_test_all, run_program
+from tests.support.helpers import ROOT, assert_ok, of_test_all, run_program
 
 
 @pytest.fixture
@@ -47,6 +52,32 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
         net, _ = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)
         for ours, theirs in zip(module.parameters(), net.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_call_for_a_gpu_measures_failed_cells_last():
+    one, two, three, four = (gpu.Cell("part", name, 1, lambda place: {}) for name in ("1", "2", "3", "4"))
+    results = {"part": {"1": {"failed": "", "tries": 2}, "2": {"failed": "", "tries": 1}, "3": {}}}
+    assert gpu.in_order([one, two, three, four], results) == [four, two, one]
+
+
+@of_test_all
+@pytest.mark.slow
+def test_a_second_call_for_a_gpu_measures_what_a_killed_one_has_not(tmp_path: Path):
+    parts = ["kernels, products", "kernels, costs"]
+    flags = ["-m", "benchmarks.gpu", "--accelerator", "cpu", "--parts", *parts, "--out", str(tmp_path)]
+    file = tmp_path / "results.json"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, *flags], cwd=ROOT, stdout=log, stderr=log)
+        while process.poll() is None and not file.exists():
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+    first = json.loads(file.read_text())
+    assert_ok(run_program(*flags))
+    both = json.loads(file.read_text())
+    assert [*first] == parts[:1]
+    assert [*both] == parts
+    assert both[parts[0]] == first[parts[0]]
 
 
 @of_test_all

@@ -29,6 +29,7 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (0, "--devices 4096 --batch_size 4096", "a CPU rank takes about 1 GB"),
         (0, "--precision 16-mixed", "on the CPU use bf16-mixed"),
         (1, "--strategy fsdp2 --precision 16-mixed", "use --precision bf16-mixed"),
+        (1, "--strategy deepspeed_stage_0 --precision 16-mixed", "does not scale losses in float16"),
         (0, "--batch_size 10 --devices 2 --accumulate 4", "use --batch_size 8 or 16"),
         (0, "--batch_size 3 --accumulate 4", "use --batch_size 4"),
         (0, "--data.source folder --data.root /nowhere", "/nowhere"),

@@ -72,8 +72,8 @@ def test_wrong_usage_is_reported_in_one_line(flags: str, said: str):
 @pytest.mark.parametrize(
     ("package", "release", "status", "count", "said"),
     [
-        ("deepspeed", "0.18.3", "failed", 9, "deepspeed_* divides gradients by --accumulate twice: https://"),
-        ("deepspeed", "0.19.5", "warning", 1, "contiguous_gradients false loses an all-reduce on a CPU: https://"),
+        ("deepspeed", "0.18.3", "failed", 10, "deepspeed_* divides gradients by --accumulate twice: https://"),
+        ("deepspeed", "0.19.5", "warning", 2, "contiguous_gradients false loses an all-reduce on a CPU: https://"),
         ("lightning", "2.6.3", "failed", 2, "it steals credentials: https://github.com/Lightning-AI/"),
     ],
 )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepcheck import Replay, audit
+from stepcheck.replay import compare, memory
 from stepcheck.replay import replay as replay_module
 
 WIDTH, STEPS = 48, 3
@@ -205,3 +206,84 @@ def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytes
 def test_a_replay_changes_nothing_of_the_training() -> None:
     weights = [train(every=every)[1].state_dict() for every in (0, 1)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def rounded_to_tf32(x: Tensor) -> Tensor:
+    """Rounds to 10 bits after the point."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def test_tf32_in_the_training_alone_raises_no_alarm_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = OtherLinear.product
+    monkeypatch.setattr(OtherLinear, "product", lambda a, b: product(rounded_to_tf32(a), rounded_to_tf32(b)))
+    assert train(use_other_kernels)[0].outcome == "different"
+    monkeypatch.setattr(compare, "epsilon", lambda dtype, device: 2.0**-10)
+    alarms = [each for seed in range(20) for each in train(use_other_kernels, seed)[0].findings]
+    assert not alarms, f"{len(alarms)} alarms: {alarms[0]}"
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_the_epsilon_is_that_of_the_format_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn: Any = torch.backends.cudnn
+    kinds: Any = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+    before = [each.fp32_precision for each in kinds]
+    try:
+        for each in kinds:
+            each.fp32_precision = "ieee"
+        assert compare.epsilon(torch.float32, GPU) == torch.finfo(torch.float32).eps
+        kinds[1].fp32_precision = "tf32"
+        assert compare.epsilon(torch.float32, GPU) == 2.0**-10
+        assert compare.epsilon(torch.bfloat16, GPU) == torch.finfo(torch.bfloat16).eps
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        assert compare.epsilon(torch.float32, GPU) == torch.finfo(torch.float32).eps
+    finally:
+        for each, value in zip(kinds, before, strict=True):
+            each.fp32_precision = value
+
+
+def test_compiled_dropout_is_not_judged() -> None:
+    verdict, _ = train(lambda model: model.compile(backend="eager"))
+    assert "torch.compile draws other random numbers" in str(verdict)
+    assert verdict.steps == STEPS
+
+
+def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
+    assert memory.available(GPU) == 40
+
+
+def test_the_peak_memory_leaves_replays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [100]
+    monkeypatch.setattr(memory, "_peaks", {})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.__setitem__(0, 50))
+    memory.begin_replay(GPU)
+    peaks[0] = 900
+    memory.end_replay(GPU)
+    assert memory.peak(GPU) == 100
+    peaks[0] = 120
+    assert memory.peak(GPU) == 120
+
+
+def test_a_replay_that_fails_leaves_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("stepcheck.replay.plain_copy._backward", fail)
+    torch.manual_seed(0)
+    model = Model()
+    plain = Replay(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with audit(model, optimizer, on_fault="warn", replay=plain) as audited:
+        compute = partial(loss_of, (torch.randn(16, WIDTH), torch.randint(0, WIDTH, (16,))), False)
+        plain.micro_batch(compute)
+        compute(model).backward()
+        optimizer.step()
+    assert "OutOfMemoryError: no memory" in str(audited.verdict)
+    assert plain.actual is None
+    assert not plain.copy._weights
+    assert all(each.untyped_storage().nbytes() <= 4 for each in plain.copy.module.parameters())

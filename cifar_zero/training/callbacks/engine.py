@@ -2,8 +2,6 @@
 ZeRO paper's term for parameters, gradients and optimizer state."""
 
 import json
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from cifar_zero.core.hardware import cpu_name
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.callbacks.curves import IntervalCallback, log_scalars
+from stepcheck.replay.memory import peak
 
 PARTS = ("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes")
 """The keys of metrics.json whose values add up to mem/model_state_rank_bytes."""
@@ -86,7 +85,7 @@ class EngineInfo(IntervalCallback):
         """Gathers the memory of the ranks, and counts the optimizer steps that float16 skipped because a gradient
         overflowed. In other formats the count is 0."""
         super().on_train_end(trainer, pl_module)
-        of_rank = (peak_bytes(pl_module.device), sum(self._states), *self._states)
+        of_rank = (peak(pl_module.device), sum(self._states), *self._states)
         for key, value in zip(MEMORY, of_rank, strict=True):
             self.totals_of_run[key] = gather(value)
         skipped = hooks_of(trainer.strategy).skipped_steps()
@@ -96,23 +95,11 @@ class EngineInfo(IntervalCallback):
 
     def _log(self, trainer: Trainer) -> None:
         device = trainer.strategy.root_device
-        highest = trainer.strategy.reduce(torch.tensor(peak_bytes(device), device=device), reduce_op="max")
+        highest = trainer.strategy.reduce(torch.tensor(peak(device), device=device), reduce_op="max")
         log_scalars(trainer, {"mem/peak_gb": int(highest) / 1e9})
 
     def _count(self, *_: Any) -> None:
         self._applied_steps += 1
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank so far, in bytes. On a GPU this is the memory of this rank's tensors on that
-    GPU. On the CPU it is the memory of the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":
-        # getrusage is not used, because its peak of a process begins at the peak of the parent process.
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # getrusage(2) of macOS returns bytes
 
 
 def _is_scaled(trainer: Trainer) -> bool:
