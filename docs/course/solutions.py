@@ -48,7 +48,7 @@ def convolution_gradients(images, weight, upstream):
 
 def cross_entropy_gradient(logits, labels):
     # torch's softmax subtracts each row's maximum first. The mean over the images divides by their number.
-    return (logits.softmax(1) - F.one_hot(labels, logits.shape[1])) / len(labels)
+    return (logits.softmax(1) - torch.eye(logits.shape[1])[labels]) / len(labels)
 
 
 def training_step(self, batch, batch_idx):
