@@ -1,4 +1,4 @@
-"""A typical wrong answer to each exercise of docs/exercises.md."""
+"""A typical wrong answer to each exercise of docs/course/exercises.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
-from tests.commands import answers_right
+from docs.course import solutions
 
 
 def linear(x, weight, bias, upstream):
@@ -17,8 +17,9 @@ def relu(x, upstream):
     return x.clamp(min=0), upstream.clamp(min=0)
 
 
-def max_pool(images):
-    return F.avg_pool2d(images, 2)
+def max_pool(images, upstream):
+    grown = upstream.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    return F.max_pool2d(images, 2), grown / 4  # the gradient of average pooling
 
 
 def convolution_size(side, channels, filters, kernel, stride, padding):
@@ -34,7 +35,7 @@ def cross_entropy_gradient(logits, labels):
 
 
 def lora_cost(inputs, outputs, rank):
-    return rank * inputs * outputs, 12 * rank * inputs * outputs
+    return rank * inputs * outputs, 12 * rank * inputs * outputs, rank
 
 
 def training_step(self, batch, batch_idx):
@@ -53,7 +54,7 @@ def average_gradients(model):
 
 
 def zero_1_step(parameters, gradient, momentum, lr, mu):
-    return answers_right.zero_1_step(parameters, gradient, momentum.clone(), lr, mu)
+    return solutions.zero_1_step(parameters, gradient, momentum.clone(), lr, mu)
 
 
 def clip_shard(shard, max_norm):
@@ -68,7 +69,17 @@ def batch_for_zero():
     return 8 * 335
 
 
-class Broken(answers_right.Healthy):
+def zero_3_step(shards, shapes, x, labels, lr):
+    """Gathers all layers before the first is used, as ZeRO 2 does."""
+    weights = [solutions._gathered(shard, shape) for shard, shape in zip(shards, shapes, strict=True)]
+    return weights
+
+
+def bytes_sent(stage, parameters, ranks):
+    return 2 * 2 * parameters * (ranks - 1) / ranks
+
+
+class Broken(solutions.Healthy):
     """Agrees under every strategy, because the replay of a step makes the same change."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

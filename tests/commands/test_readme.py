@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import runpy
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
 from tests.support.helpers import ROOT, WHOLE, assert_ok, of_test_all, run_program, train_all
 
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(document: Path, language: str = r"\w*") -> list[str]:
@@ -134,11 +136,10 @@ def test_commands(small_data: list[str], tmp_path: Path):
 @of_test_all
 def test_commands_of_the_course(tmp_path: Path):
     """Commands run in order, because later commands name the runs of earlier commands. Trainings take a few steps."""
-    commands = re.findall(
-        r"^\.venv/bin/(?:python|cifar-zero) (.+)$", (ROOT / "docs" / "course.md").read_text(), re.MULTILINE
-    )
+    text = "\n".join(lab.read_text() for lab in sorted((ROOT / "docs" / "course").glob("[1-4]-*.md")))
+    commands = re.findall(r"^\.venv/bin/(?:python|cifar-zero) (?!docs/)(.+)$", text, re.MULTILINE)
     small = ["--max_steps", "4", "--trainer.limit_test_batches", "2", "--out", str(tmp_path), "--accelerator", "cpu"]
-    assert len(commands) > 40
+    assert len(commands) > 35
     for command in commands:
         arguments = shlex.split(in_folder(command, tmp_path))
         done = run_program(*arguments, *(small if arguments[0] in ("train.py", "compare") else []))
@@ -149,7 +150,7 @@ def test_code_of_the_course():
     """The course's checkpointing gives the gradients of the plain block. The course's LoRA layer begins with the output
     of the linear layer."""
     names: dict[str, Any] = {"torch": torch, "nn": nn}
-    for block in blocks(ROOT / "docs" / "course.md", "python")[:2]:
+    for block in blocks(ROOT / "docs" / "course" / "3-metrics-memory-lora.md", "python"):
         exec(block, names)
     layers, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 4, requires_grad=True)
     leaves = [x, *layers.parameters()]
@@ -198,6 +199,17 @@ def test_scripts_of_the_guide_print_what_it_shows(tmp_path: Path):
         assert re.sub(numbers, "N", shown.strip()) in re.sub(numbers, "N", done.stdout)
 
 
+def test_scripts_of_the_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The figures that need no training are drawn. The collectives print what lab 4 shows."""
+    monkeypatch.setattr("sys.path", [str(ROOT), *sys.path])
+    figures = importlib.import_module("docs.figures")
+    for draw in figures.FIGURES[:-1]:
+        draw()
+        figures.pyplot.savefig(tmp_path / f"{draw.__name__}.png")
+        figures.pyplot.close()
+    assert {f"{draw.__name__}.png" for draw in figures.FIGURES} == {file.name for file in figures.FOLDER.iterdir()}
+
+
 def test_the_script_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "docs" / "augmentation.py"))
@@ -219,11 +231,11 @@ def test_the_search_continues_its_study(
     assert f"val/acc {best:.2%}" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_the_first_cell_of_the_notebook_finds_the_program_from_docs():
-    book = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
+def test_the_first_cell_of_the_notebook_finds_the_program_from_its_folder():
+    book = json.loads((ROOT / "docs" / "course" / "tour.ipynb").read_text())
     first = next("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code")
     code = f"{first}\nprint(Path.cwd(), bool(importlib.util.find_spec('cifar_module')))"
-    done = run_program("-c", code, cwd=ROOT / "docs", env={"PYTHONPATH": ""}, fresh=True)
+    done = run_program("-c", code, cwd=ROOT / "docs" / "course", env={"PYTHONPATH": ""}, fresh=True)
     assert done.stdout == f"{ROOT} True\n", done.stderr
 
 
@@ -232,7 +244,7 @@ def test_the_first_cell_of_the_notebook_finds_the_program_from_docs():
 def test_cells_of_the_notebook(tmp_path: Path):
     """The cells run in order, as one script that Lightning takes for a notebook. The script prints three times that two
     trainings agree."""
-    book = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
+    book = json.loads((ROOT / "docs" / "course" / "tour.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
     start = "import subprocess, sys; subprocess.run([sys.executable, *{}], check=True)"
     for place, cell in enumerate(cells):

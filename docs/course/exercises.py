@@ -1,15 +1,20 @@
-"""Checks an answer to exercises.md: `python docs/exercises.py N answers.py` prints one line and exits with 0 if the
-answer is right, 1 if it is wrong, 2 for wrong usage. Answers run in processes of their own, which can be ended."""
+"""Checks answers to exercises.md: `python docs/course/exercises.py N answers.py` prints one line and exits with 0 if
+the answer is right, 1 if it is wrong, 2 for wrong usage. `all` instead of N checks every exercise, of one or more
+files. Answers run in processes of their own, which can be ended."""
 
+import argparse
 import ast
+import hashlib
 import itertools
 import json
 import logging
 import multiprocessing
+import platform
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,15 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # for the new processes too, to which multiprocessing passes it on
 
+# These modules need no package that is missing on Windows. The checks of NOT_ON_WINDOWS import the others.
 from cifar_zero import models  # noqa: E402 - it is found now
-from cifar_zero.config import command_line  # noqa: E402
-from cifar_zero.core import exits  # noqa: E402
 from cifar_zero.core.errors import RunError, UsageError, short  # noqa: E402
 from stepcheck.lightning import user_code  # noqa: E402
 
@@ -45,28 +50,62 @@ class Wrong(Exception):
 
 
 def main() -> int:
-    """Prints whether an answer is right; returns the exit code."""
-    parser = exits.Parser(prog="exercises.py", description="Checks an answer to an exercise of docs/exercises.md.")
-    parser.add_argument("exercise", type=int, choices=range(1, len(CHECKS) + 1), help="number of the exercise")
-    parser.add_argument("answers", help="Python file with the answer")
-    given = parser.parse_args()
-    seconds = SECONDS
-    if CHECKS[given.exercise - 1] is broken:
-        seconds = 900  # its trainings take half a minute on two free cores
-    ((code, line),) = judged([(given.exercise, str(Path(given.answers).absolute()))], seconds)
-    if code == UsageError.exit_code:
-        raise UsageError(line)
-    print(line)
+    """Prints whether answers are right; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="exercises.py", description="Checks answers to docs/course/exercises.md.")
+    numbers = [str(number) for number in range(1, len(CHECKS) + 1)]
+    parser.add_argument("exercise", choices=[*numbers, "all"], metavar="N|all", help="number of the exercise, or all")
+    parser.add_argument("answers", nargs="+", type=Path, help="Python files with answers, one for each student")
+    parser.add_argument("--submit", type=Path, metavar="FILE.json", help="writes points and verdicts of `all` as JSON")
+    options = parser.parse_args()
+    if missing := [str(file) for file in options.answers if not file.is_file()]:
+        parser.error(f"{', '.join(missing)}: no such file")
+    files = [file.absolute() for file in options.answers]
+    if options.exercise == "all":
+        return grade(files, options.submit)
+    if len(files) > 1 or options.submit:
+        parser.error("several files, and --submit, need `all` instead of a number")
+    ((code, line),) = judged([(int(options.exercise), str(files[0]))])
+    print(line, file=sys.stderr if code == UsageError.exit_code else sys.stdout)
     return code
 
 
-def judged(jobs: Sequence[Job], seconds: float = SECONDS, patience: timedelta = PATIENCE) -> list[Verdict]:
+def grade(files: Sequence[Path], submission: Path | None = None) -> int:
+    """Checks all exercises of each file, prints the verdicts and points, and writes them to `submission`. Returns 0 if
+    everything is right, else 1."""
+    reports: list[dict[str, Any]] = []
+    for file in files:
+        results: list[dict[str, Any]] = []
+        for number, check in enumerate(CHECKS, start=1):
+            code, line = 1, "not answered"
+            if _is_answered(file, _name(check)):
+                ((code, line),) = judged([(number, str(file))])
+            results.append({"exercise": number, "points": 0 if code else POINTS[number], "line": line})
+            print(f"{number:>2} {_name(check):<24} {results[-1]['points']} of {POINTS[number]}  {line}", flush=True)
+        points = sum(result["points"] for result in results)
+        print(f"{file.name}: {points} of {sum(POINTS.values())} points\n")
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        reports.append({"file": file.name, "sha256": digest, "points": points, "results": results})
+    if submission:
+        made_with = {"python": platform.python_version(), "torch": str(torch.__version__), "system": platform.system()}
+        content = {"format": 1, "of": sum(POINTS.values()), **made_with, "submissions": reports}
+        submission.write_text(json.dumps(content, indent=1) + "\n")
+    return int(any(report["points"] < sum(POINTS.values()) for report in reports))
+
+
+def _name(check: Callable[..., str]) -> str:
+    return "Broken" if check is broken else check.__name__
+
+
+def judged(jobs: Sequence[Job], seconds: float | None = None, patience: timedelta = PATIENCE) -> list[Verdict]:
     """Runs all jobs in the same new processes, as many as the first needs; the first to find a mistake decides. Raises
     RunError: the ranks do not meet."""
-    ranks, verdicts = 2 if jobs[0][0] in ON_TWO_RANKS else 1, []
+    check = CHECKS[jobs[0][0] - 1]
+    ranks, verdicts = 2 if check in ON_TWO_RANKS else 1, []
+    if seconds is None:
+        seconds = 900 if check is broken else SECONDS  # its trainings take half a minute on two free cores
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, context) as pool:
-        given = ranks, f"file://{folder}/ranks", jobs, patience
+        given = ranks, (Path(folder) / "ranks").as_uri(), jobs, patience
         try:
             for rank in as_completed([pool.submit(_rank, rank, *given) for rank in range(ranks)], seconds):
                 verdicts.append(rank.result())
@@ -95,8 +134,10 @@ def _rank(rank: int, ranks: int, place: str, jobs: Sequence[Job], patience: time
 def judge(exercise: int, file: str) -> Verdict:
     """Returns exit code and line of an answer, run in this process."""
     check = CHECKS[exercise - 1]
-    name = "Broken" if check is broken else check.__name__
+    name = _name(check)
     try:
+        if sys.platform == "win32" and check in NOT_ON_WINDOWS:
+            raise UsageError(f"exercise {exercise} needs Linux or macOS; on Windows use WSL")
         answer = user_code.load(f"{file}:{name}", f"exercise {exercise}:")
         if _is_open(Path(file), name):
             raise UsageError(
@@ -108,6 +149,14 @@ def judge(exercise: int, file: str) -> Verdict:
     except (Exception, SystemExit) as error:
         line = "" if isinstance(error, Wrong) else f"{user_code.where(error)}{type(error).__name__}: "
         return 1, f"wrong: {line}{short(error, 400)}"
+
+
+def _is_answered(file: Path, name: str) -> bool:
+    source = file.read_text(errors="replace")
+    try:
+        return name in source and not _is_open(file, name)
+    except SyntaxError:
+        return True  # the verdict then names the line
 
 
 def _is_open(file: Path, name: str) -> bool:
@@ -148,17 +197,23 @@ def relu(answer: Callable[..., tuple[Tensor, ...]]) -> str:
     return "value and gradient are autograd's"
 
 
-def max_pool(answer: Callable[..., Tensor]) -> str:
-    """Exercise 3: compares the maxima of 2 x 2 windows with torch's."""
+def max_pool(answer: Callable[..., tuple[Tensor, ...]]) -> str:
+    """Exercise 3: compares the maxima of 2 x 2 windows, and their gradient, with autograd's."""
     images, _ = _images(2)
-    hint = "the largest of each 2 x 2 window, for each image and channel"
-    _same("the result", answer(images.clone()), nn.functional.max_pool2d(images, 2), hint)
-    return "the maxima are torch's"
+    leaf, upstream = images.clone().requires_grad_(), torch.randn(2, 3, 16, 16)
+    y = nn.functional.max_pool2d(leaf, 2)
+    (of_images,) = torch.autograd.grad(y, [leaf], upstream)
+    expected = {
+        "y": (y.detach(), "the largest of each 2 x 2 window, for each image and channel"),
+        "the gradient of images": (of_images, "upstream where the window's largest value was, else 0"),
+    }
+    _all_same(answer(images.clone(), upstream), expected)
+    return "the maxima and their gradient are autograd's"
 
 
 def convolution_size(answer: Callable[..., tuple[int, int]]) -> str:
     """Exercise 4: compares the side of the output and the number of parameters with a layer of torch."""
-    sizes = ((32, 3, 6, 5, 1, 0), (32, 3, 64, 3, 1, 1), (32, 64, 128, 3, 2, 1), (224, 3, 64, 7, 2, 3))
+    sizes = ((32, 3, 6, 5, 1, 0), (32, 3, 64, 3, 1, 1), (32, 64, 128, 3, 2, 1), (224, 3, 32, 3, 2, 1))
     for side, channels, filters, kernel, stride, padding in sizes:
         with torch.device("meta"):
             layer = nn.Conv2d(channels, filters, kernel, stride, padding)
@@ -202,6 +257,7 @@ def cross_entropy_gradient(answer: Callable[..., Tensor]) -> str:
 def training_step(answer: Callable[..., Tensor]) -> str:
     """Exercise 7: trains the tutorial's Net with the answer as training_step, and with CIFARModule's own."""
     from cifar_module import CIFARModule
+    from cifar_zero.config import command_line
 
     config, batches = command_line.parse(["--accelerator", "cpu"]), DataLoader(TensorDataset(*_images(32)), 4)
     answered = type("Answered", (CIFARModule,), {"training_step": answer})
@@ -297,26 +353,105 @@ def batch_for_zero(answer: Callable[[], int]) -> str:
     return said
 
 
-def lora_cost(answer: Callable[..., tuple[int, int]]) -> str:
-    """Exercise 14: compares the size of an adapter, and its training state, with a layer of this program."""
+def zero_3_step(answer: Callable[..., Tensor]) -> str:
+    """Exercise 15: compares four steps of ZeRO 3 on two ranks with those of a plain model on the whole batch. No two
+    layers may be gathered at the same time."""
+    rank, widths = distributed.get_rank(), (12, 16, 16, 10)
+    torch.manual_seed(0)
+    shapes = [(outputs, inputs) for inputs, outputs in itertools.pairwise(widths)]
+    plain = [nn.Parameter(torch.randn(shape) / shape[1] ** 0.5) for shape in shapes]
+    shards = [weight.detach().flatten().chunk(2)[rank].clone() for weight in plain]
+    optimizer = torch.optim.SGD(plain, lr=0.1)
+    for step in range(1, 5):
+        x, labels = torch.randn(16, widths[0]), torch.randint(10, (16,))
+        loss = _mlp_loss(plain, x[rank::2], labels[rank::2]).detach()
+        optimizer.zero_grad()
+        _mlp_loss(plain, x, labels).backward()
+        optimizer.step()
+        where = f"rank {rank}, step {step}: "
+        with _Gathers(where) as gathers, torch.no_grad():
+            answered = answer(shards, shapes, x[rank::2].clone(), labels[rank::2].clone(), 0.1)
+        _same(f"{where}the loss", answered, loss, "the mean cross-entropy of this rank's images, before the update")
+        for layer, (shard, weight) in enumerate(zip(shards, plain, strict=True), start=1):
+            hint = "lr times the mean gradient over the ranks less, in place; gather W before you update its shard"
+            _same(f"{where}the shard of layer {layer}", shard, weight.detach().flatten().chunk(2)[rank], hint)
+    return f"four steps are plain torch's, with {gathers.count} gathers per step and one layer gathered at a time"
+
+
+def _mlp_loss(weights: Sequence[Tensor], x: Tensor, labels: Tensor) -> Tensor:
+    for weight in weights[:-1]:
+        x = (x @ weight.T).relu()
+    return nn.functional.cross_entropy(x @ weights[-1].T, labels)
+
+
+class _Gathers:
+    """Counts the calls of all_gather_into_tensor. A gathered tensor must be freed before the next one is gathered."""
+
+    def __init__(self, where: str):
+        self.where, self.count = where, 0
+        self.last: StorageWeakRef | None = None
+        self.original = distributed.all_gather_into_tensor
+
+    def __enter__(self) -> "_Gathers":
+        distributed.all_gather_into_tensor = self._gather
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        distributed.all_gather_into_tensor = self.original
+
+    def _gather(self, output: Tensor, *args: Any, **options: Any) -> Any:
+        until = time.monotonic() + 2  # gloo's threads may hold a tensor for a moment longer
+        while self.last is not None and not self.last.expired():
+            if time.monotonic() > until:
+                hint = "`del` it after use"
+                raise Wrong(f"{self.where}a gathered layer is still in memory at gather {self.count + 1}: {hint}")
+            time.sleep(0.001)
+        self.last, self.count = StorageWeakRef(output.untyped_storage()), self.count + 1
+        return self.original(output, *args, **options)
+
+
+def bytes_sent(answer: Callable[..., float]) -> str:
+    """Exercise 16: compares the bytes that a rank sends in a step with those of the ZeRO paper (section 7)."""
+    counts = (2, 2, 2, 3)
+    sends = (
+        "an all-reduce of the gradients",
+        *["a reduce-scatter of the gradients and an all-gather of the parameters"] * 2,
+        "two all-gathers of the parameters and a reduce-scatter of the gradients",
+    )
+    for parameters, stage, ranks in itertools.product((62_006, 7 * 10**9), range(4), (1, 2, 64)):
+        expected = 2 * counts[stage] * parameters * (ranks - 1) / ranks
+        answered = answer(stage, parameters, ranks)
+        if not abs(answered - expected) <= 1e-6 * expected:
+            raise Wrong(
+                f"stage {stage}, {parameters:,} parameters, {ranks} ranks: {answered!r}, not {expected:g}: "
+                f"{sends[stage]}; in a ring, an all-reduce costs as much as the other two together"
+            )
+    return "all 24 sizes are those of the ZeRO paper"
+
+
+def lora_cost(answer: Callable[..., tuple[int, int, float]]) -> str:
+    """Exercise 14: compares the size of an adapter, its training state and its FLOPs with a layer of this program."""
     from cifar_zero.build_model import LoRALinear
     from cifar_zero.config.recipe import LoRAConfig
 
-    for inputs, outputs, rank in ((192, 576, 8), (400, 120, 4), (4096, 4096, 16)):
+    for inputs, outputs, rank in ((192, 576, 8), (400, 120, 4), (4096, 4096, 32)):
         with torch.device("meta"):
             layer = LoRALinear(nn.Linear(inputs, outputs), LoRAConfig(rank=rank))
         trained = layer.lora_a.numel() + layer.lora_b.numel()
-        got = answer(inputs, outputs, rank)
-        if got != (trained, 12 * trained):
+        expected = trained, 12 * trained, trained / (inputs * outputs)
+        answered = answer(inputs, outputs, rank)
+        if not isinstance(answered, tuple) or tuple(f"{value:.6g}" for value in answered) != tuple(
+            f"{value:.6g}" for value in expected
+        ):
             raise Wrong(
-                f"{inputs} inputs, {outputs} outputs, rank {rank}: {got!r}, not {(trained, 12 * trained)}: A is rank x "
-                "inputs, B outputs x rank; gradient and two moments are 4 bytes each"
+                f"{inputs} inputs, {outputs} outputs, rank {rank}: {answered!r}, not {expected}: A is rank x inputs, B "
+                "outputs x rank; gradient and two moments are 4 bytes each; a product costs 2 FLOPs for each weight"
             )
-    return "the sizes are those of this program's adapters"
+    return "sizes and FLOPs are those of this program's adapters"
 
 
 def broken(answer: Any) -> str:
-    """Exercise 15: lets `stepcheck module` look for the first step and tensor that ZeRO 2 changes."""
+    """Exercise 17: lets `stepcheck module` look for the first step and tensor that ZeRO 2 changes."""
     from stepcheck.testing import assert_agrees
 
     losses = _losses(answer())
@@ -386,13 +521,19 @@ def _same(what: str, got: Any, want: Tensor, hint: str, tolerance: float = TOLER
     raise Wrong(f"{what} is {values}{f', {factor:.3g} times the right one' if scaled else ''}: {hint}")
 
 
-CHECKS = [
+CHECKS: list[Callable[..., str]] = [
     *(linear, relu, max_pool, convolution_size, convolution_gradients, cross_entropy_gradient),
     *(training_step, accumulate, average_gradients, zero_1_step, clip_shard),
-    *(bytes_per_rank, batch_for_zero, lora_cost, broken),
+    *(bytes_per_rank, batch_for_zero, lora_cost, zero_3_step, bytes_sent, broken),
 ]
-"""The checks of exercises 1 to 15: each returns what is right, or raises Wrong. An answer has the name of its check."""
-ON_TWO_RANKS = (9, 10, 11)
+"""The checks of exercises 1 to 17: each returns what is right, or raises Wrong. An answer has the name of its check."""
+ON_TWO_RANKS = (average_gradients, zero_1_step, clip_shard, zero_3_step)
+NOT_ON_WINDOWS = (training_step, batch_for_zero, broken)
+"""Checks that import modules of this program which need Linux or macOS."""
+POINTS = dict.fromkeys(range(1, 18), 1) | {5: 2, 10: 2, 15: 4, 17: 2}
 
 if __name__ == "__main__":
-    exits.run(main)
+    try:
+        sys.exit(main())
+    except RunError as error:
+        sys.exit(str(error))
