@@ -71,7 +71,7 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (
             0,
             "--strategy tensor_parallel --tensor_parallel_size 2 --model vit_small --devices 4 --batch_size 3",
-            "batch_size 3 = micro-batch x 2 ranks",
+            "--batch_size 3 is not a multiple of 2 ranks",
         ),
         (16, "--strategy pipeline --model vit_tiny --devices 13", "12 blocks for 13 ranks"),
         (0, "--strategy pipeline --model vit_tiny --compile", "leave out --compile"),

@@ -11,6 +11,7 @@ from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.training import resolve as resolving
 
 DIGITS = ["--data.source", "digits"]
+ONE_RANK = "1 rank: {} shards nothing; --devices 2 shards over two CPU ranks"
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def resolved(*flags: str) -> Run:
     ("gpus", "flags", "devices", "said"),
     [
         (1, "", 1, ""),
-        (7, "--batch_size 192", 6, "6 of 7 GPUs: --batch_size 192 = micro-batch x 7 ranks x --accumulate 1 "),
+        (7, "--batch_size 192", 6, "6 of 7 GPUs: --batch_size 192 is not a multiple of 7 ranks x --accumulate 1: "),
         (8, "--batch_size 1024 --accumulate 4", 8, "8 of 8 GPUs\n"),
         (4, "--batch_size 128", 4, "4 of 4 GPUs\n"),  # 32 images on each
         (4, "--batch_size 64", 2, "too small to keep a GPU busy; --devices 4 uses 4 GPUs anyway"),
@@ -93,8 +94,8 @@ def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize(
     ("gpus", "flags", "said"),
     [
-        (0, "--strategy deepspeed_stage_3 --devices 1", "1 rank: ZeRO shards nothing; --devices 2 shards over two CPU ranks"),
-        (0, "--strategy fsdp2 --devices 1", "1 rank: fsdp2 shards nothing; --devices 2 shards over two CPU ranks"),
+        (0, "--strategy deepspeed_stage_3 --devices 1", ONE_RANK.format("ZeRO")),
+        (0, "--strategy fsdp2 --devices 1", ONE_RANK.format("fsdp2")),
         (0, "--strategy deepspeed_stage_0", ""),
         (1, "--strategy deepspeed_stage_3", ""),
         (0, "--strategy deepspeed_stage_3", "note: with 2 images per micro-batch, ranks mostly exchange"),
