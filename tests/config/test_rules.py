@@ -44,7 +44,7 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (1, "--cuda_graphs --activation_offload", "leave out --activation_offload"),
         (0, "--model net_moe --strategy deepspeed_stage_3", "use deepspeed_stage_2"),
         (0, "--model net_moe --model.ep_size 2", "add --model.ep_size 1"),
-        (0, "--model net_moe --model.ep_size 2 --devices 1", "does not divide the number of ranks, 1"),
+        (0, "--model net_moe --model.ep_size 2 --strategy deepspeed_stage_2 --devices 1", "the number of ranks, 1"),
         (
             0,
             "--model net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he",
