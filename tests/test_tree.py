@@ -86,7 +86,7 @@ def test_the_baseline_does_not_import_deepspeed():
 
 def test_the_first_step_of_zero_2_does_not_load_the_compiler(small_data: list[str], tmp_path: Path):
     flags = [*small_data, "--strategy", "deepspeed_stage_2", "--accelerator", "cpu", "--batch_size", "8"]
-    flags += ["--bench_steps", "1", "--warmup_steps", "1", "--out", str(tmp_path)]
+    flags += ["--devices", "1", "--bench_steps", "1", "--warmup_steps", "1", "--out", str(tmp_path)]
     code = f"import sys; sys.argv += {flags}; from cifar_zero.train import main; assert main() == 0\n"
     code += "assert 'deepspeed.runtime.zero.muon.original_muon' in sys.modules\n"
     code += "assert 'torch._inductor.compile_fx' not in sys.modules"

@@ -31,7 +31,7 @@ def saved_config(settings: Settings) -> dict[str, Any] | None:
     """Returns the options of the run that --resume names, keyed by flag (see `command_line.parse`), or None for a new
     run. Raises UsageError if there is no such checkpoint or it cannot be read."""
     if settings.output.resume == "last" and settings.placement.strategy == AUTO and not settings.output.name:
-        raise UsageError("--resume last with --strategy auto needs --name, because the default contains the strategy")
+        raise UsageError("--resume last with --strategy auto: also give --name, the name of the run to resume")
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return None

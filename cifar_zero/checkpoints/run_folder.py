@@ -90,6 +90,11 @@ def _version(folder: Path) -> int:
     return int(version) if version.isdecimal() else -1
 
 
+def newest_run(folder: Path) -> Path:
+    """Returns the newest run folder in `folder`, which has the runs of one name, or `folder` itself if it is a run."""
+    return max(folder.glob("version_*"), key=_version, default=folder)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Returns all complete checkpoints under a folder."""
     return [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]

@@ -46,7 +46,7 @@ def main() -> int:
 
 def of_runs(arguments: Namespace) -> tuple[Path, Comparison]:
     """Compares finished runs, which --runs names. Returns the folder of the report, and the comparison."""
-    runs = [load(Path(run)) for run in arguments.runs]
+    runs = [load(run_folder.newest_run(Path(run))) for run in arguments.runs]
     if len({Path(run.folder).resolve() for run in runs}) < len(runs):
         raise UsageError(f"--runs {' '.join(arguments.runs)}: give each run once")
     variants = grouped(runs)

@@ -61,7 +61,7 @@ def parse() -> tuple[Namespace, list[str]]:
         metavar="COMMAND",
         help="command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'",
     )
-    add("--runs", nargs="+", metavar="RUN", help="compare these run folders; nothing is trained")
+    add("--runs", nargs="+", metavar="RUN", help="compare these run folders, without training")
     add(
         "--min_accuracy",
         type=float,

@@ -115,8 +115,8 @@ class DeviceOptions:
 
     devices: int | Literal["auto"] = limited("auto", at_least=1)
     """Ranks per node: one per GPU, or processes on the CPU. auto: the largest number of GPUs that divides the batch
-    into micro-batches of 32 images or more, or one CPU process. Under torchrun and SLURM, it is the number of ranks
-    that they start."""
+    into micro-batches of 32 images or more. Without a GPU, two CPU ranks if the strategy shards or splits the model,
+    and one otherwise. Under torchrun and SLURM, it is the number of ranks that they start."""
 
     num_nodes: int = limited(1, at_least=1)
     """Number of nodes. For more than one, start the run on each node with torchrun, DeepSpeed's launcher or SLURM."""

@@ -70,8 +70,8 @@ def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:
         nearest = f"{below} or {below + parts}" if below else f"{parts}"
         ranks = "1 rank" if replicas == 1 else f"{replicas} ranks"
         raise UsageError(
-            f"--batch_size {batch_size} = micro-batch x {ranks} x --accumulate {accumulate} "
-            f"gives no whole micro-batch: use --batch_size {nearest}"
+            f"--batch_size {batch_size} is not a multiple of {ranks} x --accumulate {accumulate}: "
+            f"use --batch_size {nearest}"
         )
     return batch_size // parts
 

@@ -101,7 +101,7 @@ def _parse() -> Options:
     add("--data.root", dest="data_root", metavar="DIR", default=DataConfig.root, help=root)
     timeout = "how long a rank may wait for the others in each step (default: %(default)g)"
     add("--timeout", metavar="SECONDS", type=float, default=20.0, help=timeout)
-    add("--nodes", action="store_true", help="compare the nodes of a run instead; start it with torchrun or srun")
+    add("--nodes", action="store_true", help="compare the nodes of a run; run doctor itself under torchrun or srun")
     add("--strict", action="store_true", help="let a warning make the exit code 1 too")
     add("--local_rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     add("--json", action="store_true", help="print one JSON object, for programs")

@@ -11,7 +11,7 @@ from pathlib import Path
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import checkpoint_to_resume
-from cifar_zero.config import command_line, rules, strategy_rules
+from cifar_zero.config import command_line, ds_config, rules, strategy_rules
 from cifar_zero.config.run import Run, with_accelerator
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.console import say
@@ -22,6 +22,9 @@ from cifar_zero.launch import rank_environment
 LEAST_MICRO_BATCH = 32
 """Smallest number of images in a micro-batch for which --devices auto uses a second GPU. With fewer images a GPU waits
 for its kernels to be launched and for the other GPUs, whatever the model."""
+
+CPU_RANKS = 2
+"""Number of CPU ranks that --devices auto uses if the strategy shards or splits the model. One rank shards nothing."""
 
 TINY_MICRO_BATCH = 4
 """Largest number of images in a micro-batch for which `announce` recommends a larger batch if the strategy is ZeRO. The
@@ -104,13 +107,15 @@ def resolve_devices(settings: Settings) -> Settings:
 
 def _most_devices(settings: Settings, gpus: int) -> int:
     """Returns the largest number of GPUs on which the run is possible with micro-batches of at least LEAST_MICRO_BATCH
-    images, or 1 on the CPU. If not all GPUs are used, prints why."""
+    images. If not all GPUs are used, prints why. On the CPU, returns CPU_RANKS if the strategy shards or splits the
+    model and the run is possible on so many ranks, and 1 otherwise."""
+    cpu_ranks = CPU_RANKS if ds_config.spec_of(settings.placement).shards_tensors else 1
     why_not_all = ""
-    for devices in range(gpus, 0, -1):
+    for devices in range(gpus or cpu_ranks, 0, -1):
         try:
             run = make_run(settings.changed(devices=devices))
             rules.check(run)
-            if run.placement.replicas > 1 and run.micro_batch < LEAST_MICRO_BATCH:
+            if gpus and run.placement.replicas > 1 and run.micro_batch < LEAST_MICRO_BATCH:
                 raise UsageError(
                     f"a micro-batch of {run.micro_batch} images is too small to keep a GPU busy; --devices {devices} "
                     f"uses {devices} GPUs anyway"

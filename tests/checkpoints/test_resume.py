@@ -64,7 +64,7 @@ def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_pat
     config = continued("--resume", str(run), "--strategy", "ddp")
     assert (config.placement.strategy, config.placement.zero) == ("ddp", ZeROConfig())
     assert config.placement.precision == "bf16-mixed"
-    with pytest.raises(UsageError, match="--resume last with --strategy auto needs --name"):
+    with pytest.raises(UsageError, match="--resume last with --strategy auto: also give --name"):
         continued("--resume", "last", "--strategy", "auto")
 
 

@@ -22,6 +22,13 @@ def test_runs_that_start_together_get_separate_folders(tmp_path: Path):
     assert sorted(path.name for path in claimed) == sorted(f"version_{n}" for n in range(32))
 
 
+def test_the_newest_run_of_a_name(tmp_path: Path):
+    assert run_folder.newest_run(tmp_path) == tmp_path
+    for number in (2, 10, 9):
+        (tmp_path / f"version_{number}").mkdir()
+    assert run_folder.newest_run(tmp_path) == tmp_path / "version_10"
+
+
 def make(path: Path, when: float) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.startswith("sharded"):

@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,22 @@ def test_commands(small_data: list[str], tmp_path: Path):
         stepchecks, others = [], [arguments for arguments in others if arguments[0] != "compare"]
     for arguments in (*others, *stepchecks):
         assert_ok(run_program(*arguments))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_make_train_ends_with_the_agreement_of_both_runs(small_data: list[str], tmp_path: Path):
+    """Trainings take four steps on two ranks. The comparison finds the newest run of each name."""
+    shown = subprocess.run(["make", "-n", "train"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    trainings = [shlex.split(line)[2:] for line in shown.splitlines() if " train.py " in line]
+    few = [*small_data, "--accelerator", "cpu", "--devices", "2", "--max_steps", "4"]
+    for flags in trainings:
+        train_all({tmp_path: [*flags, *few]})
+    folders = [str(tmp_path / flags[flags.index("--name") + 1]) for flags in trainings]
+    done = run_program("compare", "--runs", *folders, "--out", str(tmp_path / "comparisons"))
+    assert_ok(done)
+    assert "agrees: 4 steps audited" in " ".join(done.stdout.split())
+    assert "1 of 1 agree with baseline" in done.stdout
 
 
 @pytest.mark.distributed

@@ -44,7 +44,7 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         (f"--strategies baseline ddq {SMALL}", "unknown strategy 'ddq'"),
         (f"--strategies ddp ddp {SMALL}", "two variants would share a folder"),
         (f"--strategies baseline deepspeed_stage_3_superoffload {SMALL}", "needs a CUDA GPU"),
-        (f"--devices 1 3 {SMALL}", "no whole micro-batch"),
+        (f"--devices 1 3 {SMALL}", "is not a multiple of 3 ranks"),
         (f"{TWO} --trainer.limit_train_batch 5", "--trainer.limit_train_batch is not an option of Lightning's Trainer"),
         (f"{TWO} --junit {__file__}/xml", f"xml cannot be written: {__file__} is not a directory"),
         ("--runs one two --junit .", "is a directory"),

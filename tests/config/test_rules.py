@@ -45,7 +45,7 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (1, "--cuda_graphs --activation_offload", "leave out --activation_offload"),
         (0, "--model net_moe --strategy deepspeed_stage_3", "use deepspeed_stage_2"),
         (0, "--model net_moe --model.ep_size 2", "add --model.ep_size 1"),
-        (0, "--model net_moe --model.ep_size 2 --strategy deepspeed_stage_2", "does not divide the number of ranks, 1"),
+        (0, "--model net_moe --model.ep_size 2 --strategy deepspeed_stage_2 --devices 1", "the number of ranks, 1"),
         (
             0,
             "--model net_moe --model.ep_size 2 --devices 2 --strategy deepspeed_stage_2 --init he",
@@ -72,7 +72,7 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (
             0,
             "--strategy tensor_parallel --tensor_parallel_size 2 --model vit_small --devices 4 --batch_size 3",
-            "batch_size 3 = micro-batch x 2 ranks",
+            "--batch_size 3 is not a multiple of 2 ranks",
         ),
         (16, "--strategy pipeline --model vit_tiny --devices 13", "12 blocks for 13 ranks"),
         (0, "--strategy pipeline --model vit_tiny --compile", "leave out --compile"),

@@ -225,7 +225,7 @@ def train_all(runs: Mapping[Path, list[str]], change: Callable[[pytest.MonkeyPat
     for out, flags in runs.items():
         devices = command_line.parse(flags).placement.devices
         ranks = 1 if devices == "auto" else devices
-        command = [*flags, "--out", str(out), "--test_figures", "false"]
+        command = [*flags, "--devices", str(ranks), "--out", str(out), "--test_figures", "false"]
         try:
             said += on_ranks(ranks, train_run, command, _name(change) if change else "")
         except AssertionError as error:

@@ -1,5 +1,5 @@
-"""Tests --devices auto, which selects as many GPUs as divide the batch, one process on the CPU, or the ranks that a
-launcher has started."""
+"""Tests --devices auto, which selects as many GPUs as divide the batch, two CPU ranks for a strategy that shards or
+splits the model, one CPU rank otherwise, or the ranks that a launcher has started."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
+from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.training import resolve as resolving
 
 DIGITS = ["--data.source", "digits"]
+ONE_RANK = "1 rank: {} shards nothing; --devices 2 shards over two CPU ranks"
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def resolved(*flags: str) -> Run:
     ("gpus", "flags", "devices", "said"),
     [
         (1, "", 1, ""),
-        (7, "--batch_size 192", 6, "6 of 7 GPUs: --batch_size 192 = micro-batch x 7 ranks x --accumulate 1 "),
+        (7, "--batch_size 192", 6, "6 of 7 GPUs: --batch_size 192 is not a multiple of 7 ranks x --accumulate 1: "),
         (8, "--batch_size 1024 --accumulate 4", 8, "8 of 8 GPUs\n"),
         (4, "--batch_size 128", 4, "4 of 4 GPUs\n"),  # 32 images on each
         (4, "--batch_size 64", 2, "too small to keep a GPU busy; --devices 4 uses 4 GPUs anyway"),
@@ -47,6 +49,7 @@ def resolved(*flags: str) -> Run:
             "6 of 8 GPUs: ",
         ),
         (8, "--accelerator cpu", 1, ""),
+        (0, "--batch_size 1 --strategy deepspeed_stage_3", 1, ""),
         (8, "--devices 2", 2, ""),
     ],
 )
@@ -58,6 +61,15 @@ def test_the_largest_number_of_gpus_on_which_the_run_is_possible(
     printed = capsys.readouterr().err
     assert bool(printed) == bool(said)
     assert said in printed
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_the_cpu_a_strategy_that_shards_or_splits_the_model_has_two_ranks(strategy: str, machine):
+    machine(0)
+    settings = command_line.parse(["--strategy", strategy, "--model", "vit_small"])
+    holds_everything = strategy in ("baseline", "ddp", "deepspeed_stage_0")
+    possible = not STRATEGIES[strategy].super_offload and STRATEGIES[strategy].offload_optimizer != "nvme"
+    assert resolving.resolve_devices(settings).placement.devices == (2 if possible and not holds_everything else 1)
 
 
 @pytest.mark.parametrize(("bfloat16", "precision"), [(True, "bf16-mixed"), (False, "16-mixed")])
@@ -82,12 +94,12 @@ def test_a_launcher_has_decided(machine, monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize(
     ("gpus", "flags", "said"),
     [
-        (0, "--strategy deepspeed_stage_3", "1 rank: ZeRO shards nothing; --devices 2 shards over two CPU ranks"),
-        (0, "--strategy fsdp2", "1 rank: fsdp2 shards nothing; --devices 2 shards over two CPU ranks"),
+        (0, "--strategy deepspeed_stage_3 --devices 1", ONE_RANK.format("ZeRO")),
+        (0, "--strategy fsdp2 --devices 1", ONE_RANK.format("fsdp2")),
         (0, "--strategy deepspeed_stage_0", ""),
         (1, "--strategy deepspeed_stage_3", ""),
-        (0, "--strategy deepspeed_stage_3 --devices 2", "note: with 2 images per micro-batch, ranks mostly exchange"),
-        (0, "--strategy deepspeed_stage_3 --devices 2 --batch_size 10", ""),
+        (0, "--strategy deepspeed_stage_3", "note: with 2 images per micro-batch, ranks mostly exchange"),
+        (0, "--strategy deepspeed_stage_3 --batch_size 10", ""),
     ],
 )
 def test_what_is_said_of_a_strategy_that_has_little_to_shard(
