@@ -52,7 +52,8 @@ def convolutions(device: torch.device) -> Row:
         weight = weight.to(device)
         exact = F.conv2d(x.double(), weight.double())
         for allowed in (False, True):
-            torch.backends.cudnn.conv.fp32_precision = "tf32" if allowed else "ieee"
+            cudnn: Any = torch.backends.cudnn
+            cudnn.conv.fp32_precision = "tf32" if allowed else "ieee"
             errors = [
                 float((F.conv2d(each, _moved(weight, offset)).double() - exact).norm() / exact.norm())
                 for each in (x, x.contiguous(memory_format=torch.channels_last))

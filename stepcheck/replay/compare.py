@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -151,9 +152,9 @@ def _may_use_tf32() -> bool:
     override = os.environ.get("NVIDIA_TF32_OVERRIDE")  # read by cuBLAS and cuDNN
     if override in ("0", "1"):
         return override == "1"
-    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    products, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
     if not hasattr(products, "fp32_precision"):  # torch 2.8 and older
-        return products.allow_tf32 or cudnn.allow_tf32
+        return bool(products.allow_tf32 or cudnn.allow_tf32)
     # Reading allow_tf32 raises an error once a script has set fp32_precision (torch 2.15).
     return any(each.fp32_precision == "tf32" for each in (products, cudnn.conv, cudnn.rnn))
 

@@ -80,7 +80,7 @@ def test_the_device_refuses_tensors_of_another() -> None:
     ones = torch.ones(3, device=device)
     assert (ones * torch.tensor(2.0)).sum().item() == 6
     with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
-        ones + torch.ones(3)
+        ones.add(torch.ones(3))
 
 
 @pytest.mark.distributed

@@ -211,7 +211,8 @@ GPU = torch.device("cuda", 0)
 
 
 def test_the_epsilon_is_that_of_the_format_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    cudnn: Any = torch.backends.cudnn
+    kinds: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
     before = [each.fp32_precision for each in kinds]
     try:
         for each in kinds:
