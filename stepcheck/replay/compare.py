@@ -160,7 +160,7 @@ def _may_use_tf32() -> bool:
     products: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     if not hasattr(products, "fp32_precision"):  # torch 2.8 and older
-        return products.allow_tf32 or cudnn.allow_tf32
+        return bool(products.allow_tf32 or cudnn.allow_tf32)
     # Reading allow_tf32 raises an error once a script has set fp32_precision (torch 2.15).
     return any(each.fp32_precision == "tf32" for each in (products, cudnn.conv, cudnn.rnn))
 

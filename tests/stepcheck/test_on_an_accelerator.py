@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from stepcheck import Replay, audit
+from stepcheck.accept.cases import ZERO
 from tests.support import accelerator
+from tests.support.helpers import assert_ok, run_program
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -77,4 +80,14 @@ def test_the_device_refuses_tensors_of_another() -> None:
     ones = torch.ones(3, device=device)
     assert (ones * torch.tensor(2.0)).sum().item() == 6
     with pytest.raises(RuntimeError, match="expected all tensors to be on the same device"):
-        ones + torch.ones(3)
+        ones.add(torch.ones(3))
+
+
+@pytest.mark.distributed
+def test_deepspeed_is_audited_on_the_device() -> None:
+    """Offload moves optimizers to the CPU, where a wrong device shows."""
+    done = run_program("-m", "tests.stepcheck.deepspeed_on_accelerator", *ZERO)
+    assert_ok(done)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [line[0] for line in lines] == [*ZERO]
+    assert all(line[1:3] == ["agrees", 4] for line in lines), lines

@@ -56,6 +56,12 @@ class DeviceTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, new)  # pyright: ignore
         self.values = new.values
 
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"DeviceTensor({self.values})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.values, spec)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
