@@ -51,7 +51,7 @@ def test_zero_matches_pytorch(results, stage, offload, accumulate, scaled, dtype
 
 
 class Model(torch.nn.Module):
-    """A layer used twice, a parameter without weight decay, and sizes that no number of ranks divides."""
+    """A layer used twice, a parameter of its own, and sizes that two ranks do not divide."""
 
     def __init__(self):
         super().__init__()
