@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepcheck.audit import Audit, audit
+    from stepcheck.auditor import Audit, audit
     from stepcheck.engines import NotAuditable
     from stepcheck.replay import Replay
     from stepcheck.start import Start
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Audit", "Finding", "NotAuditable", "Replay", "Start", "StepCheckError", "Verdict", "audit"]
 
-_HOMES = {"Audit": "audit", "audit": "audit", "NotAuditable": "engines", "Replay": "replay", "Start": "start"}
+_HOMES = {"Audit": "auditor", "audit": "auditor", "NotAuditable": "engines", "Replay": "replay", "Start": "start"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from stepcheck import run
 from stepcheck.accept import command as accept
 from stepcheck.lightning import module
 from stepcheck.record import command as script
-from stepcheck.usage import UsageError, nearest
+from stepcheck.usage import Parser, UsageError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of a command line. Raises UsageError for an unknown option."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "stepcheck",
         description="Proves, while a training runs, that each distributed step computes what PyTorch computes.",
     )

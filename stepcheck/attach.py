@@ -133,7 +133,7 @@ class Attached:
     def audit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Starts an audit, unless its engine cannot be audited. Never raises an error, because the script would end."""
         try:
-            from stepcheck.audit import audit
+            from stepcheck.auditor import audit
 
             if isinstance(self.baseline, dict):
                 from stepcheck.record.baseline import Baseline

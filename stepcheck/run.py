@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcheck.report import refuse_folders, write_files
+from stepcheck.usage import UsageError
 
 SITE = """\
 import importlib.machinery, importlib.util, sys
@@ -63,16 +64,16 @@ def run(options: argparse.Namespace) -> int:
     program = command[0] if command else ""
     if program.endswith(".py"):
         if not Path(program).is_file():
-            return _refuse(f"SCRIPT: {program} is not a file")
+            raise UsageError(f"SCRIPT: {program} is not a file")
         command = [sys.executable, *command]
     else:  # a launcher: next to this Python, or on PATH
         search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         found = shutil.which(program, path=search) if program else None
         if found is None:
-            return _refuse(f"SCRIPT: {program or 'it'} is missing; give a .py file, or a launcher such as torchrun")
+            raise UsageError(f"SCRIPT: {program or 'it'} is missing; give a .py file, or a launcher such as torchrun")
         command = [found, *command[1:]]
     if options.against and not options.against.is_file():
-        return _refuse(f"--against: {options.against} is not a file")
+        raise UsageError(f"--against: {options.against} is not a file")
     refuse_folders(options, "json", "junit", "save")
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         settings = {
@@ -120,11 +121,6 @@ def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Names
     result = {"passed": passed, "exit_code": code, "command": options.command, "engines": verdicts}
     write_files(options, result)
     return code if passed else code or 1
-
-
-def _refuse(message: str) -> int:
-    print(f"stepcheck run: {message}", file=sys.stderr)
-    return 2
 
 
 def positive(text: str) -> int:

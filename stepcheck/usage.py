@@ -1,8 +1,10 @@
 """Answers mistakes on the command line."""
 
+import argparse
 import difflib
 import textwrap
 from collections.abc import Iterable
+from typing import NoReturn
 
 SHOWN = 20  # the most names that an error lists
 
@@ -12,6 +14,13 @@ class UsageError(Exception):
     and the fix."""
 
     exit_code = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError for a wrong command line, instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help lists all options)")
 
 
 def short(message: object, characters: int = 120) -> str:

@@ -22,6 +22,7 @@ MODULES = sorted(
     path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
     for folder, pattern in ((ROOT, "*.py"), *((ROOT / name, "**/*.py") for name in PACKAGES))
     for path in folder.glob(pattern)
+    if "upstream" not in path.parts  # scripts that train
 )
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
 WITHOUT_TORCH = [*COMMANDS.values(), "benchmarks.speed"]  # wrong usage is answered at once

@@ -16,6 +16,7 @@ from stepcheck.accept.launch import train_cases
 from stepcheck.accept.release import deepspeed_folder
 from stepcheck.report import refuse_folders, write_files
 from stepcheck.run import positive
+from stepcheck.usage import UsageError
 from stepcheck.verdict import Finding
 
 BLANK = Case("")
@@ -44,7 +45,7 @@ def add_parser(commands: Any) -> None:
     add("--print_cases", action="store_true", help="list the cases, and train nothing")
     add("--json", type=Path, metavar="FILE", help="write the verdicts")
     add("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI system")
-    parser.set_defaults(run=run, refuse=parser.error)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,11 +67,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> None:
-    """Ends the program with exit code 2 if the flags make no sense."""
+    """Raises UsageError if the flags make no sense."""
     if not deepspeed_folder() and {*strategies} & {*ZERO}:
-        options.refuse("argument --strategies: DeepSpeed is not installed; install it, or choose ddp and fsdp2")
+        raise UsageError("--strategies: DeepSpeed is not installed; install it, or choose ddp and fsdp2")
     if options.fuzz and (options.quick or options.seeds > 1):
-        options.refuse("argument --fuzz: its cases have seeds of their own; leave out --quick and --seeds")
+        raise UsageError("--fuzz: its cases have seeds of their own; leave out --quick and --seeds")
     refuse_folders(options, "json", "junit")
 
 

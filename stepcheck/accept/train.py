@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepcheck.accept.cases import STEPS, ZERO, Case, deepspeed_config
 from stepcheck.accept.models import batches, build, loss_of
-from stepcheck.audit import audit
+from stepcheck.auditor import audit
 from stepcheck.replay import Replay
 from stepcheck.start import Start
 from stepcheck.verdict import Verdict

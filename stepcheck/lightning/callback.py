@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from stepcheck.audit import Audit, audit
+from stepcheck.auditor import Audit, audit
 from stepcheck.engines import NotAuditable
 from stepcheck.lightning.user_hooks import UserHooks, optimizer_of
 from stepcheck.replay import Replay

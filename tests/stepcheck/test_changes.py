@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepcheck.audit import audit
+from stepcheck.auditor import audit
 from stepcheck.bounds import factor_tolerance
 from stepcheck.start import Start
 
