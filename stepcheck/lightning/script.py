@@ -325,7 +325,12 @@ def check_script(
         enable_model_summary=False,
         callbacks=[check],
     )
-    fit(trainer, module, datamodule)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(recording.threads)
+    try:
+        fit(trainer, module, datamodule)
+    finally:
+        torch.set_num_threads(threads)
     check.verdict.engine = f"{type(module).__name__} and {recording.model} of the script"
     return check.verdict
 

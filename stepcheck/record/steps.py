@@ -48,6 +48,7 @@ class Recording:
     model: str = ""  # name of the class of the script's model
     optimizer: str = ""  # and of its optimizer
     device: str = "cpu"
+    threads: int = 1  # with which torch computes; another number may round otherwise
     precision: str = "32-true"  # in Lightning's words
     gradient_clip_val: float = 0.0  # max_norm of clip_grad_norm_, or 0 if the script does not call it
     accumulate: int = 0  # micro-batches per step
@@ -61,6 +62,7 @@ class Recording:
     def add(self, step: Step) -> None:
         """Writes the next step."""
         self.steps += 1
+        self.threads = torch.get_num_threads()
         torch.save(step, self.folder / f"{self.steps}.pt")
         torch.save(self, self.folder / "recording.pt")
 
