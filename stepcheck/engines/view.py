@@ -167,7 +167,7 @@ class View:
     """Whether the engine is to divide each loss by the micro-batches of a step. Lightning has done it."""
 
     divisor: float = 1.0
-    """By what the engine is expected to divide each loss, beside the loss scale."""
+    """By what the engine is expected to divide each loss, in addition to the loss scale."""
 
     def reduction_factor(self) -> float:
         """Returns what the reduced gradient is of the mean over the ranks, as configured."""

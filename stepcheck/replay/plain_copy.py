@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepcheck.replay.exact import Exact, wide
+from stepcheck.replay.random_state import set_random_state
 
 PLAIN = (bool, int, float, str, NoneType)
 
@@ -79,7 +80,6 @@ class PlainCopy:
     def compute(
         self,
         micro_batches: Collection[tuple[Callable[[nn.Module], Tensor], dict[str, Any], State]],
-        start: Callable[[dict[str, Any]], None],
         divisor: float,
         scale: float,
         watch: Callable[[nn.Module, Computed], list[Any]],
@@ -91,7 +91,6 @@ class PlainCopy:
         Args:
             micro_batches: Of each, the function that computes its loss, and the state of the random generators and of
                 the modules before.
-            start: Restores the state of the random generators.
             divisor: By which the engine divides each loss before its backward pass.
             scale: By which it multiplies each loss, because of a low precision.
             watch: Registers hooks that keep outputs of submodules, and returns their handles.
@@ -108,7 +107,7 @@ class PlainCopy:
             for compute, random_state, state in micro_batches:
                 for name, part in self.module.named_modules():
                     vars(part).update(_copied(state.get(name, {})))
-                start(random_state)
+                set_random_state(random_state)
                 with torch.enable_grad(), Exact(self.lowest) if exact else nullcontext():
                     loss = compute(self.module)
                     _backward(loss / divisor * scale)

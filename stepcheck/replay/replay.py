@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, PlainCopy
-from stepcheck.replay.random_state import has_drawn, random_state, random_state_kept, set_random_state
+from stepcheck.replay.random_state import has_drawn, random_state, random_state_kept
 
 BYTES = 36
 """Most bytes that a replay needs for each parameter, beside the training and without activations: weights, the
@@ -169,7 +169,7 @@ class Replay:
         if self.actual is None or self._error:
             return None
         view = self.audit.view
-        arguments = self._micro_batches, set_random_state, view.divisor, self.audit.scale, self._watch, exact, then
+        arguments = self._micro_batches, view.divisor, self.audit.scale, self._watch, exact, then
         with random_state_kept():
             found = self._try(lambda: self.copy.compute(*arguments))
             if has_drawn(self._micro_batches[-1][1]) and _compiles_random_numbers(view.module):

@@ -21,11 +21,11 @@ from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.models.cast import keep_batch_norm_float32
 from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine, restore, write_folder
 from cifar_zero.strategies.deepspeed.hooks import EngineHooks, forget_second_copies
 from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
+from stepcheck.replay.plain_copy import keep_batch_norms_wide
 
 LINEAR = torch.nn.functional.linear
 """torch's own linear function. ZeRO 3 replaces it for the lifetime of the process, for other models too (DeepSpeed
@@ -122,7 +122,7 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             forget_second_copies(self.model)
         self._make_contiguous(self.model)
         experts.spread(self.model, self.global_rank)
-        keep_batch_norm_float32(self.model)
+        keep_batch_norms_wide(self.model)
         super().setup(trainer)
 
     def _make_contiguous(self, model: Module) -> None:
