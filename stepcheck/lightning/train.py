@@ -41,7 +41,7 @@ def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> di
 def check(case: Case, device: torch.device, folder: Path) -> Verdict:
     """Trains a case, and resumes it if the case says so. If a replay differs, trains once more, to find the first
     module whose output differs."""
-    check_classes(case)
+    check_classes(case.options)
     if case.resume_at:
         saved = Saved(case.resume_at, folder / str(case).replace("/", "_"))
         before = _checked(case, device, folder, [saved])
@@ -89,7 +89,7 @@ def _checked(
 def _instances(case: Case) -> list[Any]:
     """Builds the module and the data module."""
     try:
-        return [instance(part, case) for part in PARTS]
+        return [instance(part, case.options) for part in PARTS]
     except UsageError:
         raise
     except Exception as error:  # a user's code may raise anything

@@ -6,10 +6,12 @@ import importlib.util
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from stepcheck.lightning.case import PARTS
 from stepcheck.usage import UsageError
 
 _FILES: set[str] = set()  # paths of the user's files that were imported
@@ -46,6 +48,13 @@ def load(name: str, flag: str) -> Any:
     if not hasattr(module, attribute):
         raise UsageError(f"{flag} {name}: {source} has no {attribute}")
     return getattr(module, attribute)
+
+
+def check_parts(options: Mapping[str, str]) -> None:
+    """Raises UsageError if the class of a case's module or data module cannot exist, see `check_exists`."""
+    for part in PARTS:
+        if part in options:
+            check_exists(options[part], f"--{part}")
 
 
 def check_exists(name: str, flag: str) -> tuple[str, str]:
