@@ -14,7 +14,7 @@ from stepcheck.bounds import UPDATE
 from stepcheck.lightning.callback import INTERNAL, build_copy, call_before_step, cloned, loss_of
 from stepcheck.lightning.user_classes import fit
 from stepcheck.record.explain import explain_batch, explain_gradient, explain_loss
-from stepcheck.record.steps import Recording, Value, match, options_of, same_random_state
+from stepcheck.record.steps import Recording, Value, match, options_of, same_random_state, settings, use_settings
 from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square
 from stepcheck.replay.plain_copy import Computed, PlainCopy
 from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
@@ -52,7 +52,8 @@ class ScriptCheck(Callback):
         self._trainer, self._module, self._copy = trainer, pl_module, copy.deepcopy(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Matches the names, and watches the optimizer."""
+        """Computes with the script's settings, matches the names, and watches the optimizer."""
+        use_settings(self.recording.settings)
         build_copy(self._copy, trainer)
         self._copy = PlainCopy(self._copy, INTERNAL)
         values = self.recording.step(1).values
@@ -325,12 +326,11 @@ def check_script(
         enable_model_summary=False,
         callbacks=[check],
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(recording.threads)
+    before = settings()
     try:
         fit(trainer, module, datamodule)
     finally:
-        torch.set_num_threads(threads)
+        use_settings(before)
     check.verdict.engine = f"{type(module).__name__} and {recording.model} of the script"
     return check.verdict
 

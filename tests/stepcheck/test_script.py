@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from stepcheck.__main__ import main
-from stepcheck.lightning.case import UserClasses
 from stepcheck.record.command import record
-from stepcheck.record.steps import match
+from stepcheck.record.steps import match, settings
 from stepcheck.usage import UsageError
 from stepcheck.verdict import Verdict
 from tests.support.helpers import ROOT, of_test_all
@@ -43,7 +43,7 @@ def verdict_of(
 
     recording = record([*script], 4, folder)
     options = {"module": module, **{f"module.{name}": value for name, value in given.items()}}
-    return check_script(recording, instance("module", UserClasses(options, {})), None, {}, own_data, max_steps)
+    return check_script(recording, instance("module", options), None, {}, own_data, max_steps)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,19 @@ def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], identic
     assert (verdict.steps, verdict.identical, verdict.values) == (4, identical, 4 * WEIGHTS)
     assert {"batch", "options", "update"} <= verdict.shares.keys()
     assert verdict.not_judged == {}
+
+
+def test_a_module_computes_with_the_threads_and_the_precision_of_the_script(tmp_path: Path):
+    from stepcheck.lightning.script import check_script
+    from stepcheck.lightning.user_classes import instance
+
+    recording, module = record([SCRIPT, "--tf32"], 1, tmp_path), instance("module", {"module": MODULE})
+    seen: list[dict[str, Any]] = []
+    before = settings()
+    module.model.register_forward_pre_hook(lambda *_: seen.append(settings()))
+    check_script(recording, module)
+    assert all({"threads": 2, "cuda.matmul.fp32_precision": "tf32"}.items() <= each.items() for each in seen)
+    assert settings() == before
 
 
 @pytest.mark.parametrize(
