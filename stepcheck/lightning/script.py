@@ -11,9 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from stepcheck.bounds import UPDATE
-from stepcheck.lightning.callback import INTERNAL, build_copy, call_before_step, cloned, loss_of
+from stepcheck.lightning.callback import INTERNAL, build_copy, cloned, loss_of
 from stepcheck.lightning.user_classes import fit
 from stepcheck.record.explain import explain_batch, explain_gradient, explain_loss
+from stepcheck.record.recorder import around
 from stepcheck.record.steps import Recording, Value, match, options_of, same_random_state, settings, use_settings
 from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square
 from stepcheck.replay.plain_copy import Computed, PlainCopy
@@ -66,12 +67,13 @@ class ScriptCheck(Callback):
             self._names |= match(buffers, dict(pl_module.named_buffers()), self.renames)
         except UsageError as error:
             self.verdict.not_judged["buffers"] = str(error)
-        call_before_step(trainer.strategy, self._before_micro_batch)
+        around(trainer.strategy, "on_train_batch_start", self._before_micro_batch)
         optimizer: Any = trainer.optimizers[0]
         optimizer.register_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
 
-    def _before_micro_batch(self, batch: Any, batch_idx: int) -> None:
-        """Makes the module start where the script did."""
+    def _before_micro_batch(self, start: Callable[..., None], batch: Any, batch_idx: int) -> None:
+        """Makes the module start where the script did, after all hooks that may change the micro-batch."""
+        start(batch, batch_idx)
         if len(self._micro_batches) in (0, self.recording.accumulate):
             self._begin_step()
         state = self.step.states[len(self._micro_batches)]

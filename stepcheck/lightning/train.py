@@ -45,7 +45,7 @@ def check(case: Case, device: torch.device, folder: Path) -> Verdict:
     if case.resume_at:
         saved = Saved(case.resume_at, folder / str(case).replace("/", "_"))
         before = _checked(case, device, folder, [saved])
-        if saved.state is None:
+        if not saved.first:
             before.not_judged["the resumed run"] = f"the training ended before step {case.resume_at + 1}"
         if before.outcome == "different" or before.not_judged:
             return before
