@@ -53,7 +53,7 @@ class StepCheck(Callback):
             steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
             outputs: Whether to compare the outputs of all submodules in these steps.
-            on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and go on.
+            on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and continue.
             file: JSON file to which rank 0 writes the verdict at the end.
         """
         self.replay_every, self.steps, self.count, self.outputs = replay_every, {*steps}, count, outputs
@@ -69,12 +69,12 @@ class StepCheck(Callback):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the training; if several optimizers train, the worst of theirs."""
+        """The verdict of the training, or the worst one if several optimizers train."""
         order = ("different", "not judged", "agrees")
         return min(self.verdicts, key=lambda each: order.index(each.outcome), default=Verdict())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module before the strategy shards it, and waits for its optimizers."""
+        """Copies the module before the strategy shards it."""
         if stage != "fit":
             return
         self.verdicts, self._audits, self._replay, self._copy = [Verdict()], [], None, None
@@ -156,7 +156,7 @@ class StepCheck(Callback):
         return Replay(plain, self.replay_every, self.steps, outputs=self.outputs, internal=INTERNAL)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the steps of a resumed run as it does, and spreads the `count` steps to replay over the run."""
+        """Numbers the steps as the run does, also if it is resumed, and spreads the `count` replays over the run."""
         for each in self._audits:
             each.step = trainer.global_step + 1
         if self._replay is None:
@@ -183,7 +183,7 @@ class StepCheck(Callback):
             self._replay.loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares how far the schedules have moved since the last step."""
+        """Finds schedules that moved more than once since the last step."""
         for audited in self._audits[:1]:
             if audited.step == self._seen:
                 continue
@@ -222,7 +222,7 @@ class StepCheck(Callback):
 
 
 def build_copy(copied: Any, trainer: Trainer) -> None:
-    """Builds a copy of a module as Lightning builds the module, without logging."""
+    """Builds a copy of a module as Lightning builds the module, with a `log` that does nothing."""
     copied.trainer = trainer
     copied.log = copied.log_dict = _nothing
     with random_state_kept():

@@ -28,7 +28,7 @@ OF_LOADER = ("train_batch_size", "train_micro_batch_size_per_gpu")
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def read(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the configuration for Lightning's strategy, and the fields of a case that the file sets. Raises
     UsageError if the file has a key that DeepSpeed does not read, or that would replace a part of the module."""
     what = f"--strategies {file}"

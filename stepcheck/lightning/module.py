@@ -1,6 +1,6 @@
 """`stepcheck module`: trains a user's own LightningModule under strategies, and checks each step.
 
-Imports neither torch nor Lightning: the ranks import them, and refuse what only an import can tell.
+Imports neither torch nor Lightning. The ranks import them, and refuse mistakes that only an import shows.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from stepcheck.accept.launch import train_cases
 from stepcheck.accept.release import deepspeed_folder
 from stepcheck.lightning import user_code
 from stepcheck.lightning.case import PARTS, PRECISIONS, Case
-from stepcheck.lightning.deepspeed_file import read
+from stepcheck.lightning.deepspeed_file import read_config
 from stepcheck.report import refuse_folders, write_files
 from stepcheck.run import positive
 from stepcheck.usage import UsageError, nearest
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains the cases and prints the verdict. Returns the exit code."""
     refuse_folders(options, "json", "junit")
-    results = train(plan(options))
+    results = train(parse_cases(options))
     failed = [each for each in results if not each["passed"]]
     for each in failed:
         print(f"{each['outcome']}: {each['engine']}: {shlex.join(each['command'])}")
@@ -98,7 +98,7 @@ def require_lightning() -> None:
             raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
 
 
-def plan(options: argparse.Namespace) -> list[Case]:
+def parse_cases(options: argparse.Namespace) -> list[Case]:
     """Returns the cases of a command line. Raises UsageError if a flag is wrong."""
     require_lightning()
     import yaml
@@ -147,7 +147,7 @@ def cases_of(
         given = {**maths, "accumulate": parts} if parts else maths
         for strategy in strategies or ([*ZERO] if deepspeed_folder() else ["ddp"]):
             _check_strategy(strategy)
-            config, fields = read(strategy) if strategy.endswith(".json") else ({}, {})
+            config, fields = read_config(strategy) if strategy.endswith(".json") else ({}, {})
             for name, value in fields.items():
                 if given.get(name, value) != value:
                     raise UsageError(
@@ -192,7 +192,7 @@ def train(cases: Sequence[Case]) -> list[Result]:
 
 
 def _result(case: Case, verdict: dict[str, Any]) -> Result:
-    """Judges a case. What was to be replayed, and was not, is no agreement."""
+    """Judges a case. A case agrees only if every step was audited and replays took place."""
     result = {"outcome": "not trained", "steps": 0, "findings": [], "shares": {}, "not_judged": {}, **verdict}
     # argparse takes the last of an option that is given twice.
     alone = ["--strategies", case.strategy, "--accumulate", str(case.accumulate)]

@@ -1,7 +1,7 @@
-"""Compares a run that is resumed from Lightning's checkpoint with the run that saved the checkpoint and went on.
+"""Compares a run that is resumed from Lightning's checkpoint with the run that saved the checkpoint and continued.
 
-Both have the same strategy and ranks, so each rank compares its own shards, bit by bit. Lightning does not restore the
-random states, so the resumed run is given those of the run that went on, after its first batch was drawn.
+Both have the same strategy and ranks, so each rank compares its local shards, bit by bit. Lightning does not restore
+random states, so the resumed run gets the random states of the other run, after its first batch was drawn.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ State = dict[tuple[Kind, str], Any]
 
 
 class Followed(Callback):
-    """Keeps the state from which the step after `step` starts, and the last weights."""
+    """Keeps the state before the step after `step`, and the last weights."""
 
     def __init__(self, step: int):
         self.step = step
@@ -43,7 +43,7 @@ class Followed(Callback):
 
 
 class Saved(Followed):
-    """Also saves a checkpoint of the run, which goes on."""
+    """Also saves a checkpoint, and continues."""
 
     def __init__(self, step: int, folder: Path):
         super().__init__(step)
@@ -64,7 +64,7 @@ class Saved(Followed):
 
 
 class Resumed(Followed):
-    """Compares the resumed run with the one that went on."""
+    """Compares the resumed run with the other run."""
 
     def __init__(self, saved: Saved):
         super().__init__(0)  # its first step, whatever its number
@@ -91,7 +91,7 @@ def _differences(step: int, expected: State, actual: State, when: str) -> list[F
         other = actual.get((kind, name), "missing")
         if other != value:
             how = f": it is {other} instead of {value}" if isinstance(value, (int, float)) else ""
-            text = f"{name} {when} is not that of the run that went on{how}"
+            text = f"{name} {when} is not that of the run that continued{how}"
             if kind == "batch":
                 text += f": {NOT_RESTORED}"
             found.append(Finding(step + 1, kind, text, float("inf"), torch.distributed.get_rank()))
@@ -109,7 +109,7 @@ def _state(trainer: Trainer, module: LightningModule, batch: Any) -> State:
 
 
 def _weights(trainer: Trainer, module: LightningModule) -> State:
-    """Returns the weights, buffers, and what the optimizer has, of this rank."""
+    """Returns the weights, buffers, options and optimizer state of this rank."""
     found: State = {}
     for name, parameter in module.named_parameters():
         found |= _flat("weight", name, getattr(parameter, "ds_tensor", parameter))

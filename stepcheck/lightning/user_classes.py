@@ -27,13 +27,13 @@ def check_classes(options: Mapping[str, str], needs_data: bool = True) -> None:
     """Checks the user's classes and their arguments.
 
     Args:
-        options: As of `instance`.
+        options: As of `instantiate`.
         needs_data: Whether the module must have training data. False if a script provides the data.
 
     Raises:
-        UsageError: If `instance` would refuse a class or an argument, or if the module needs data and has none.
+        UsageError: If `instantiate` would refuse a class or an argument, or if the module needs data and has none.
     """
-    module, datamodule = (instance(part, options, build=False) for part in PARTS)
+    module, datamodule = (instantiate(part, options, build=False) for part in PARTS)
     from lightning.pytorch import LightningModule
 
     loader = getattr(module, "train_dataloader", None)
@@ -41,7 +41,7 @@ def check_classes(options: Mapping[str, str], needs_data: bool = True) -> None:
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
 
 
-def instance(part: str, options: Mapping[str, str], build: bool = True) -> Any:
+def instantiate(part: str, options: Mapping[str, str], build: bool = True) -> Any:
     """Builds the user's module or data module with its arguments, as LightningCLI does. Returns None if none is named.
 
     Args:

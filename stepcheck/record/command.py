@@ -76,7 +76,7 @@ def _compare(options: argparse.Namespace) -> Any:
         recording = record(script, options.steps, Path(folder))
         from stepcheck.lightning.script import check_script
 
-        module, datamodule = (user_classes.instance(part, classes) for part in PARTS)
+        module, datamodule = (user_classes.instantiate(part, classes) for part in PARTS)
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         try:
             return check_script(recording, module, datamodule, renames, options.own_data, options.max_steps)

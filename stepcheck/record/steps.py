@@ -1,4 +1,4 @@
-"""The optimizer steps that were recorded of a script, on the CPU."""
+"""Optimizer steps that were recorded while a script ran. Their tensors are on the CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -124,9 +124,11 @@ def same_random_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(torch.equal(one[key], other[key]) for key in ("torch", "cuda") if key in one and key in other)
 
 
-def match(script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]) -> dict[str, str]:
-    """Maps the names of the script's tensors to those of the module's. The names must be equal after prefixes were
-    replaced, and one prefix was added to all names. Otherwise tensors are matched by order, if their shapes agree.
+def match_names(
+    script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]
+) -> dict[str, str]:
+    """Maps the names of the script's tensors to names of the module's tensors. Names are equal after replacing prefixes
+    and adding one prefix to all names. If they are not, tensors are matched by order, if their shapes agree.
 
     Args:
         script: The script's tensors by name.

@@ -20,7 +20,7 @@ pytest.importorskip("lightning", reason="needs Lightning")
 from stepcheck.__main__ import main, parse
 from stepcheck.accept.launch import train_cases
 from stepcheck.lightning.case import Case
-from stepcheck.lightning.module import cases_of, plan, train
+from stepcheck.lightning.module import cases_of, parse_cases, train
 from stepcheck.lightning.user_classes import check_classes
 from stepcheck.testing import assert_agrees
 from stepcheck.usage import UsageError
@@ -118,13 +118,17 @@ def test_a_module_that_is_wrong_under_one_strategy(file: str, tmp_path: Path):
 
 
 @pytest.mark.distributed
-def test_a_resumed_run_is_compared_with_the_run_that_went_on(file: str):
+def test_a_resumed_run_is_compared_with_the_run_that_continued(file: str):
     """An epoch of two ranks has 12 batches. Lightning's loader starts it again if it was saved within one."""
     expected = {
         ("Healthy", "ddp", 12): "",
         ("Healthy", "deepspeed_stage_1", 12): "",
         ("Healthy", "deepspeed_stage_3", 12): "",
-        ("Healthy", "ddp", 5): "step 6: [0] of the batch in the first resumed step is not that of the run that went on",
+        (
+            "Healthy",
+            "ddp",
+            5,
+        ): "step 6: [0] of the batch in the first resumed step is not that of the run that",
         ("ForgetsMomentum", "ddp", 12): "step 13: ['momentum_buffer'] of tensor 0 of parameter group 0",
     }
     cases = []
@@ -276,7 +280,9 @@ def test_a_file_of_deepspeed_sets_the_maths(file: str, tmp_path: Path):
     zero = tmp_path / "zero.json"
     zero.write_text('{"gradient_accumulation_steps": 2, "train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
     command = ["module", f"{file}:Healthy", "--module.optimizers", "1", "--precision", "bf16-mixed", "--devices", "2"]
-    case, of_file = plan(parse([*command, "--strategies", "ddp", str(zero), "--trainer.limit_train_batches", "6"]))
+    case, of_file = parse_cases(
+        parse([*command, "--strategies", "ddp", str(zero), "--trainer.limit_train_batches", "6"])
+    )
     assert (case.precision, case.accumulate, case.trainer) == ("bf16-mixed", 1, {"limit_train_batches": 6})
     assert (of_file.precision, of_file.accumulate) == ("bf16-mixed", 2)
     assert of_file.config == {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 2}}
