@@ -98,8 +98,9 @@ def _refuse_files(given: Mapping[str, str], known: Sequence[str]) -> None:
 
 
 def _is_file(text: Any) -> bool:
+    readable: Any = path_type("fr")
     try:
-        path_type("fr")(text)
+        readable(text)
     except TypeError:
         return False
     return True
