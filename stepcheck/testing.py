@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepcheck.lightning.case import UserClasses
 from stepcheck.lightning.module import cases_of, train
 
 
@@ -47,7 +46,7 @@ def assert_agrees(
         for name, value in (given or {}).items():
             options[f"{part}.{name}"] = value if isinstance(value, str) else json.dumps(value)
     maths = {"precision": precision, "clip": gradient_clip_val}
-    cases = cases_of(UserClasses(options, {}), strategies, [accumulate], maths, ranks=devices, steps=steps)
+    cases = cases_of(options, strategies, [accumulate], maths, ranks=devices, steps=steps)
     results = train(cases)
     failed = [f"{each['engine']}: {each['outcome']}: {each['summary']}" for each in results if not each["passed"]]
     assert not failed, "\n".join(failed)

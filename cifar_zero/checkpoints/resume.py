@@ -16,13 +16,12 @@ from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import FALLBACK_SUFFIX, DataConfig, Settings, flat, may_change_on_resume, settings_of
 from cifar_zero.config.strategy_specs import AUTO
-from cifar_zero.core import atomic
+from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MODELS
 from cifar_zero.models.user_model import UserModel
-from stepcheck.lightning import plain_data
 
 IF_ANY = "auto"  # value of --resume: like last, but starts a new run if there is no checkpoint
 

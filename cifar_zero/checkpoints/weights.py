@@ -19,9 +19,8 @@ from cifar_zero.checkpoints.read import RECORD, of_another_version, read, with_c
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.settings import DataConfig, settings_of
-from cifar_zero.core import atomic
+from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import UsageError, short
-from stepcheck.lightning import plain_data
 
 PREFIX = "net."  # prefix of the model's names in the LightningModule
 

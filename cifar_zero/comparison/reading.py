@@ -14,7 +14,7 @@ from cifar_zero.comparison.result import OF_CHECKS, Curve, FinishedRun, Variant
 from cifar_zero.config.settings import flat, owner_of
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
-from stepcheck.lightning.plain_data import read_json, read_yaml
+from cifar_zero.core.plain_data import read_json, read_yaml
 
 MEASURED = ("dataset", "num_train")
 """Keys of metrics.json that describe what was trained, in addition to the recipe."""

@@ -20,6 +20,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 from cifar_zero.config import ds_config, help
 from cifar_zero.config.arguments import Arguments, read_arguments
 from cifar_zero.config.mistakes import choices, chosen, refuse_base_60, refuse_unknown
+from cifar_zero.config.mistyped import refuse_mistyped
 from cifar_zero.config.output import Output
 from cifar_zero.config.placement import ComputeOptions, DeviceOptions, Placement, StrategyOptions
 from cifar_zero.config.recipe import Choice, DataRecipe, FineTuning, Regularization, Training
@@ -38,12 +39,12 @@ from cifar_zero.config.settings import (
     settings_of,
 )
 from cifar_zero.config.strategy_specs import AUTO
+from cifar_zero.core import plain_data
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError, short
 from cifar_zero.models import MODELS
 from cifar_zero.models.user_model import register_user_model
-from stepcheck.lightning import plain_data, user_code
-from stepcheck.lightning.mistyped import refuse_mistyped
+from stepcheck.lightning import user_code
 
 EarlierRun = Callable[[Settings], dict[str, Any] | None]
 """A function that returns the options of the earlier run that a command line continues, keyed by flag, or None for a

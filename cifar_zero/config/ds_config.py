@@ -15,9 +15,9 @@ from typing import Any, Literal
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.settings import Settings, flat
 from cifar_zero.config.strategy_specs import STRATEGIES, Device, Spec
+from cifar_zero.core import plain_data
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
-from stepcheck.lightning import plain_data
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 

@@ -7,12 +7,12 @@ from typing import Any, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
+from cifar_zero.config.mistyped import check_type, described
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import REGISTRIES
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import is_plain
 from cifar_zero.core.usage import nearest, nearest_flag
-from stepcheck.lightning.mistyped import check_type, described
-from stepcheck.lightning.plain_data import is_plain
 
 BASE_60 = re.compile(r"\d:[0-5]?\d")  # part of a number in base 60, such as 1:30
 

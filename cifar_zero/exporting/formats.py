@@ -21,13 +21,12 @@ from cifar_zero.checkpoints.weights import (
     write_delta,
 )
 from cifar_zero.config.recipe import DataRecipe, Inputs
-from cifar_zero.core import atomic
+from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import RunError, UsageError, short
 from cifar_zero.core.usage import check_numbers
 from cifar_zero.data.augment import memory_format
 from cifar_zero.models import IMAGE_SHAPE
 from cifar_zero.models.external import check
-from stepcheck.lightning import plain_data
 
 INPUT, OUTPUT = "images", "scores"
 """Names of the input and the output in an ONNX file. The input is float32 (N, 3, H, W), normalised, and the output is

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from cifar_zero.core.plain_data import Plain
 from cifar_zero.core.usage import Options, limited
-from stepcheck.lightning.plain_data import Plain
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import Plain, is_plain
 from cifar_zero.models import MODELS, ThirdParty
 from stepcheck.lightning import user_code
-from stepcheck.lightning.plain_data import Plain, is_plain
 
 if TYPE_CHECKING:
     from torch import nn

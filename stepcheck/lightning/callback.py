@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from stepcheck.auditor import Audit, audit
 from stepcheck.engines import NotAuditable
 from stepcheck.lightning.user_hooks import UserHooks, optimizer_of
+from stepcheck.record.recorder import around
 from stepcheck.replay import Replay
 from stepcheck.replay.plain_copy import drop_weights
 from stepcheck.replay.random_state import random_state_kept
@@ -41,7 +42,6 @@ class StepCheck(Callback):
         replay_every: int = 0,
         steps: Collection[int] = (),
         count: int = 0,
-        only: str = "",
         outputs: bool = False,
         on_fault: Literal["raise", "warn"] = "raise",
         file: Path | None = None,
@@ -52,18 +52,11 @@ class StepCheck(Callback):
             replay_every: Replay each step whose number is divisible by this; 0 for none.
             steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
-            only: Regular expression: gradients of other weights are not replayed, and need no memory.
             outputs: Whether to compare the outputs of all submodules in these steps.
-            on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and go on.
+            on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and continue.
             file: JSON file to which rank 0 writes the verdict at the end.
         """
-        self.replay_every, self.steps, self.count, self.only, self.outputs = (
-            replay_every,
-            {*steps},
-            count,
-            only,
-            outputs,
-        )
+        self.replay_every, self.steps, self.count, self.outputs = replay_every, {*steps}, count, outputs
         self.on_fault: Literal["raise", "warn"] = on_fault
         self.file = file
         self.verdicts: list[Verdict] = []  # of each optimizer
@@ -76,12 +69,12 @@ class StepCheck(Callback):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the training; if several optimizers train, the worst of theirs."""
+        """The verdict of the training, or the worst one if several optimizers train."""
         order = ("different", "not judged", "agrees")
         return min(self.verdicts, key=lambda each: order.index(each.outcome), default=Verdict())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module before the strategy shards it, and waits for its optimizers."""
+        """Copies the module before the strategy shards it."""
         if stage != "fit":
             return
         self.verdicts, self._audits, self._replay, self._copy = [Verdict()], [], None, None
@@ -91,13 +84,15 @@ class StepCheck(Callback):
                 self._copy = copy.deepcopy(pl_module)  # Lightning leaves the trainer out
             except Exception as error:  # an attribute of the user's may raise anything
                 self._note("replays", f"the module cannot be copied ({type(error).__name__}: {error})")
-        _call_after(pl_module, "configure_optimizers", partial(self._keep_start, pl_module))
+        around(pl_module, "configure_optimizers", partial(self._configure_optimizers, pl_module))
 
-    def _keep_start(self, module: LightningModule, configured: Any) -> None:
+    def _configure_optimizers(self, module: LightningModule, configure: Callable[[], Any]) -> Any:
         """Records the module and its optimizer after the last hook before an engine starts."""
         vars(module).pop("configure_optimizers", None)
+        configured = configure()
         self._start = Start(module, optimizer_of(configured))
         self._start.options.clear()  # compared at once, because callbacks may change them before the first step
+        return configured
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the audits. The strategy's engine has been built."""
@@ -158,15 +153,15 @@ class StepCheck(Callback):
         except Exception as error:  # the module's code may raise anything
             self._note("replays", f"building a copy of the module fails ({type(error).__name__}: {error})")
             return None
-        return Replay(plain, self.replay_every, self.steps, self.only, self.outputs, INTERNAL)
+        return Replay(plain, self.replay_every, self.steps, outputs=self.outputs, internal=INTERNAL)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts the steps of a resumed run as it does, and spreads the `count` steps to replay over the run."""
+        """Numbers the steps as the run does, also if it is resumed, and spreads the `count` replays over the run."""
         for each in self._audits:
             each.step = trainer.global_step + 1
         if self._replay is None:
             return
-        call_before_step(trainer.strategy, partial(self._on_micro_batch, trainer))
+        around(trainer.strategy, "on_train_batch_start", partial(self._on_micro_batch, trainer))
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
         if self.count and total < math.inf:
             parts = max(self.count - 1, 1)
@@ -174,8 +169,10 @@ class StepCheck(Callback):
         elif self.count:
             self._note("replays", "the number of steps is unknown: give replay_every or steps")
 
-    def _on_micro_batch(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
-        """Remembers a micro-batch after all hooks that may change it or the module."""
+    def _on_micro_batch(self, trainer: Trainer, start: Callable[..., None], batch: Any, batch_idx: int) -> None:
+        """Remembers a micro-batch. Lightning calls this method of the strategy after all hooks that may change the
+        micro-batch or the module."""
+        start(batch, batch_idx)
         assert self._replay is not None
         kept = cloned(batch) if self._replay.chooses(self._audits[0].step) else None
         self._replay.micro_batch(partial(loss_of, trainer, kept, batch_idx))
@@ -186,7 +183,7 @@ class StepCheck(Callback):
             self._replay.loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Compares how far the schedules have moved since the last step."""
+        """Finds schedules that moved more than once since the last step."""
         for audited in self._audits[:1]:
             if audited.step == self._seen:
                 continue
@@ -225,7 +222,7 @@ class StepCheck(Callback):
 
 
 def build_copy(copied: Any, trainer: Trainer) -> None:
-    """Builds a copy of a module as Lightning builds the module, without logging."""
+    """Builds a copy of a module as Lightning builds the module, with a `log` that does nothing."""
     copied.trainer = trainer
     copied.log = copied.log_dict = _nothing
     with random_state_kept():
@@ -246,32 +243,6 @@ def loss_of(trainer: Trainer, batch: Any, batch_idx: int, module: Any) -> Tensor
 
 def cloned(batch: Any) -> Any:
     return tree_map_only(Tensor, Tensor.clone, batch)
-
-
-def _call_after(owner: Any, name: str, then: Callable[[Any], None]) -> None:
-    """Makes an object call `then` with what its method `name` returns."""
-    method = getattr(owner, name)
-
-    @wraps(method)
-    def both(*args: Any, **options: Any) -> Any:
-        result = method(*args, **options)
-        then(result)
-        return result
-
-    setattr(owner, name, both)
-
-
-def call_before_step(strategy: Any, then: Callable[[Any, int], None]) -> None:
-    """Makes a strategy call `then` before each micro-batch, after the hooks of all callbacks and of the module, which
-    Lightning calls first."""
-    method = strategy.on_train_batch_start
-
-    @wraps(method)
-    def both(batch: Any, batch_idx: int, *args: Any) -> None:
-        method(batch, batch_idx, *args)
-        then(batch, batch_idx)
-
-    strategy.on_train_batch_start = both
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,5 @@
 """Defines a case of `stepcheck module`: what is trained, and how. Imports no package."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,32 +9,12 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
 PARTS = ("module", "datamodule")
 
-FLAGS = {
-    "ranks": "--devices",
-    "precision": "--precision",
-    "accumulate": "--accumulate",
-    "clip": "--gradient_clip_val",
-    "steps": "--steps",
-    "replayed": "--replay",
-    "seed": "--seed",
-}
-"""The fields of a case that have a flag of their own."""
-
 
 @dataclass(frozen=True)
-class UserClasses:
-    """The user's module and data module."""
-
-    options: dict[str, str]
-    """Their names and arguments by option: module (FILE.py:NAME or PACKAGE.MODULE:NAME), module.lr, datamodule, ..."""
-    files: dict[str, dict[str, dict[str, Any]]]
-    """Arguments in each file of --config, by file and by `module` or `datamodule`."""
-
-
-@dataclass(frozen=True)
-class Case(UserClasses):
+class Case:
     """A short training of the user's module. Travels between processes as JSON."""
 
+    options: dict[str, str]  # names and arguments of the user's classes: module, module.lr, datamodule, ...
     strategy: str = "ddp"  # or a file with a configuration of DeepSpeed
     config: dict[str, Any] = field(default_factory=dict)  # the content of this file, without what is a field below
     ranks: int = 1
@@ -60,20 +39,3 @@ class Case(UserClasses):
 
     def __str__(self) -> str:
         return self.strategy + (f", accumulate {self.accumulate}" if self.accumulate > 1 else "")
-
-    @property
-    def command(self) -> list[str]:
-        """The command that trains this case alone."""
-        words = ["stepcheck", "module", self.options["module"]]
-        for option, value in self.options.items():
-            words += [f"--{option}", value] if option != "module" else []
-        for file in self.files:
-            words += ["--config", file]
-        words += ["--strategies", self.strategy]
-        for name, flag in FLAGS.items():
-            words += [flag, str(getattr(self, name))]
-        if self.resume_at:
-            words += ["--resume_at", str(self.resume_at)]
-        for name, value in self.trainer.items():
-            words += [f"--trainer.{name}", value if isinstance(value, str) else json.dumps(value)]
-        return words

@@ -1,5 +1,6 @@
 """Reads a user's own configuration of DeepSpeed."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -7,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcheck.accept.release import deepspeed_folder
-from stepcheck.lightning.plain_data import read_json
-from stepcheck.usage import UsageError, nearest
+from stepcheck.usage import UsageError, nearest, short
 
 DEFINED = re.compile(r"""^    (\w+) ?:|["'](\w+)["']""", re.MULTILINE)
 """A field of a class, or a word in quotation marks."""
@@ -28,11 +28,14 @@ OF_LOADER = ("train_batch_size", "train_micro_batch_size_per_gpu")
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def read(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the configuration for Lightning's strategy, and the fields of a case that the file sets. Raises
     UsageError if the file has a key that DeepSpeed does not read, or that would replace a part of the module."""
     what = f"--strategies {file}"
-    tree = read_json(Path(file), what)
+    try:
+        tree = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{what} cannot be read: {short(error)}") from error
     if not isinstance(tree, dict):
         raise UsageError(f"{what} must hold a JSON object")
     config = _without_auto(tree)
@@ -42,7 +45,7 @@ def read(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for key in _names(config):
         if key not in _keys():
             raise UsageError(
-                f"{what}: DeepSpeed does not read {key}, so it has no effect: "
+                f"{what}: DeepSpeed does not read {key!r}, so it has no effect: "
                 f"{nearest(key, _keys(), cutoff=0.65, otherwise='remove it')}"
             )
     fields: dict[str, Any] = {}

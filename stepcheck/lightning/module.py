@@ -1,6 +1,6 @@
 """`stepcheck module`: trains a user's own LightningModule under strategies, and checks each step.
 
-Imports neither torch nor Lightning: the ranks import them, and refuse what only an import can tell.
+Imports neither torch nor Lightning. The ranks import them, and refuse mistakes that only an import shows.
 """
 
 import argparse
@@ -15,8 +15,10 @@ from typing import Any
 from stepcheck.accept.cases import ZERO
 from stepcheck.accept.launch import train_cases
 from stepcheck.accept.release import deepspeed_folder
-from stepcheck.lightning.case import PARTS, PRECISIONS, Case, UserClasses
-from stepcheck.report import aligned, refuse_folders, write_files
+from stepcheck.lightning import user_code
+from stepcheck.lightning.case import PARTS, PRECISIONS, Case
+from stepcheck.lightning.deepspeed_file import read_config
+from stepcheck.report import refuse_folders, write_files
 from stepcheck.run import positive
 from stepcheck.usage import UsageError, nearest
 from stepcheck.verdict import Finding
@@ -46,7 +48,6 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("module", metavar="FILE.py:MODULE", help="the LightningModule, also as PACKAGE.MODULE:NAME")
     add("--datamodule", metavar="FILE.py:DATA", help="the LightningDataModule (default: the module's own loader)")
-    add("--config", action="append", default=[], metavar="FILE", help="a configuration of LightningCLI")
     add(
         "--strategies",
         nargs="+",
@@ -75,9 +76,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains the cases and prints the verdict. Returns the exit code."""
     refuse_folders(options, "json", "junit")
-    results = train(plan(options))
+    results = train(parse_cases(options))
     failed = [each for each in results if not each["passed"]]
-    print("\n" + "\n".join(_table(results)))
     for each in failed:
         print(f"{each['outcome']}: {each['engine']}: {shlex.join(each['command'])}")
     print(f"stepcheck module: {len(results) - len(failed)} of {len(results)} agree with plain PyTorch")
@@ -98,28 +98,23 @@ def require_lightning() -> None:
             raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
 
 
-def plan(options: argparse.Namespace) -> list[Case]:
+def parse_cases(options: argparse.Namespace) -> list[Case]:
     """Returns the cases of a command line. Raises UsageError if a flag is wrong."""
     require_lightning()
-    from stepcheck.lightning.plain_data import load_value
-    from stepcheck.lightning.user_classes import options_of_cli
+    import yaml
 
-    own, trainer = {"module": options.module}, {}
+    classes, trainer = {"module": options.module}, {}
     if options.datamodule:
-        own["datamodule"] = options.datamodule
+        classes["datamodule"] = options.datamodule
     for name, value in options.more.items():
         section, _, rest = name.partition(".")
         if section == "trainer":
-            trainer[rest] = load_value(value)
+            trainer[rest] = yaml.safe_load(value)
         else:
-            own[name] = value
-    files, maths = {}, {}
-    for file in options.config:
-        of_file, files[file] = options_of_cli(file)
-        maths |= of_file
-    maths |= {name: value for name in ("precision", "clip") if (value := getattr(options, name)) is not None}
+            classes[name] = value
+    maths = {name: value for name in ("precision", "clip") if (value := getattr(options, name)) is not None}
     return cases_of(
-        UserClasses(own, files),
+        classes,
         options.strategies or (),
         options.accumulate or (),
         maths,
@@ -133,12 +128,12 @@ def plan(options: argparse.Namespace) -> list[Case]:
 
 
 def cases_of(
-    classes: UserClasses, strategies: Sequence[str], accumulate: Sequence[int], maths: Mapping[str, Any], **same: Any
+    classes: dict[str, str], strategies: Sequence[str], accumulate: Sequence[int], maths: Mapping[str, Any], **same: Any
 ) -> list[Case]:
     """Returns a case for each strategy and each number of micro-batches.
 
     Args:
-        classes: The user's classes.
+        classes: Names and arguments of the user's classes: module, module.lr, datamodule, ...
         strategies: Names of strategies, or files with configurations of DeepSpeed. The default is all of DeepSpeed.
         accumulate: Numbers of micro-batches of a step. The default is what a file sets, or 1.
         maths: Fields of all cases that a configuration of DeepSpeed may set too. Both must agree.
@@ -147,24 +142,21 @@ def cases_of(
     Raises:
         UsageError: If the cases cannot be trained, as far as this shows without importing torch.
     """
-    from stepcheck.lightning.deepspeed_file import read
-    from stepcheck.lightning.user_classes import check_exist
-
     cases = []
     for parts in accumulate or (None,):
         given = {**maths, "accumulate": parts} if parts else maths
         for strategy in strategies or ([*ZERO] if deepspeed_folder() else ["ddp"]):
             _check_strategy(strategy)
-            config, fields = read(strategy) if strategy.endswith(".json") else ({}, {})
+            config, fields = read_config(strategy) if strategy.endswith(".json") else ({}, {})
             for name, value in fields.items():
                 if given.get(name, value) != value:
                     raise UsageError(
                         f"--strategies {strategy} sets {name} to {value}, not {given[name]}: leave out one"
                     )
             fields = {**given, **fields, **same, "strategy": strategy, "config": config}
-            cases.append(Case(classes.options, classes.files, **fields))
+            cases.append(Case(classes, **fields))
     sys.path.append(os.getcwd())  # for PACKAGE.MODULE:NAME, as in the ranks
-    check_exist(classes)
+    user_code.check_parts(classes)
     return cases
 
 
@@ -200,9 +192,11 @@ def train(cases: Sequence[Case]) -> list[Result]:
 
 
 def _result(case: Case, verdict: dict[str, Any]) -> Result:
-    """Judges a case. What was to be replayed, and was not, is no agreement."""
+    """Judges a case. A case agrees only if every step was audited and replays took place."""
     result = {"outcome": "not trained", "steps": 0, "findings": [], "shares": {}, "not_judged": {}, **verdict}
-    result |= {"engine": str(case), "command": case.command}
+    # argparse takes the last of an option that is given twice.
+    alone = ["--strategies", case.strategy, "--accumulate", str(case.accumulate)]
+    result |= {"engine": str(case), "command": ["stepcheck", *sys.argv[1:], *alone]}
     if result["outcome"] == "agrees":
         left_out = [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
         if result["steps"] + result["skipped"] < case.steps - case.resume_at:
@@ -217,17 +211,3 @@ def _result(case: Case, verdict: dict[str, Any]) -> Result:
     agreement = "{steps} steps audited, {replayed} replayed, {identical} of them bit-identical, {took:.1f} s"
     result["summary"] = result.get("error") or agreement.format(**result)
     return result
-
-
-def _table(results: Sequence[Result]) -> list[str]:
-    """Returns the lines of a table of the cases."""
-    rows = [["strategy", "verdict", "steps", "replayed", "judged", "largest share of a tolerance", "scale error seen"]]
-    for each in results:
-        row = [each["engine"], each["outcome"], str(each["steps"]), *[""] * 4]
-        if each["passed"]:
-            numbers = each["replayed"], each["coverage"], max(each["shares"].values()), each["smallest_scale_error"]
-            row[3:] = [
-                form.format(value) for form, value in zip(("{}", "{:.2%}", "{:.2g}", "{:.1e}"), numbers, strict=True)
-            ]
-        rows.append(row)
-    return aligned(rows)

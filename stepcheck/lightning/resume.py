@@ -1,11 +1,10 @@
-"""Compares a run that is resumed from Lightning's checkpoint with the run that saved the checkpoint and went on.
+"""Compares a run that is resumed from Lightning's checkpoint with the run that saved the checkpoint and continued.
 
-Both have the same strategy and ranks, so each rank compares its own shards, bit by bit. Lightning does not restore the
-random states, so the resumed run is given those of the run that went on, after its first batch was drawn.
+Both have the same strategy and ranks, so each rank compares its local shards, bit by bit. Lightning does not restore
+random states, so the resumed run gets the random states of the other run, after its first batch was drawn.
 """
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,30 @@ State = dict[tuple[Kind, str], Any]
 """The checksum of each tensor, and each number, by kind and name."""
 
 
-class Saved(Callback):
-    """Saves a checkpoint of the run that goes on, the state from which its next step starts, and its last weights."""
+class Followed(Callback):
+    """Keeps the state before the step after `step`, and the last weights."""
 
-    def __init__(self, step: int, folder: Path):
-        self.step, self.checkpoint = step, folder / "checkpoint.ckpt"
-        self.state: State | None = None  # from which step + 1 starts
+    def __init__(self, step: int):
+        self.step = step
+        self.first: State = {}
         self.random: dict[str, Any] = {}
-        self.last: State = {}  # the weights at the end
-        self._is_saved = False
+        self.last: State = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_saved and self.state is None:
-            self.state, self.random = _state(trainer, pl_module, batch), random_state()
+        if trainer.global_step >= self.step and not self.first:
+            self.first, self.random = _state(trainer, pl_module, batch), random_state()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.last = _weights(trainer, pl_module)
+
+
+class Saved(Followed):
+    """Also saves a checkpoint, and continues."""
+
+    def __init__(self, step: int, folder: Path):
+        super().__init__(step)
+        self.checkpoint = folder / "checkpoint.ckpt"
+        self._is_saved = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if not trainer.is_last_batch:  # a checkpoint saved now would not count the epoch as done
@@ -52,44 +62,36 @@ class Saved(Callback):
             trainer.save_checkpoint(self.checkpoint, weights_only=False)
             self._is_saved = True
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.last = _weights(trainer, pl_module)
 
-
-class Resumed(Callback):
-    """Compares the resumed run with the one that went on."""
+class Resumed(Followed):
+    """Compares the resumed run with the other run."""
 
     def __init__(self, saved: Saved):
-        self.saved, self._begun = saved, False
-        self._first: State = {}
-        self._last: State = {}
+        super().__init__(0)  # its first step, whatever its number
+        self.saved = saved
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._begun:
-            self._begun = True
-            self._first = _state(trainer, pl_module, batch)
+        is_first = not self.first
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if is_first:
             set_random_state(self.saved.random)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = _weights(trainer, pl_module)
 
     def findings(self) -> list[Finding]:
         """Returns what differs, on any rank. Every rank must call it."""
-        assert self.saved.state is not None
-        found = _differences(self.saved.step, self.saved.state, self._first, "in the first resumed step")
-        found = found or _differences(0, self.saved.last, self._last, "at the end")
+        found = _differences(self.saved.step, self.saved.first, self.first, "in the first resumed step")
+        found = found or _differences(0, self.saved.last, self.last, "at the end")
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, found)
         return [each for of_rank in everyone for each in of_rank][:100]
 
 
-def _differences(step: int, expected: Mapping[Any, Any], actual: Mapping[Any, Any], when: str) -> list[Finding]:
+def _differences(step: int, expected: State, actual: State, when: str) -> list[Finding]:
     found = []
     for (kind, name), value in expected.items():
         other = actual.get((kind, name), "missing")
         if other != value:
-            how = f"it is {other} instead of {value}" if isinstance(value, PLAIN) and not isinstance(value, str) else ""
-            text = f"{name} {when} is not that of the run that went on{': ' + how if how else ''}"
+            how = f": it is {other} instead of {value}" if isinstance(value, (int, float)) else ""
+            text = f"{name} {when} is not that of the run that continued{how}"
             if kind == "batch":
                 text += f": {NOT_RESTORED}"
             found.append(Finding(step + 1, kind, text, float("inf"), torch.distributed.get_rank()))
@@ -107,7 +109,7 @@ def _state(trainer: Trainer, module: LightningModule, batch: Any) -> State:
 
 
 def _weights(trainer: Trainer, module: LightningModule) -> State:
-    """Returns the weights, buffers, and what the optimizer has, of this rank."""
+    """Returns the weights, buffers, options and optimizer state of this rank."""
     found: State = {}
     for name, parameter in module.named_parameters():
         found |= _flat("weight", name, getattr(parameter, "ds_tensor", parameter))

@@ -11,10 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from stepcheck.bounds import UPDATE
-from stepcheck.lightning.callback import INTERNAL, build_copy, call_before_step, cloned, loss_of
+from stepcheck.lightning.callback import INTERNAL, build_copy, cloned, loss_of
 from stepcheck.lightning.user_classes import fit
 from stepcheck.record.explain import explain_batch, explain_gradient, explain_loss
-from stepcheck.record.steps import Recording, Value, match, options_of, same_random_state
+from stepcheck.record.recorder import around
+from stepcheck.record.steps import Recording, Value, match_names, options_of, same_random_state, settings, use_settings
 from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square
 from stepcheck.replay.plain_copy import Computed, PlainCopy
 from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
@@ -27,8 +28,8 @@ VISIBLE = 0.5
 
 
 class ScriptCheck(Callback):
-    """Compares the steps of a training with those of a script. Each step starts from the script's weights, buffers and
-    random state, so differences do not add up. `verdict` has the result."""
+    """Compares the steps of a training with a script's steps. Each step starts from the script's weights, buffers and
+    random state, so differences do not accumulate. `verdict` has the result."""
 
     def __init__(self, recording: Recording, renames: Mapping[str, str]):
         self.recording, self.renames = recording, renames
@@ -52,7 +53,8 @@ class ScriptCheck(Callback):
         self._trainer, self._module, self._copy = trainer, pl_module, copy.deepcopy(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Matches the names, and watches the optimizer."""
+        """Computes with the script's settings, matches the names, and watches the optimizer."""
+        use_settings(self.recording.settings)
         build_copy(self._copy, trainer)
         self._copy = PlainCopy(self._copy, INTERNAL)
         values = self.recording.step(1).values
@@ -60,17 +62,18 @@ class ScriptCheck(Callback):
             {name: each.before for name, each in values.items() if each.is_weight is is_weight}
             for is_weight in (True, False)
         )
-        self._names = match(weights, dict(pl_module.named_parameters()), self.renames)
+        self._names = match_names(weights, dict(pl_module.named_parameters()), self.renames)
         try:
-            self._names |= match(buffers, dict(pl_module.named_buffers()), self.renames)
+            self._names |= match_names(buffers, dict(pl_module.named_buffers()), self.renames)
         except UsageError as error:
             self.verdict.not_judged["buffers"] = str(error)
-        call_before_step(trainer.strategy, self._before_micro_batch)
+        around(trainer.strategy, "on_train_batch_start", self._before_micro_batch)
         optimizer: Any = trainer.optimizers[0]
         optimizer.register_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
 
-    def _before_micro_batch(self, batch: Any, batch_idx: int) -> None:
-        """Makes the module start where the script did."""
+    def _before_micro_batch(self, start: Callable[..., None], batch: Any, batch_idx: int) -> None:
+        """Makes the module start where the script did, after all hooks that may change the micro-batch."""
+        start(batch, batch_idx)
         if len(self._micro_batches) in (0, self.recording.accumulate):
             self._begin_step()
         state = self.step.states[len(self._micro_batches)]
@@ -157,7 +160,7 @@ class ScriptCheck(Callback):
             self._add(each.kind, each.share, self._describe(each, script))
 
     def _exact(self) -> Computed:
-        """Returns the step in float64, with what clipping and hooks have made of its gradients."""
+        """Returns the step in float64, with gradients that are clipped and changed by hooks as the module's are."""
         module = self._computed
         arguments: Any = (self._micro_batches, 1.0, 1.0, lambda *_: [])
         with random_state_kept():
@@ -191,7 +194,7 @@ class ScriptCheck(Callback):
                 for key in module.keys() & script.keys():
                     own, other = module[key], script[key]
                     agrees = len(own) == len(other) and all(map(partial(math.isclose, rel_tol=1e-6), own, other))
-                    text = f"{key} of {name} is {_shown(own)} in the module, and {_shown(other)} in the script"
+                    text = f"{key} of {name} is {_format(own)} in the module, and {_format(other)} in the script"
                     if key == "lr" and self.recording.skipped:
                         self.verdict.not_judged["learning rates"] = "the script has left out steps for overflow"
                         continue
@@ -205,8 +208,8 @@ class ScriptCheck(Callback):
         return f", because only the {stepped[0]} steps its scheduler after this step" if len(stepped) == 1 else ""
 
     def _compare_update(self, optimizer: Any, weights: Mapping[str, Any]) -> None:
-        """Compares the script's update of each weight with the one that the module's optimizer makes from the script's
-        weight, gradient and state."""
+        """Compares the script's update of each weight with the update that the module's optimizer computes from the
+        script's weight, gradient and state."""
         updated: list[str] = []
         for name, weight in weights.items():
             script, state = self._values[name], self._state_for(optimizer, weight, name)
@@ -325,12 +328,11 @@ def check_script(
         enable_model_summary=False,
         callbacks=[check],
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(recording.threads)
+    before = settings()
     try:
         fit(trainer, module, datamodule)
     finally:
-        torch.set_num_threads(threads)
+        use_settings(before)
     check.verdict.engine = f"{type(module).__name__} and {recording.model} of the script"
     return check.verdict
 
@@ -339,5 +341,5 @@ def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _shown(values: tuple[float, ...]) -> str:
+def _format(values: tuple[float, ...]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)

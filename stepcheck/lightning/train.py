@@ -17,7 +17,7 @@ from stepcheck.lightning import user_code
 from stepcheck.lightning.callback import StepCheck
 from stepcheck.lightning.case import PARTS, Case
 from stepcheck.lightning.resume import Resumed, Saved
-from stepcheck.lightning.user_classes import check_classes, fit, instance
+from stepcheck.lightning.user_classes import check_classes, fit, instantiate
 from stepcheck.usage import UsageError, short
 from stepcheck.verdict import Verdict
 
@@ -30,37 +30,37 @@ EPOCHS = 1000
 
 
 def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
-    """Trains a case. Returns the verdict as plain data, or in one line why the user's code or a flag is refused."""
+    """Trains a case. Returns the verdict as plain data, or a line that says why user code or a flag is refused."""
     try:
-        verdict = check(Case(**fields), device, folder)
+        verdict = train_and_judge(Case(**fields), device, folder)
     except UsageError as error:
         return {"refused": str(error)}
     return {**verdict.as_dict(), "summary": str(verdict)}
 
 
-def check(case: Case, device: torch.device, folder: Path) -> Verdict:
+def train_and_judge(case: Case, device: torch.device, folder: Path) -> Verdict:
     """Trains a case, and resumes it if the case says so. If a replay differs, trains once more, to find the first
     module whose output differs."""
-    check_classes(case)
+    check_classes(case.options)
     if case.resume_at:
         saved = Saved(case.resume_at, folder / str(case).replace("/", "_"))
-        before = _checked(case, device, folder, [saved])
-        if saved.state is None:
+        before = _train(case, device, folder, [saved])
+        if not saved.first:
             before.not_judged["the resumed run"] = f"the training ended before step {case.resume_at + 1}"
         if before.outcome == "different" or before.not_judged:
             return before
         resumed = Resumed(saved)
-        verdict = _checked(case, device, folder, [resumed], saved.checkpoint)
+        verdict = _train(case, device, folder, [resumed], saved.checkpoint)
         verdict.findings = resumed.findings() + verdict.findings
         return verdict
-    verdict = _checked(case, device, folder)
+    verdict = _train(case, device, folder)
     if any(each.kind.startswith("replayed") for each in verdict.findings):
-        again = _checked(case, device, folder, outputs=True)
+        again = _train(case, device, folder, outputs=True)
         verdict = again if again.findings else verdict
     return verdict
 
 
-def _checked(
+def _train(
     case: Case,
     device: torch.device,
     folder: Path,
@@ -89,7 +89,7 @@ def _checked(
 def _instances(case: Case) -> list[Any]:
     """Builds the module and the data module."""
     try:
-        return [instance(part, case) for part in PARTS]
+        return [instantiate(part, case.options) for part in PARTS]
     except UsageError:
         raise
     except Exception as error:  # a user's code may raise anything
@@ -97,7 +97,8 @@ def _instances(case: Case) -> list[Any]:
 
 
 def _trainer(case: Case, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
-    """Returns a Trainer without output. A user's module may need a logger, and its schedule a metric of validation."""
+    """Returns a Trainer without output. It has a logger, which a module may need, and validates on one batch, because a
+    schedule may need a metric of the validation."""
     own: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": case.ranks,

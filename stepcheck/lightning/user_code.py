@@ -6,10 +6,12 @@ import importlib.util
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from stepcheck.lightning.case import PARTS
 from stepcheck.usage import UsageError
 
 _FILES: set[str] = set()  # paths of the user's files that were imported
@@ -21,14 +23,13 @@ DEFINES_ANY_NAME = ("import *", "globals", "vars", "setattr", "__dict__", "__get
 
 
 def allow(name: str, flag: str) -> None:
-    """Loads the object that the option `flag` of the command line names, so that `allowed` can return it. Raises
-    UsageError if the object cannot be loaded, see `load`."""
+    """Loads an object that the command line names in the option `flag`, see `load`. Later, `allowed` returns it."""
     _ALLOWED[name] = load(name, flag)
 
 
 def allowed(name: str, flag: str) -> Any:
-    """Returns an object that a configuration names in the option `flag`, without importing anything. Raises UsageError
-    unless the command line names the object too."""
+    """Returns an object that a configuration names in the option `flag`. Raises UsageError unless the command line
+    names the object too."""
     if name not in _ALLOWED:
         raise UsageError(f"{flag} {name}: it is code, so name it on the command line too")
     return _ALLOWED[name]
@@ -46,6 +47,13 @@ def load(name: str, flag: str) -> Any:
     if not hasattr(module, attribute):
         raise UsageError(f"{flag} {name}: {source} has no {attribute}")
     return getattr(module, attribute)
+
+
+def check_parts(options: Mapping[str, str]) -> None:
+    """Raises UsageError if the class of a case's module or data module cannot exist, see `check_exists`."""
+    for part in PARTS:
+        if part in options:
+            check_exists(options[part], f"--{part}")
 
 
 def check_exists(name: str, flag: str) -> tuple[str, str]:

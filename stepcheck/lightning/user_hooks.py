@@ -1,5 +1,5 @@
-"""Finds the hooks in which a user's code changes gradients. DeepSpeed takes the gradients out of the parameters, so
-there these hooks change nothing. In plain PyTorch they change what the optimizer gets."""
+"""Finds hooks of a user's code that change gradients. Under DeepSpeed these hooks have no effect, because the engine
+keeps gradients elsewhere. In plain PyTorch they change what the optimizer gets."""
 
 import copy
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class UserHooks:
     """Runs the user's hooks on a plain copy of the module."""
 
     def __init__(self, trainer: Trainer, module: LightningModule):
-        """Finds the hooks. A callback or module whose attribute `keeps_gradients` is true changes no gradient."""
+        """Lists the hooks. Callbacks and modules with a true attribute `keeps_gradients` are left out."""
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         owners = [each for each in (*callbacks, module) if not getattr(each, "keeps_gradients", False)]
         self.trainer, self.module = trainer, module

@@ -1,8 +1,8 @@
-"""Saves what the audited steps of a script have computed, and compares a later run with it.
+"""Saves projections of the audited steps of a script, and compares a later run with them.
 
 Two runs of one script may drift apart, because rounding errors accumulate. So gradients are compared only as long as
-both runs have the same weights, bit by bit, and the first step after which the weights differ is named. If the
-gradients of that step were the same bit by bit, its updates were not.
+both runs have the same weights, bit by bit. The first step after which the weights differ is named. If the gradients
+of that step were the same, bit by bit, its update is a fault.
 """
 
 import importlib.metadata
@@ -45,7 +45,7 @@ class Baseline:
         self._begun = 0  # audits
 
     def audit(self) -> "AuditBaseline":
-        """Returns the part of the next audit."""
+        """Returns the baseline of the next audit."""
         self._begun += 1
         if len(self.audits) < self._begun:
             self.audits.append({})

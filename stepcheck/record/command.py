@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepcheck.lightning.case import PARTS, UserClasses
+from stepcheck.lightning.case import PARTS
 from stepcheck.lightning.module import require_lightning
 from stepcheck.report import refuse_folders, write_files
 from stepcheck.run import positive
@@ -70,14 +70,13 @@ def _compare(options: argparse.Namespace) -> Any:
     require_lightning()
     from stepcheck.lightning import user_classes, user_code
 
-    given = UserClasses(classes, {})
-    user_classes.check_exist(given)
-    user_classes.check_classes(given, needs_data=options.own_data)
+    user_code.check_parts(classes)
+    user_classes.check_classes(classes, needs_data=options.own_data)
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         recording = record(script, options.steps, Path(folder))
         from stepcheck.lightning.script import check_script
 
-        module, datamodule = (user_classes.instance(part, given) for part in PARTS)
+        module, datamodule = (user_classes.instantiate(part, classes) for part in PARTS)
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         try:
             return check_script(recording, module, datamodule, renames, options.own_data, options.max_steps)

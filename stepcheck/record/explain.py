@@ -1,4 +1,4 @@
-"""Says what makes the values of a module differ from those of a script."""
+"""Explains why values of a module differ from a script's values."""
 
 import math
 
@@ -12,7 +12,7 @@ CONSTANT = 0.02
 
 
 def explain_loss(script: Tensor, module: Tensor, step: Step) -> str:
-    """Returns what the factor between two losses means."""
+    """Returns the likely cause of the factor between two losses."""
     factor, parts, samples = float(module / script), len(step.batches), samples_in(step.batches[0])
     causes = {
         1 / samples: "a sum over the samples in the script, a mean in the module",
@@ -28,7 +28,7 @@ def explain_loss(script: Tensor, module: Tensor, step: Step) -> str:
 
 
 def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> str:
-    """Returns what the difference of two gradients means, or an empty string. `before` is the script's gradient in the
+    """Returns the likely cause of the difference of two gradients, or "". `before` is the script's gradient in the
     previous step."""
     script, module = script.double(), module.double()
     if before is not None and _explains(script - before.to(script), module):
@@ -38,7 +38,7 @@ def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> s
 
 
 def explain_batch(script: object, module: object) -> str:
-    """Returns how the module's batch differs from the script's, or an empty string if they are equal bit by bit."""
+    """Returns how the module's batch differs from the script's, or "" if they are equal bit by bit."""
     pairs = tensors_in(script), tensors_in(module)
     shapes = [[tuple(each.shape) for each in batch] for batch in pairs]
     if shapes[0] != shapes[1]:

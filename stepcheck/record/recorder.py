@@ -61,12 +61,12 @@ class Recorder:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         register_module_forward_pre_hook(self._before_forward)
-        _around(Tensor, "backward", self._backward)
-        _around(DataLoader, "__iter__", self._iterate)
-        _around(torch.amp.GradScaler, "scale", self._scale)
-        _around(torch.amp.GradScaler, "step", self._scaler_step)
+        around(Tensor, "backward", self._backward)
+        around(DataLoader, "__iter__", self._iterate)
+        around(torch.amp.GradScaler, "scale", self._scale)
+        around(torch.amp.GradScaler, "step", self._scaler_step)
         for module in (nn.utils, nn.utils.clip_grad):
-            _around(module, "clip_grad_norm_", self._clip)
+            around(module, "clip_grad_norm_", self._clip)
 
     def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
         state, epoch = random_state(), self._iterators
@@ -201,8 +201,8 @@ def model_of(optimizer: Any) -> nn.Module:
     return max(holders, key=lambda each: (len([*each.parameters()]), -len([*each.modules()])), default=root)
 
 
-def _around(owner: Any, name: str, call: Any) -> None:
-    """Makes a function of `owner` call `call` with the function and its arguments."""
+def around(owner: Any, name: str, call: Any) -> None:
+    """Replaces a function of `owner`. The new one calls `call` with the function and its arguments."""
     original = getattr(owner, name)
 
     @wraps(original)

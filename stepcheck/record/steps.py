@@ -1,7 +1,8 @@
-"""The optimizer steps that were recorded of a script, on the CPU."""
+"""Optimizer steps that were recorded while a script ran. Their tensors are on the CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from stepcheck.usage import UsageError
 
 OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "rho", "amsgrad")
 """Options of torch's optimizers that change an update."""
+
+
+PRODUCTS = tuple(
+    f"{name}.fp32_precision"
+    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+)
+PRODUCTS_BEFORE_29 = ("cuda.matmul.allow_tf32", "cudnn.allow_tf32")
+"""Attributes of torch.backends that choose the precision of products of float32, such as TF32."""
 
 
 @dataclass
@@ -48,7 +57,7 @@ class Recording:
     model: str = ""  # name of the class of the script's model
     optimizer: str = ""  # and of its optimizer
     device: str = "cpu"
-    threads: int = 1  # with which torch computes; another number may round otherwise
+    settings: dict[str, Any] = field(default_factory=dict)  # see `settings`
     precision: str = "32-true"  # in Lightning's words
     gradient_clip_val: float = 0.0  # max_norm of clip_grad_norm_, or 0 if the script does not call it
     accumulate: int = 0  # micro-batches per step
@@ -62,7 +71,7 @@ class Recording:
     def add(self, step: Step) -> None:
         """Writes the next step."""
         self.steps += 1
-        self.threads = torch.get_num_threads()
+        self.settings = settings()
         torch.save(step, self.folder / f"{self.steps}.pt")
         torch.save(self, self.folder / "recording.pt")
 
@@ -71,6 +80,24 @@ class Recording:
         """Returns the recording in a folder, or None if no step was recorded."""
         file = folder / "recording.pt"
         return torch.load(file, weights_only=False) if file.is_file() else None
+
+
+def settings() -> dict[str, Any]:
+    """Returns the settings of torch that change how float32 is rounded: the number of threads, and the precision of
+    products."""
+    names = PRODUCTS if hasattr(torch.backends.cuda.matmul, "fp32_precision") else PRODUCTS_BEFORE_29
+    return {"threads": torch.get_num_threads(), **{name: attrgetter(name)(torch.backends) for name in names}}
+
+
+def use_settings(wanted: Mapping[str, Any]) -> None:
+    """Changes the settings that differ. Later, torch (2.15) may refuse to read allow_tf32 or the precision of matrix
+    products, which Lightning does before a training."""
+    now = settings()
+    for name, value in wanted.items():
+        owner, _, flag = name.rpartition(".")
+        if owner and now.get(name, value) != value:
+            setattr(attrgetter(owner)(torch.backends), flag, value)
+    torch.set_num_threads(wanted["threads"])
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
@@ -97,9 +124,11 @@ def same_random_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(torch.equal(one[key], other[key]) for key in ("torch", "cuda") if key in one and key in other)
 
 
-def match(script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]) -> dict[str, str]:
-    """Maps the names of the script's tensors to those of the module's. The names must be equal after prefixes were
-    replaced, and one prefix was added to all names. Otherwise tensors are matched by order, if their shapes agree.
+def match_names(
+    script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]
+) -> dict[str, str]:
+    """Maps the names of the script's tensors to names of the module's tensors. Names are equal after replacing prefixes
+    and adding one prefix to all names. If they are not, tensors are matched by order, if their shapes agree.
 
     Args:
         script: The script's tensors by name.

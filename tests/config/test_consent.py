@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,26 @@ PLANTED = "open({!r}, 'w')\ndef act(x): return x\nclass Act: pass\n"
 
 NETWORK = """
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from torch import nn
 
+@dataclass
+class Config:
+    act: Callable | None = None
+
+class Named(NamedTuple):
+    act: Callable | None = None
+
 class Net(nn.Module):
-    def __init__(self, num_classes=10, act: Callable | None = None, free=None, layers: list[Callable] | None = None):
+    def __init__(
+        self, num_classes=10, act: Callable | None = None, free=None, layers: list[Callable] | None = None,
+        nets: list[nn.Module] = (), any_dict: dict[str, Any] = {}, config: Config = None,
+        pair: tuple[nn.Module, int] = (), fields=Named(),
+    ):
         super().__init__()
 """
+ARGUMENTS = ("act", "free", "layers", "nets", "any_dict", "config", "pair", "fields", "act.class_path", "config.act")
 
 
 @pytest.fixture
@@ -112,3 +127,35 @@ def test_no_option_of_a_recipe_is_imported(
         given = {option: value for option, value in recipe["model"].items() if option != "name"}
         assert command_line.parse(command).recipe.model.options.items() >= given.items()
     assert not planted.exists()
+
+
+ACT = "planted_code.act"
+VALUES: tuple[Any, ...] = (
+    ACT,
+    CLASS,
+    str(CLASS),
+    [ACT],
+    [[CLASS], 3],
+    {"a": CLASS},
+    {"act": ACT},
+    {"act.class_path": ACT},
+    {"init_args": {"act": ACT}},
+    {"__path__": "inner.yaml"},
+    "inner.yaml",
+    ["inner.yaml"],
+    {"act": "inner.yaml"},
+)
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_no_value_of_a_recipe_is_imported(
+    planted: Path, tmp_path: Path, argument: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("inner.yaml").write_text(yaml.safe_dump({**CLASS, "act": ACT, "free": CLASS}))
+    for value in VALUES:
+        for recipe in ({"model": {"name": "my_net.py:Net", argument: value}}, {"trainer": {argument: value}}):
+            Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+            with suppress(UsageError):
+                command_line.parse(["--config", "recipe.yaml", "--model", "my_net.py:Net"])
+            assert not planted.exists(), recipe

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from stepcheck.__main__ import main
-from stepcheck.lightning.case import UserClasses
 from stepcheck.record.command import record
-from stepcheck.record.steps import match
+from stepcheck.record.steps import match_names, settings
 from stepcheck.usage import UsageError
 from stepcheck.verdict import Verdict
 from tests.support.helpers import ROOT, of_test_all
@@ -39,11 +39,11 @@ def verdict_of(
 ) -> Verdict:
     """Returns the verdict on a module, trained in this process. `given` are its arguments."""
     from stepcheck.lightning.script import check_script
-    from stepcheck.lightning.user_classes import instance
+    from stepcheck.lightning.user_classes import instantiate
 
     recording = record([*script], 4, folder)
     options = {"module": module, **{f"module.{name}": value for name, value in given.items()}}
-    return check_script(recording, instance("module", UserClasses(options, {})), None, {}, own_data, max_steps)
+    return check_script(recording, instantiate("module", options), None, {}, own_data, max_steps)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,19 @@ def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], identic
     assert (verdict.steps, verdict.identical, verdict.values) == (4, identical, 4 * WEIGHTS)
     assert {"batch", "options", "update"} <= verdict.shares.keys()
     assert verdict.not_judged == {}
+
+
+def test_a_module_computes_with_the_threads_and_the_precision_of_the_script(tmp_path: Path):
+    from stepcheck.lightning.script import check_script
+    from stepcheck.lightning.user_classes import instantiate
+
+    recording, module = record([SCRIPT, "--tf32"], 1, tmp_path), instantiate("module", {"module": MODULE})
+    seen: list[dict[str, Any]] = []
+    before = settings()
+    module.model.register_forward_pre_hook(lambda *_: seen.append(settings()))
+    check_script(recording, module)
+    assert all({"threads": 2, "cuda.matmul.fp32_precision": "tf32"}.items() <= each.items() for each in seen)
+    assert settings() == before
 
 
 @pytest.mark.parametrize(
@@ -155,8 +168,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     )
     junit = tmp_path / "junit.xml"
     arguments = ["script", str(script), f"{module}:M", "--module.out", "3", "--junit", str(junit)]
-    assert main(arguments) == 2
-    assert "the module has net.b.weight (3, 2)" in capsys.readouterr().err
     code = main([*arguments, "--rename", "first=net.a", "second=net.b"])
     output = capsys.readouterr().out
     assert "5 steps audited, 3 skipped for overflow" in output
@@ -185,6 +196,6 @@ def test_weights_are_matched(
     tensors = [{name: torch.zeros(size) for name, size in each.items()} for each in (script, module)]
     if isinstance(expected, str):
         with pytest.raises(UsageError, match=expected):
-            match(tensors[0], tensors[1], renames)
+            match_names(tensors[0], tensors[1], renames)
     else:
-        assert [*match(tensors[0], tensors[1], renames).values()] == expected
+        assert [*match_names(tensors[0], tensors[1], renames).values()] == expected

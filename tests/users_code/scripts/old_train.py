@@ -41,7 +41,7 @@ def groups_of(model: nn.Module, decay_of_biases: float = 0.0) -> list[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in (
-        *("--amp", "--recompute", "--no_norm", "--two_optimizers", "--lbfgs"),
+        *("--amp", "--recompute", "--no_norm", "--two_optimizers", "--lbfgs", "--tf32"),
         *("--sum", "--undivided", "--no_zero_grad", "--by_epoch", "--decay_all"),
     ):
         parser.add_argument(flag, action="store_true")
@@ -49,6 +49,9 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=0.0)
     options = parser.parse_args()
+    if options.tf32:
+        torch.set_float32_matmul_precision("high")
+        torch.set_num_threads(2)
     torch.manual_seed(5)
     model = Classifier(options.dropout, options.recompute, not options.no_norm)
     decay_of_biases = 0.1 if options.decay_all else 0.0

@@ -6,7 +6,7 @@ that the `class_path` of any mapping names.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,7 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from stepcheck.usage import UsageError, nearest, short
+from cifar_zero.core.errors import UsageError, short
+from stepcheck.usage import nearest
 
 Plain = bool | int | float | str | list | dict | None
 """The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports the class or
@@ -173,15 +174,6 @@ def check(tree: Any, what: str) -> None:
             left += [(name, inner, level + 1) for inner in value]
         elif value is not None and not isinstance(value, (bool, int, float)):
             raise UsageError(f"{what}: {name} is a {type(value).__name__}: write a number, a text, a list or a mapping")
-
-
-def texts(tree: Any) -> Iterator[str]:
-    """Yields all texts in plain data, except keys."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, (list, dict)):
-        for inner in tree.values() if isinstance(tree, dict) else tree:
-            yield from texts(inner)
 
 
 def is_plain(kind: Any) -> bool:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from cifar_zero.core import exits
+from cifar_zero.core import exits, plain_data
 from cifar_zero.core.errors import UsageError
-from stepcheck.lightning import plain_data
 
 
 def test_a_tree_that_contains_itself_is_refused():

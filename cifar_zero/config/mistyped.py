@@ -6,7 +6,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from stepcheck.usage import UsageError
+from cifar_zero.core.errors import UsageError
 
 
 def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
