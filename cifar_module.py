@@ -62,13 +62,13 @@ class CIFARModule(LightningModule):
             return
         settings = self.settings
         torch.manual_seed(settings.recipe.seed)
-        self.net = build_model.build(settings.recipe, self.num_classes)
+        self.net = build_model.create_model(settings.recipe, self.num_classes)
         strategy = None if self._trainer is None else self._trainer.strategy
         load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
         self.gates = gates(self.net)
         if strategy is not None:
-            lay_channels_last(self.net, strategy)
+            convert_to_channels_last(self.net, strategy)
         if settings.placement.activation_checkpointing:
             checkpoint_blocks(self.net)
         if settings.placement.compile or settings.placement.cuda_graphs:
@@ -233,7 +233,7 @@ def _mirrored(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     return 0.5 * model(images).float() + 0.5 * model(images.flip(3)).float()
 
 
-def lay_channels_last(net: nn.Module, strategy: Any) -> None:
+def convert_to_channels_last(net: nn.Module, strategy: Any) -> None:
     """Converts the convolution weights of `net` to channels_last, the memory format of the images, so that no step has
     to convert them. This is done only on a GPU, and only under strategies that neither shard nor flatten the weights.
     FSDP2 accepts only torch's default format."""

@@ -26,7 +26,7 @@ from cifar_zero.models.initialization import DrawnOnCPU, initialize
 from cifar_zero.models.moe import Gate
 
 
-def build(recipe: Recipe, num_classes: int) -> nn.Module:
+def create_model(recipe: Recipe, num_classes: int) -> nn.Module:
     """Returns the model of a recipe. It has fresh weights (see `initialization.initialize`), the recipe's adapters (see
     `adapt`), and frozen parameters (see `freeze`). Raises UsageError if a pattern of --lora.target matches no linear
     layer."""
@@ -38,12 +38,12 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
     return net
 
 
-def on_meta(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model that `build` returns, but on the meta device, where parameters have shapes but no values.
-    Raises UsageError if an option makes a tensor that is larger than torch can describe."""
+def create_meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
+    """Returns the model of a recipe on the meta device, where parameters have shapes but no values. Raises UsageError
+    if an option makes a tensor that is larger than torch can describe."""
     try:
         with torch.device("meta"):
-            return build(replace(recipe, init="default"), num_classes)
+            return create_model(replace(recipe, init="default"), num_classes)
     except (RuntimeError, TypeError) as error:
         if "overflow" not in str(error).lower():
             raise
@@ -89,13 +89,13 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
 def trained_names(net: nn.Module) -> set[str]:
     """Returns the names of the tensors of `net` that training changes. These are the parameters that are not frozen,
     and the buffers of the layers that have such parameters."""
-    found: set[str] = set()
+    names: set[str] = set()
     for prefix, module in net.named_modules():
         trained = [name for name, own in module.named_parameters(prefix, recurse=False) if own.requires_grad]
-        found.update(trained)
+        names.update(trained)
         if trained:
-            found.update(dict(module.named_buffers(prefix, recurse=False)))
-    return found
+            names.update(dict(module.named_buffers(prefix, recurse=False)))
+    return names
 
 
 def freeze_statistics(net: nn.Module) -> None:

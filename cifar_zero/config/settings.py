@@ -125,21 +125,21 @@ def tree_of(given: Settings) -> dict[str, Any]:
 def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of all options, keyed by flag, for example data.root, optimizer.lr and seed. The value of
     `model` is the model's name. Accepts settings, the content of a recipe, or the options that a checkpoint records."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if isinstance(given, Settings):
         given = tree_of(given)
     for key, value in given.items():
         if not isinstance(value, Mapping):
-            found[key] = value
+            options[key] = value
             continue
-        options = {**value}
-        if key in REGISTRIES and "name" in options:
-            found[key] = options.pop("name")
-            if [*options] == ["options"]:  # in a record; in config.yaml the options are next to the name
-                options = options["options"]
-        for option, setting in options.items():
-            found[f"{key}.{option}"] = list(setting) if isinstance(setting, tuple) else setting
-    return found
+        section = {**value}
+        if key in REGISTRIES and "name" in section:
+            options[key] = section.pop("name")
+            if [*section] == ["options"]:  # in a record; in config.yaml the options are next to the name
+                section = section["options"]
+        for option, setting in section.items():
+            options[f"{key}.{option}"] = list(setting) if isinstance(setting, tuple) else setting
+    return options
 
 
 def canonical(option: str) -> str:

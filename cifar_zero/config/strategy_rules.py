@@ -13,7 +13,7 @@ from cifar_zero.models import MODELS, ViT
 from cifar_zero.optimizers import OFFLOADED_BY
 
 
-def check(run: Run) -> None:
+def check_strategy(run: Run) -> None:
     """Raises UsageError for the first rule of the strategy that the run breaks. These rules hold on every computer."""
     for rules in (_devices, _graphs, _optimizers, _switches, _splitting, _experts):
         refuse(rules(run))
@@ -105,7 +105,7 @@ def _splitting(run: Run) -> Rules:
     given, ranks = f"--strategy {placement.strategy}", placement.ranks_per_model
     rules: Rules = {
         f"{given} has no loss scaling for float16: use --precision bf16-mixed": (
-            spec.cuts_model and placement.precision == "16-mixed"
+            spec.splits_model and placement.precision == "16-mixed"
         )
     }
     for flag in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -181,10 +181,10 @@ def why_not_resumed(run: Run) -> str:
 def check_micro_batch(run: Run) -> None:
     """Raises UsageError if the batch size cannot be divided into micro-batches, or if the raw DeepSpeed configuration
     sets a different micro-batch size."""
-    ours, ranks = run.micro_batch, run.placement.replicas
-    theirs = (run.spec.raw or {}).get("train_micro_batch_size_per_gpu", ours)
-    if theirs != ours:
+    micro_batch, ranks = run.micro_batch, run.placement.replicas
+    in_file = (run.spec.raw or {}).get("train_micro_batch_size_per_gpu", micro_batch)
+    if in_file != micro_batch:
         raise UsageError(
-            f"--ds_config {run.placement.ds_config}: a micro-batch of {theirs} x {ranks} ranks x --accumulate "
+            f"--ds_config {run.placement.ds_config}: a micro-batch of {in_file} x {ranks} ranks x --accumulate "
             f"{run.placement.accumulate} is not --batch_size {run.recipe.batch_size}: change one of these flags"
         )

@@ -124,8 +124,8 @@ def next_to_python(name: str) -> str:
     """Returns what to type in a shell to start a program from the running interpreter's environment, which may not be
     activated. The result is the program's name if PATH leads to this program or if the environment lacks it. Otherwise
     it is the program's path."""
-    program, found = Path(sys.executable).with_name(name), shutil.which(name)
-    known = found is not None and os.path.samefile(os.path.dirname(found), program.parent)
+    program, first = Path(sys.executable).with_name(name), shutil.which(name)
+    known = first is not None and os.path.samefile(os.path.dirname(first), program.parent)
     if known or not program.exists():
         return name
     return _short(program)

@@ -83,14 +83,14 @@ def check_numbers(options: Any) -> None:
         limits = {name: option.metadata[name] for name in LIMITS if name in option.metadata}
         if "over" not in limits:
             limits.setdefault("at_least", 0)
-        wanted = " and ".join(f"{LIMITS[name][0]} {limits[name]}" for name in LIMITS if name in limits)
+        expected = " and ".join(f"{LIMITS[name][0]} {limits[name]}" for name in LIMITS if name in limits)
         for number in value if isinstance(value, (tuple, list)) else [value]:
             if not isinstance(number, (int, float)):
                 continue
             if not math.isfinite(number):
-                raise ValueError(f"{option.name} must be {wanted} and finite, not {number}")
+                raise ValueError(f"{option.name} must be {expected} and finite, not {number}")
             if not all(LIMITS[name][1](number, limit) for name, limit in limits.items()):
-                raise ValueError(f"{option.name} must be {wanted}, not {number}")
+                raise ValueError(f"{option.name} must be {expected}, not {number}")
 
 
 def limited(default: Value, may_change_on_resume: bool = False, **limits: float) -> Value:

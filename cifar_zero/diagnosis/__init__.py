@@ -32,7 +32,7 @@ class Finding:
     will work."""
 
     status: Literal["ok", "warning", "failed"]
-    found: str  # half a sentence
+    summary: str  # half a sentence
     fix: str = ""  # what to do, as a command if there is one; empty if nothing is wrong
     bugs: Sequence[str] = ()  # known bugs of a package's release, each in one line
 

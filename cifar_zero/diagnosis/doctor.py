@@ -32,7 +32,7 @@ CHECKS: dict[str, Callable[[Options], Finding]] = {
 }
 """The checks in their order. A check imports torch itself if it needs torch, because the doctor must start quickly."""
 
-SCHEMA = 1  # version of the output of `--json`, raised when a key changes its name or meaning
+SCHEMA = 2  # version of the output of `--json`, raised when a key changes its name or meaning
 
 EPILOG = """\
 exit code: 0 if no check failed (a warning names what some runs cannot do), 1 if one failed, or with --strict warned,
@@ -74,7 +74,7 @@ def main() -> int:
         print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
         return code
     for name, finding in findings.items():
-        line = f"{finding.status:<7}  {name:<12}  {finding.found}"
+        line = f"{finding.status:<7}  {name:<12}  {finding.summary}"
         if finding.fix:
             line += f": {finding.fix}"
         print(line, *finding.bugs, sep="\n         - ")

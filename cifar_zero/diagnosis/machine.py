@@ -68,11 +68,11 @@ def gpu(options: Options) -> Finding:
 def memory(options: Options) -> Finding:
     """Checks whether the CPU memory is large enough for all ranks."""
     free = free_memory_bytes() / 1e9
-    found = f"{free:.1f} GB are free"
+    summary = f"{free:.1f} GB are free"
     if (fit := ranks_in_memory()) < options.ranks:
         fix = command("train", "--devices", fit) if fit else "end other programs"
-        return failed(f"{found}, and {options.ranks} ranks take about 1 GB each", fix)
-    return ok(f"{found}, {free / options.ranks:.1f} GB for each of {options.ranks} ranks")
+        return failed(f"{summary}, and {options.ranks} ranks take about 1 GB each", fix)
+    return ok(f"{summary}, {free / options.ranks:.1f} GB for each of {options.ranks} ranks")
 
 
 def out(options: Options) -> Finding:
@@ -89,7 +89,7 @@ def data(options: Options) -> Finding:
         return disk
     for name in (*ARCHIVES, "train"):
         if (root / name).exists():
-            return ok(f"{root / name}; the first run decodes it; {disk.found}")
+            return ok(f"{root / name}; the first run decodes it; {disk.summary}")
     return warning(
         f"no images in {root}: a run downloads CIFAR-10 (170 MB), or trains on digits if it cannot",
         f"put {ARCHIVES[0]} into {root}, or name its directory with --data.root DIR",
@@ -102,8 +102,8 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
     parent = existing(folder).resolve()
     free = shutil.disk_usage(parent).free
     if free < FREE_BYTES:
-        found = f"{decimal(free)} are free in {parent}, less than {decimal(FREE_BYTES)}"
-        return failed(found, f"free some space, or {elsewhere}")
+        summary = f"{decimal(free)} are free in {parent}, less than {decimal(FREE_BYTES)}"
+        return failed(summary, f"free some space, or {elsewhere}")
     try:
         with tempfile.TemporaryFile(dir=parent) as file:
             file.write(b"1")

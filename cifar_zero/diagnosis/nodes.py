@@ -75,10 +75,10 @@ def _no_gpu() -> str:
 def versions() -> dict[str, str]:
     """Returns the versions of Python, packages, NCCL, NVIDIA's driver and the repository on this node. They must be the
     same on all nodes."""
-    found = {name: version or "none" for name, version in hardware.versions().items()}
+    installed = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
-        found |= hardware.gpu_versions()
-    return {**found, "commit": hardware.git_commit() or "unknown"}
+        installed |= hardware.gpu_versions()
+    return {**installed, "commit": hardware.git_commit() or "unknown"}
 
 
 def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
@@ -103,7 +103,7 @@ def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Fin
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
     differ: list[str] = []
     for name in sorted(set[str]().union(*software)):
-        versions = {host: found.get(name, "none") for host, found in zip(hosts, software, strict=True)}
+        versions = {host: installed.get(name, "none") for host, installed in zip(hosts, software, strict=True)}
         if len({*versions.values()}) > 1:
             differ.append(f"{name} {', '.join(f'{version} on {host}' for host, version in versions.items())}")
     if differ:
@@ -114,6 +114,6 @@ def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) 
 def check_out(hosts: Sequence[str], out: str, apart: Sequence[int]) -> Finding:
     if apart:
         named = ", ".join(sorted({hosts[rank] for rank in apart}))
-        found = f"{out} is not the same directory on {hosts[0]} and {named}"
-        return failed(found, "--out DIR on a disk that all nodes share")
+        summary = f"{out} is not the same directory on {hosts[0]} and {named}"
+        return failed(summary, "--out DIR on a disk that all nodes share")
     return ok(f"{out} is the same directory on all nodes")

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 
 from cifar_zero import models, strategies
-from cifar_zero.build_model import on_meta
+from cifar_zero.build_model import create_meta_model
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.mistakes import OWNED, check_plain_type
@@ -107,7 +107,7 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
 
 def strategy_of(run: Run) -> Strategy | str:
     """Returns the strategy for the run's own model and optimizer, either as an object or by its name in Lightning."""
-    net = on_meta(run.recipe, run.num_classes)
+    net = create_meta_model(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
     return strategies.build(run.placement, sum(sizes), max(sizes), run)
 

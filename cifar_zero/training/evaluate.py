@@ -21,7 +21,7 @@ from cifar_zero.core.usage import existing_file
 from cifar_zero.training import DATAMODULE, MODULE
 from cifar_zero.training.resolve import make_run, resolve_devices
 
-PLACES = ("data.root", "data.url", "data.cache")
+NOT_INHERITED = ("data.root", "data.url", "data.cache")
 """Options that are not taken from a checkpoint, because its author could name any server and any folder."""
 
 
@@ -79,7 +79,7 @@ def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = 
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
     kept = {flag: value for flag, value in options.items() if flag.startswith("data.") or owner_of(flag) == "recipe"}
-    root, *_ = (kept.pop(flag, "") for flag in PLACES)
+    root, *_ = (kept.pop(flag, "") for flag in NOT_INHERITED)
     settings = command_line.settings_of_arguments(given, lambda _: kept)
     data = settings.data
     if data.source == "auto":  # which would test a model of CIFAR-10 on digits where CIFAR-10 is not available

@@ -90,12 +90,12 @@ def resolve_devices(settings: Settings) -> Settings:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
     settings = with_accelerator(settings, gpus > 0, has_bfloat16)
     devices, num_nodes = settings.placement.devices, settings.placement.num_nodes
-    if place := rank_environment.variables():
-        devices = int(place["LOCAL_WORLD_SIZE"])
-        num_nodes, left = divmod(int(place["WORLD_SIZE"]), devices)
+    if launched := rank_environment.variables():
+        devices = int(launched["LOCAL_WORLD_SIZE"])
+        num_nodes, left = divmod(int(launched["WORLD_SIZE"]), devices)
         if left:
             raise UsageError(
-                f"the launcher started {place['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
+                f"the launcher started {launched['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
                 "same number on each node"
             )
     elif devices == "auto":

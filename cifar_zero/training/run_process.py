@@ -92,8 +92,8 @@ def folders(out: Path, name: str) -> list[Path]:
     """Returns the run folders in `out` of all runs with this name, the newest last. Runs that fell back to the embedded
     digits are included."""
     names = (name, name + FALLBACK_SUFFIX)
-    found = [folder for each in names for folder in (out / each).glob("version_*")]
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("version_")))
+    run_folders = [folder for each in names for folder in (out / each).glob("version_*")]
+    return sorted(run_folders, key=lambda folder: int(folder.name.removeprefix("version_")))
 
 
 def _environment() -> dict[str, str]:

@@ -40,7 +40,7 @@ def test_this_machine_is_fit():
     assert answer["schema"] == 1
     assert [check["name"] for check in answer["checks"]] == [*CHECKS]
     for check in answer["checks"]:
-        assert set(check) == {"name", "status", "found", "fix", "bugs"}
+        assert set(check) == {"name", "status", "summary", "fix", "bugs"}
         assert bool(check["fix"]) == (check["status"] == "warning"), check
 
 

@@ -48,7 +48,7 @@ def test_versions_that_differ_fail_and_are_named():
     old, new = {"torch": "2.14.0"}, {"torch": "2.15.0"}
     finding = nodes.check_versions(names, [new, old, new])
     assert finding.status == "failed"
-    assert "torch 2.15.0 on gpu0, 2.14.0 on gpu1, 2.15.0 on gpu2" in finding.found
+    assert "torch 2.15.0 on gpu0, 2.14.0 on gpu1, 2.15.0 on gpu2" in finding.summary
     assert nodes.check_versions(names, [new] * 3).status == "ok"
     missing = nodes.check_versions(names[:2], [{**new, "nccl": "2.27.3"}, new])
-    assert "nccl 2.27.3 on gpu0, none on gpu1" in missing.found
+    assert "nccl 2.27.3 on gpu0, none on gpu1" in missing.summary

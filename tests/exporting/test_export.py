@@ -82,7 +82,7 @@ def test_an_export_has_the_scores_of_the_model(
     for to, tolerance in TOLERANCES.items():
         output = tmp_path / f"net.{to}"
         formats.export(tmp_path / "net.ckpt", output, to)
-        scores = formats.load(str(output)).scores
+        scores = formats.load_classifier(str(output)).scores
         for found, wanted in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
             torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 

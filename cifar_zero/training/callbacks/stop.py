@@ -49,10 +49,10 @@ class Interrupt(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the signal handlers that record a request to stop."""
         self._exchange_step, self._exchanged = trainer.global_step, time.monotonic()
-        wanted = [*exits.SIGNALS]
+        signals = [*exits.SIGNALS]
         if "SLURM_JOB_ID" in os.environ:
-            wanted.append(SLURM_REQUEUE)
-        for number in wanted:
+            signals.append(SLURM_REQUEUE)
+        for number in signals:
             if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
                 self._previous[number] = signal.signal(number, self._request)
         self.has_started = True

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from cifar_zero.build_model import build, on_meta
+from cifar_zero.build_model import create_meta_model, create_model
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits
@@ -234,11 +234,11 @@ def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int 
     with torch.autograd.set_detect_anomaly(False):  # anomaly detection would check values, which do not exist
         try:
             with torch.device("meta"):
-                return count(on_meta(recipe, num_classes))
+                return count(create_meta_model(recipe, num_classes))
         except (RuntimeError, NotImplementedError):
             if not issubclass(MODELS[recipe.model.name], UserModel):
                 raise
-            return count(build(recipe, num_classes))  # the computation of a user's model may depend on values
+            return count(create_model(recipe, num_classes))  # the computation of a user's model may depend on values
 
 
 class Peak(NamedTuple):
