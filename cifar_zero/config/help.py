@@ -22,8 +22,6 @@ COMMON = {
 }
 """The flags of the short help, by title."""
 
-ONLY_IN_FULL_HELP = ("range_test",)  # a schedule that trains nothing
-
 USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
 EPILOG = """\
 examples:
@@ -61,7 +59,7 @@ def short(parser: ArgumentParser) -> str:
             action = actions[f"--{flag}.name" if flag in REGISTRIES else f"--{flag}"]
             metavar = str(action.metavar)
             if flag in names:
-                text = ", ".join(name for name in names[flag] if name not in ONLY_IN_FULL_HELP)
+                text = ", ".join(names[flag])
             elif metavar.startswith("{"):
                 text = metavar.strip("{}").replace(",", ", ")
             else:

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
-from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, training_flops
+from cifar_zero.training.callbacks.throughput import ProgressLines, Throughput, training_flops
 from stepcheck.lightning import StepCheck
 
 LIGHTNING = Path(lightning.__file__).parent
@@ -97,7 +96,7 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
         "plugins": plugins,
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": run.output.log_interval,
-        "enable_progress_bar": callbacks is None and sys.stdout.isatty(),
+        "enable_progress_bar": False,  # ProgressLines prints the same
     }
     if recipe.only_measures:
         steps = run.output.warmup_steps + recipe.bench_steps
@@ -130,11 +129,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     flops = training_flops(recipe, run.num_classes, run.micro_batch, run.data.image_size)
     # Throughput must come after the other callbacks. Otherwise it would count their work as waiting for data.
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
-    made.append(throughput)
-    if sys.stdout.isatty():  # where Lightning draws its progress bar
-        made.append(ProgressBar(curves, throughput))
-    else:
-        made.append(ProgressLines(curves, throughput))
+    made += [throughput, ProgressLines(curves, throughput)]
     if run.on_cpu:
         made.append(CPUKernels(flops, run.placement.precision))
     if recipe.only_measures:

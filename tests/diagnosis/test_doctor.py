@@ -37,7 +37,7 @@ def test_this_machine_is_fit():
     assert_ok(done)
     assert done.stderr == ""
     answer = json.loads(done.stdout)
-    assert answer["schema"] == 1
+    assert answer["schema"] == 2
     assert [check["name"] for check in answer["checks"]] == [*CHECKS]
     for check in answer["checks"]:
         assert set(check) == {"name", "status", "summary", "fix", "bugs"}

@@ -20,7 +20,6 @@ import psutil
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
 
 from cifar_zero.build_model import create_meta_model, create_model
 from cifar_zero.config.recipe import Recipe
@@ -160,25 +159,6 @@ FORMATS = {
 """Format of each part of a progress line, keyed by the tag of the curve whose value it shows."""
 
 
-class ProgressBar(TQDMProgressBar):
-    """Extends Lightning's progress bar of an epoch. The bar also shows the loss at the last point of the training
-    curves, the accuracy in the last validation, and the remaining training time."""
-
-    def __init__(self, curves: TrainingCurves, throughput: Throughput):
-        super().__init__(refresh_rate=20)  # drawing the bar takes as long as a step of a small model
-        self._curves, self._throughput = curves, throughput
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        shown: dict[str, Any] = {}
-        if self._curves.newest:
-            shown["loss"] = f"{self._curves.newest['train/loss']:.3f}"
-        if "val/acc" in trainer.callback_metrics:
-            shown["val/acc"] = f"{trainer.callback_metrics['val/acc']:.2%}"
-        if left := time_left(trainer, self._throughput):
-            shown["training"] = left
-        return shown
-
-
 class ProgressLines(IntervalCallback):
     """Prints each point of the curves as a line on rank 0, in the format of DeepSpeedExamples
     (training/DeepSpeed-SuperOffload/finetune_zero3.py). The callbacks `curves` and `throughput`, whose values are
@@ -201,18 +181,10 @@ class ProgressLines(IntervalCallback):
         for tag, form in FORMATS.items():
             if tag in values:
                 parts.append(form.format(values[tag]))
-        if left := time_left(trainer, self._throughput):
-            parts.append(left)
+        if "perf/step_time_ms" in values:
+            steps = trainer.estimated_stepping_batches - trainer.global_step
+            parts.append(f"{timedelta(seconds=int(steps * values['perf/step_time_ms'] / 1e3))} left")
         say(" | ".join(parts))
-
-
-def time_left(trainer: Trainer, throughput: Throughput) -> str:
-    """Returns the remaining time of the training as a text, such as "0:12:34 left". It is computed from the mean time
-    of a step at the last point of the curves. Returns an empty string during the warm-up."""
-    if not throughput.newest_rates:
-        return ""
-    steps = trainer.estimated_stepping_batches - trainer.global_step
-    return f"{timedelta(seconds=int(steps * throughput.newest_rates['perf/step_time_ms'] / 1e3))} left"
 
 
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
@@ -252,10 +224,6 @@ class Peak(NamedTuple):
 # If a data sheet gives a figure only with sparsity, half of it is used. Patterns are searched in the name that
 # torch.cuda.get_device_name returns. \b separates the A10 from the A100, the L4 from the L40S, the H200 from the GH200.
 PEAKS = {
-    # NVIDIA V100 data sheet (nvidia.com/content/dam/en-zz/Solutions/Data-Center/v100/pdf, January 2020)
-    r"\bV100-SXM": Peak(15.7e12, None, 125e12),
-    r"\bV100-PCIE": Peak(14e12, None, 112e12),
-    r"\bV100S-PCIE": Peak(16.4e12, None, 130e12),
     # NVIDIA T4 data sheet (t4-tensor-core-datasheet-951643)
     r"\bT4$": Peak(8.1e12, None, 65e12),
     # NVIDIA A10 data sheet (a10-datasheet)
