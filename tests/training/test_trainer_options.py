@@ -57,6 +57,7 @@ def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--trainer.no_such_option 1", "--trainer.no_such_option is not an option of Lightning's Trainer"),
         ("--trainer.profiler 5", "--trainer.profiler: expected str, not 5"),
         ("--trainer.max_time 5", "--trainer.max_time: expected str or dict, not 5"),
         ("--trainer.limit_train_batches 0", "--trainer.limit_train_batches must be above 0, not 0"),
