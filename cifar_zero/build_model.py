@@ -62,16 +62,9 @@ def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
 
 
 def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> None:
-    """Checks that every pattern of --trainable matches a parameter and, if `ep_size` is above 1, that the same
-    parameters are trained in all experts. Raises UsageError for the first pattern without a match, or for the first
-    parameter that is trained only in some experts.
-
-    Args:
-        net: The whole model after `freeze`. It may be on the meta device.
-        trainable: The patterns of --trainable.
-        ep_size: Number of ranks over which the experts of a mixture are distributed. If it is above 1, each rank must
-            train the same parameters of its experts.
-    """
+    """Raises UsageError for the first pattern of --trainable that matches no parameter of `net`, the full model after
+    `freeze`. If the experts are distributed over ranks (`ep_size` above 1), also raises UsageError for the first
+    parameter that is trained in some experts only."""
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -172,12 +165,7 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
 
 def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     """Returns the weights of the plain model that computes the same scores as a model with adapters. The weight of a
-    layer with an adapter becomes W + alpha / rank * B A, in float32.
-
-    Args:
-        weights: The weights of the model with adapters, by name.
-        alpha: The alpha of the adapters.
-    """
+    layer with an adapter becomes W + alpha / rank * B A, in float32."""
     plain = {name: value for name, value in weights.items() if not name.endswith((A, B))}
     for name, b in weights.items():
         if name.endswith(B):

@@ -63,7 +63,7 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
     override the recipes. `--help` and `--print_config` print and exit.
 
     Args:
-        arguments: The options of the command line.
+        arguments: The command line.
         earlier_run: Returns the options of the earlier run that the command line continues, if there is one. Recipes
             and flags override these options. If they choose another strategy, the earlier run's strategy options do
             not apply. The strategy auto keeps the earlier run's strategy.

@@ -246,12 +246,8 @@ def _without_auto(value: Any) -> Any:
 def _equivalent(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Returns the options of the file's optimizer or scheduler, including its name in this project, or an empty dict if
     the file has none. An option that is "auto" is left out, so that the flags decide instead of DeepSpeed's or this
-    project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project.
-
-    Args:
-        raw: The content of the file.
-        key: optimizer or scheduler.
-    """
+    project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project. `key` is
+    optimizer or scheduler."""
     section = _section(raw, key)
     if not section:
         return {}

@@ -150,12 +150,8 @@ def canonical(option: str) -> str:
 
 
 def owner_of(flag: str) -> Owner:
-    """Returns whether an option belongs to the recipe, the placement or the output. Raises KeyError for an unknown
-    option.
-
-    Args:
-        flag: The option without dashes, for example seed, optimizer.lr or data.root.
-    """
+    """Returns whether an option, such as seed or optimizer.lr, belongs to the recipe, the placement or the output.
+    Raises KeyError for an unknown option."""
     if flag in PLACED:
         return "placement"
     name, _, option = flag.partition(".")

@@ -90,12 +90,7 @@ def quieten() -> None:
 def command(name: str, *arguments: object) -> str:
     """Returns a shell command line that starts a command of this program, such as `cifar-zero compare ...`. The line
     begins with `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python
-    -m cifar_zero` if `cifar-zero` is not installed. The programs are written as `next_to_python` returns them.
-
-    Args:
-        name: The command, such as train or compare.
-        *arguments: The arguments of the command.
-    """
+    -m cifar_zero` if `cifar-zero` is not installed. The programs are written as `next_to_python` returns them."""
     installed, python = Path(sys.executable).with_name("cifar-zero"), next_to_python(Path(sys.executable).name)
     if name == "train" and _is_script():
         start = [python, _short(SCRIPT)]

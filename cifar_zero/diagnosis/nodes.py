@@ -5,6 +5,7 @@ A launcher starts the doctor on every node, as it will start the run. Each rank 
 """
 
 import socket
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from cifar_zero.core import hardware
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import short
-from cifar_zero.diagnosis import Finding, Options, existing, failed, ok
+from cifar_zero.diagnosis import Finding, existing, failed, ok
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import connect, gather, ranks_on_another_disk
 
@@ -27,7 +28,7 @@ ELEMENTS = 2**18
 small packets arrive but large packets get lost."""
 
 
-def examine(options: Options) -> dict[str, Finding]:
+def examine(options: Namespace) -> dict[str, Finding]:
     """Connects to the other ranks, compares the nodes and returns the findings, keyed by the name of the check. Every
     rank must call this function. If a rank does not connect in time, raises RunError, which names this rank."""
     rank, limit = rank_environment.global_rank(), timedelta(seconds=options.timeout)

@@ -6,6 +6,7 @@ import shutil
 import sys
 import sysconfig
 import tomllib
+from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.diagnosis import INSTALL, Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis import INSTALL, Finding, failed, ok, warning
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 """The file with the tested ranges of versions. It exists only in a checkout of the repository, and therefore also for
@@ -46,7 +47,7 @@ strategy, or an option, optimizer or schedule of DeepSpeed. If it is empty, the 
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
-def torchvision_import(options: Options) -> Finding:
+def torchvision_import(options: Namespace) -> Finding:
     """Checks whether torchvision can be imported. A torchvision that was built for another version of torch lacks
     operators or symbols, so that its import fails."""
     try:
@@ -57,7 +58,7 @@ def torchvision_import(options: Options) -> Finding:
     return ok(str(torchvision.__version__))
 
 
-def package(name: str, options: Options) -> Finding:
+def package(name: str, options: Namespace) -> Finding:
     """Checks whether a package is installed in a tested version. A version with a known bug fails if the bug affects
     the whole package or a strategy with its default options."""
     expected = tested(name)
@@ -90,7 +91,7 @@ def tested(name: str) -> SpecifierSet:
     return requirement.specifier
 
 
-def compiler(options: Options) -> Finding:
+def compiler(options: Namespace) -> Finding:
     """Checks whether all that torch needs to compile DeepSpeed's operators is installed: the compiler that torch calls
     ($CXX or c++), Python's header files, and ninja on PATH. NVMe offload also needs libaio (DeepSpeed issues 6972 and
     7346)."""

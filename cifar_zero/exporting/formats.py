@@ -51,14 +51,8 @@ class Classifier:
 
 def load_classifier(path: str, trust: bool = False, delta: str = "") -> Classifier:
     """Returns a classifier from any export, or from a path that `run_folder.find_checkpoint` accepts. Raises UsageError
-    if the file is missing or damaged, or can be loaded only with `trust`.
-
-    Args:
-        path: The export, checkpoint or run folder.
-        trust: Whether to load a checkpoint that could run code.
-        delta: A file that `export --to delta` wrote, which is applied to the weights of `path`. If it is empty, none
-            is.
-    """
+    if the file is missing or damaged, or can be loaded only with `trust`. The file `delta` of `export --to delta`, if
+    one is given, is applied to the weights."""
     file = run_folder.find_checkpoint(path)
     if not delta and file.suffix in (".safetensors", ".onnx"):
         return load_export(file, file.suffix)
@@ -170,7 +164,7 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
         output: The file to write.
         to: The format, safetensors or onnx.
         trust: Whether to load a checkpoint that could run code.
-        delta: A file that `export --to delta` wrote, which is applied to the weights. If it is empty, none is.
+        delta: A file of `export --to delta` that is applied to the weights, or an empty string.
 
     Raises:
         UsageError: If the checkpoint is damaged, or does not fit the model that it names.

@@ -67,7 +67,7 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
     Args:
         run: The resolved run.
         run_dir: The run folder on rank 0, into which the callbacks write. None on the other ranks.
-        callbacks: Callbacks that replace all of the run's callbacks. None for the run's callbacks.
+        callbacks: Replace all of the run's callbacks, unless None.
     """
     recipe, placement = run.recipe, run.placement
     precision = placement.precision

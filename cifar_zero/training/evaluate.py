@@ -67,14 +67,7 @@ def main() -> int:
 def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
     """Returns the run that tests a checkpoint: with the data options (except PLACES) and the recipe of the checkpoint,
     on one device, and with the default placement. Raises UsageError if the checkpoint has no recipe, or if the user
-    must name the folder of the images.
-
-    Args:
-        checkpoint: The checkpoint. Its recipe is read from its run folder, or from the checkpoint itself.
-        given: `cifar-zero train` flags. They override the checkpoint's data options and recipe, and also the default
-            placement.
-        content: The content of the checkpoint, if it has been read already.
-    """
+    must name the folder of the images. The flags `given` override all three. See `evaluate` for the arguments."""
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
@@ -99,9 +92,8 @@ def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None 
     """Tests a checkpoint, prints its test table and returns the test/* metrics of metrics.json.
 
     Args:
-        checkpoint: A checkpoint of any strategy.
-        given: `cifar-zero train` flags. They override the checkpoint's data options and recipe, and also the default
-            placement.
+        checkpoint: A checkpoint of any strategy. Its recipe is read from its run folder, or from the checkpoint itself.
+        given: Flags of `cifar-zero train`, which override the checkpoint's data options and recipe, and the placement.
         content: The content of the checkpoint, if it has been read already.
     """
     from cifar_zero.checkpoints.read import RECORD, read

@@ -149,12 +149,8 @@ def make_run(settings: Settings) -> Run:
 def with_checkpoint(run: Run, resume: str) -> Run:
     """Returns the run with the path of the checkpoint that it resumes, and with absolute paths of the weights and the
     delta from which it starts. A resumed run keeps the image source with which it began, even under --data.source auto.
-    Raises UsageError if the strategy cannot resume, or if the weights or the delta do not exist.
-
-    Args:
-        run: The run.
-        resume: Path of the checkpoint to resume, or an empty string for a new run.
-    """
+    Raises UsageError if the strategy cannot resume, or if the weights or the delta do not exist. `resume` is empty for
+    a new run."""
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))

@@ -107,12 +107,7 @@ def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
 
 
 def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
-    """Prints the results of a run, and the path of its run folder.
-
-    Args:
-        metrics: The content of metrics.json.
-        run_dir: The run folder, <out>/<name>/version_N.
-    """
+    """Prints the results of a run, from the content of its metrics.json, and the path of its run folder."""
     print_test_table(metrics)
     rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
     if metrics["trained_parameters"] < metrics["parameters"]:

@@ -71,13 +71,8 @@ def start(
 
 def failure(log: Path, code: int) -> str:
     """Returns why a run failed: the text of the last line in its log that begins with `error:`. If there is no such
-    line, returns how the run ended and the last line of the log. With --debug, also prints the whole log to standard
-    error.
-
-    Args:
-        log: File with the output of the run.
-        code: Exit code of the run.
-    """
+    line, returns how the run ended (by its exit code) and the last line of the log. With --debug, also prints the full
+    log to standard error."""
     text = log.read_text(errors="replace")
     if exits.wants_traceback():
         sys.stderr.write(text)

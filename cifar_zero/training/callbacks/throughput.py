@@ -124,14 +124,9 @@ class Throughput(IntervalCallback):
         return time.perf_counter()
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        """Returns the perf/* metrics of a number of optimizer steps. Tokens per second are included only for
-        transformers, and the MFU only if `peak_flops` is known.
-
-        Args:
-            seconds: Time that the steps took.
-            data_seconds: Part of this time that was spent waiting for data.
-            steps: The number of optimizer steps.
-        """
+        """Returns the perf/* metrics of a number of optimizer steps. `data_seconds` is the part of their time that was
+        spent waiting for data. Tokens per second are included only for transformers, and the MFU only if `peak_flops`
+        is known."""
         images_per_second = self._config.recipe.batch_size * steps / seconds
         flops_per_second = self._flops_per_step * steps / seconds
         rates = {
@@ -190,14 +185,7 @@ class ProgressLines(IntervalCallback):
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the number of FLOPs in a forward and backward pass of a batch. A multiply-add counts as two FLOPs. Only
     matrix products and convolutions are counted, as by torch's FlopCounterMode. Activations that activation
-    checkpointing recomputes are not counted again.
-
-    Args:
-        recipe: The recipe, which determines the model and its trained parameters.
-        num_classes: Number of classes.
-        batch_size: Number of images.
-        side: Height and width of an image in pixels.
-    """
+    checkpointing recomputes are not counted again. `side` is the height and width of an image in pixels."""
 
     def count(net: torch.nn.Module) -> int:
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
