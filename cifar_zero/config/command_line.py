@@ -242,7 +242,7 @@ def _of_trainer(given: Any) -> dict[str, Any]:
     return {name: plain_data.load_value(each) if isinstance(each, str) else each for name, each in options.items()}
 
 
-@cache  # compare and sweep parse several command lines
+@cache  # compare parses several command lines
 def _parser(names: tuple[str, ...], with_help: bool) -> ArgumentParser:
     """Returns the parser of the train command. `names` are the names of the chosen model, optimizer and schedule, whose
     options become flags. The parser can print help texts only if `with_help` is true."""

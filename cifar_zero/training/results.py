@@ -17,7 +17,7 @@ from cifar_zero.core.hardware import git_commit, versions
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 
 IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Keys of metrics.json whose values are what is actually in effect in the run, such as the dtype of the computation."""
+"""Keys of metrics.json whose values the strategy determines, such as the dtype of the computation."""
 
 MEASURED = (
     *("dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),
