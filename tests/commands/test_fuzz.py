@@ -182,7 +182,7 @@ WRONG = {
     "train --data.cache file/below": "Not a directory: file/below; fix this, or choose another directory with",
     "doctor memroy": "unknown check memroy: did you mean memory?",
     "doctor --ranks 0": "--ranks must be at least 1",
-    "doctor --nodes": "start it on each node with torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d",
+    "doctor --nodes": "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m cifar",
     "doctor --nodes memory": "--nodes cannot be combined with the name of a check",
     "evaluate good --devices 2": "--devices 2: evaluate computes on one device: leave it out",
     "evaluate good --trainer.limit_test_batches 1": "--trainer.limit_test_batches has no effect on evaluate: ",
