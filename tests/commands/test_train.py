@@ -76,8 +76,8 @@ def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
 
 
 def test_the_hparams_table_has_what_runs_are_compared_by(run: tuple[Path, str]):
-    found = EventAccumulator(str(run[0])).Reload().summary_metadata
-    contents = [found[f"_hparams_/{name}"].plugin_data.content for name in ("experiment", "session_start_info")]
+    metadata = EventAccumulator(str(run[0])).Reload().summary_metadata
+    contents = [metadata[f"_hparams_/{name}"].plugin_data.content for name in ("experiment", "session_start_info")]
     table, row = map(HParamsPluginData.FromString, contents)
     assert row.session_start_info.hparams["strategy"].string_value == "baseline"
     assert row.session_start_info.hparams["batch_size"].string_value == "16"

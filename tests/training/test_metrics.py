@@ -99,9 +99,9 @@ def test_the_metrics_equal_those_of_scikit_learn(measured: dict[str, Any]):
     }
     assert list(measured["per_class"]) == list(expected)
     for figure, values in expected.items():
-        found = measured["per_class"][figure]
-        assert found[present].numpy() == pytest.approx(values, **close), figure
-        assert found[ABSENT].isnan()
+        actual = measured["per_class"][figure]
+        assert actual[present].numpy() == pytest.approx(values, **close), figure
+        assert actual[ABSENT].isnan()
         if figure != "acc":
             assert measured[figure] == pytest.approx(np.mean(values), **close)
 
