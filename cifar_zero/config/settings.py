@@ -96,7 +96,8 @@ class Settings:
         for owner, part in OWNERS.items():
             given = {name: options.pop(name) for name in _names(part) & options.keys()}
             if data is not None and "data" in _names(part):
-                given["data"] = _part_of(part, data)
+                section = sections(part)["data"]
+                given["data"] = section(**{name: getattr(data, name) for name in _names(section)})
             parts[owner] = replace(getattr(self, owner), **given)
         if options:
             raise TypeError(f"unknown options: {', '.join(sorted(options))}")
@@ -181,8 +182,3 @@ def check_no_consent(tree: Mapping[str, Any], source: str) -> None:
 
 def _names(part: type) -> set[str]:
     return {option.name for option in fields(part)}
-
-
-def _part_of(part: type, data: DataConfig) -> Any:
-    section = sections(part)["data"]
-    return section(**{name: getattr(data, name) for name in _names(section)})

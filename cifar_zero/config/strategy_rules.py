@@ -157,13 +157,7 @@ def _experts(run: Run) -> Rules:
 
 
 def check_can_resume(run: Run) -> None:
-    """Raises UsageError if --resume is given and checkpoints of the strategy lack part of the state."""
-    if run.output.resume and (why := why_not_resumed(run)):
-        raise UsageError(f"--resume: {why}")
-
-
-def why_not_resumed(run: Run) -> str:
-    """Returns why a run cannot be resumed from a checkpoint that it wrote, or an empty string if it can.
+    """Raises UsageError if --resume is given and checkpoints of the strategy lack part of the state.
 
     DeepSpeed 0.19.8 keeps Adam's state in SuperOffload's process, or in `backup_optimizer` for an offload ratio below
     1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, loading
@@ -171,11 +165,17 @@ def why_not_resumed(run: Run) -> str:
     (engine.py, `load_checkpoint`).
     """
     spec, name = run.spec, run.placement.strategy_name
-    if spec.super_offload or run.placement.offload.ratio < 1:
-        return f"DeepSpeed does not save Adam's state under {name} with these options: start again with --weights"
-    if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
-        return f"{name} cannot be resumed: use --strategy deepspeed_stage_3_offload"
-    return ""
+    unsaved = spec.super_offload or run.placement.offload.ratio < 1
+    on_nvme = "nvme" in (spec.offload_optimizer, spec.offload_parameters)
+    refuse(
+        {
+            f"--resume: DeepSpeed does not save Adam's state under {name} with these options: start again with "
+            "--weights": run.output.resume and unsaved,
+            f"--resume: {name} cannot be resumed: use --strategy deepspeed_stage_3_offload": (
+                run.output.resume and on_nvme
+            ),
+        }
+    )
 
 
 def check_micro_batch(run: Run) -> None:
