@@ -19,18 +19,20 @@ SRUN = {
 }
 
 
-def test_the_variables_of_torchrun_are_kept():
-    set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert rank_environment.variables({**set_by_it, "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == {
-        **set_by_it,
-        "NODE_RANK": "1",  # Lightning takes 0 where neither this nor GROUP_RANK is set
-    }
+LAUNCHED = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 
 
-def test_the_variables_of_deepspeed_are_renamed():
-    set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "CROSS_RANK": "1"}
-    described = rank_environment.variables({**set_by_it, "CROSS_SIZE": "2"})
-    assert (described["RANK"], described["LOCAL_WORLD_SIZE"], described["NODE_RANK"]) == ("3", "2", "1")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"LOCAL_WORLD_SIZE": "2", "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},  # of torchrun
+        {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"},  # of DeepSpeed's launcher
+    ],
+)
+def test_each_launcher_gives_the_same_variables(more: dict[str, str]):
+    """Lightning takes NODE_RANK for 0 where neither this nor GROUP_RANK is set."""
+    expected = {**LAUNCHED, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
+    assert rank_environment.variables({**LAUNCHED, **more}) == expected
 
 
 def test_the_variables_of_slurm_are_converted():
