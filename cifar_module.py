@@ -28,7 +28,7 @@ from cifar_zero.training.metrics import SplitMetrics, loss
 
 
 class CIFARModule(LightningModule):
-    """Trains a model with the loss that --loss selects, and computes the model's metrics on validation and test images.
+    """Trains a model with the loss of --loss, and computes its metrics on validation and test images.
 
     A batch is a tuple (images, labels). Images (N, 3, H, W) are uint8, or floating-point and already normalised. Labels
     are int64 (N,). An image with the label IGNORED counts in neither loss nor metrics. In training, labels may also be
@@ -37,8 +37,7 @@ class CIFARModule(LightningModule):
     Args:
         settings: The options of the run.
         num_classes: Width of the model's output.
-        weights: State dict from which training starts, keyed by the parameter names of the plain model. Weights that
-            are not in it are initialised at random.
+        weights: Weights from which training starts, by their names in the plain model. Others are initialised.
     """
 
     def __init__(self, settings: Settings, num_classes: int, weights: Mapping[str, Tensor] | None = None):
@@ -62,13 +61,13 @@ class CIFARModule(LightningModule):
             return
         settings = self.settings
         torch.manual_seed(settings.recipe.seed)
-        self.net = build_model.build(settings.recipe, self.num_classes)
+        self.net = build_model.create_model(settings.recipe, self.num_classes)
         strategy = None if self._trainer is None else self._trainer.strategy
         load_full_weights(self.net, {**self.starting_weights(), **self._weights}, hooks_of(strategy).write)
         self._weights = {}
         self.gates = gates(self.net)
         if strategy is not None:
-            lay_channels_last(self.net, strategy)
+            convert_to_channels_last(self.net, strategy)
         if settings.placement.activation_checkpointing:
             checkpoint_blocks(self.net)
         if settings.placement.compile or settings.placement.cuda_graphs:
@@ -134,7 +133,6 @@ class CIFARModule(LightningModule):
         return total
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Adds one batch of validation images to the metrics."""
         self._evaluate(self.val_metrics, batch)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -151,11 +149,9 @@ class CIFARModule(LightningModule):
         self._log_metrics("test", self.test_metrics)
 
     def on_test_epoch_start(self) -> None:
-        """Resets the test metrics."""
         self.test_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def on_validation_epoch_start(self) -> None:
-        """Resets the validation metrics."""
         self.val_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def configure_optimizers(self) -> Any:
@@ -233,7 +229,7 @@ def _mirrored(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     return 0.5 * model(images).float() + 0.5 * model(images.flip(3)).float()
 
 
-def lay_channels_last(net: nn.Module, strategy: Any) -> None:
+def convert_to_channels_last(net: nn.Module, strategy: Any) -> None:
     """Converts the convolution weights of `net` to channels_last, the memory format of the images, so that no step has
     to convert them. This is done only on a GPU, and only under strategies that neither shard nor flatten the weights.
     FSDP2 accepts only torch's default format."""

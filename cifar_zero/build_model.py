@@ -26,7 +26,7 @@ from cifar_zero.models.initialization import DrawnOnCPU, initialize
 from cifar_zero.models.moe import Gate
 
 
-def build(recipe: Recipe, num_classes: int) -> nn.Module:
+def create_model(recipe: Recipe, num_classes: int) -> nn.Module:
     """Returns the model of a recipe. It has fresh weights (see `initialization.initialize`), the recipe's adapters (see
     `adapt`), and frozen parameters (see `freeze`). Raises UsageError if a pattern of --lora.target matches no linear
     layer."""
@@ -38,12 +38,12 @@ def build(recipe: Recipe, num_classes: int) -> nn.Module:
     return net
 
 
-def on_meta(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model that `build` returns, but on the meta device, where parameters have shapes but no values.
-    Raises UsageError if an option makes a tensor that is larger than torch can describe."""
+def create_meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
+    """Returns the model of a recipe on the meta device, where parameters have shapes but no values. Raises UsageError
+    if an option makes a tensor that is larger than torch can describe."""
     try:
         with torch.device("meta"):
-            return build(replace(recipe, init="default"), num_classes)
+            return create_model(replace(recipe, init="default"), num_classes)
     except (RuntimeError, TypeError) as error:
         if "overflow" not in str(error).lower():
             raise
@@ -62,16 +62,9 @@ def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
 
 
 def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> None:
-    """Checks that every pattern of --trainable matches a parameter and, if `ep_size` is above 1, that the same
-    parameters are trained in all experts. Raises UsageError for the first pattern without a match, or for the first
-    parameter that is trained only in some experts.
-
-    Args:
-        net: The whole model after `freeze`. It may be on the meta device.
-        trainable: The patterns of --trainable.
-        ep_size: Number of ranks over which the experts of a mixture are distributed. If it is above 1, each rank must
-            train the same parameters of its experts.
-    """
+    """Raises UsageError for the first pattern of --trainable that matches no parameter of `net`, the full model after
+    `freeze`. If the experts are distributed over ranks (`ep_size` above 1), also raises UsageError for the first
+    parameter that is trained in some experts only."""
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -89,13 +82,13 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
 def trained_names(net: nn.Module) -> set[str]:
     """Returns the names of the tensors of `net` that training changes. These are the parameters that are not frozen,
     and the buffers of the layers that have such parameters."""
-    found: set[str] = set()
+    names: set[str] = set()
     for prefix, module in net.named_modules():
         trained = [name for name, own in module.named_parameters(prefix, recurse=False) if own.requires_grad]
-        found.update(trained)
+        names.update(trained)
         if trained:
-            found.update(dict(module.named_buffers(prefix, recurse=False)))
-    return found
+            names.update(dict(module.named_buffers(prefix, recurse=False)))
+    return names
 
 
 def freeze_statistics(net: nn.Module) -> None:
@@ -172,12 +165,7 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
 
 def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     """Returns the weights of the plain model that computes the same scores as a model with adapters. The weight of a
-    layer with an adapter becomes W + alpha / rank * B A, in float32.
-
-    Args:
-        weights: The weights of the model with adapters, by name.
-        alpha: The alpha of the adapters.
-    """
+    layer with an adapter becomes W + alpha / rank * B A, in float32."""
     plain = {name: value for name, value in weights.items() if not name.endswith((A, B))}
     for name, b in weights.items():
         if name.endswith(B):

@@ -50,8 +50,8 @@ def train(run: Run) -> dict[str, Any]:
 
     quieten()
     build.check_trainer_options(run)
-    places = collectives.init_process_group(run)
-    run = starting.agree_on_checkpoint(run, places)
+    rank_infos = collectives.init_process_group(run)
+    run = starting.agree_on_checkpoint(run, rank_infos)
     identity = starting.check_checkpoint(run)
     weights = starting.pretrained_weights(run)
     run = starting.agree_on_images(run)
@@ -67,7 +67,7 @@ def train(run: Run) -> dict[str, Any]:
     run_dir = starting.open_run(run, weights) if is_rank_0 else None
 
     with run_folder.removed_on_failure(run_dir):
-        starting.record_places(run, places, run_dir)
+        starting.record_ranks(run, rank_infos, run_dir)
         collectives.await_training(run)
         module = resolve_name(MODULE)(run, run.num_classes, weights and weights.loaded)
         trainer = build.trainer(run, run_dir)

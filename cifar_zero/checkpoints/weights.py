@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from cifar_zero.build_model import merged, on_meta, trained_names
+from cifar_zero.build_model import create_meta_model, merged, trained_names
 from cifar_zero.checkpoints.read import RECORD, of_another_version, read, with_checked_record
 from cifar_zero.checkpoints.safe_load import load
 from cifar_zero.checkpoints.zero_folder import AVERAGE
@@ -220,7 +220,7 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
-    trained = trained_names(on_meta(recipe, len(record["classes"])))
+    trained = trained_names(create_meta_model(recipe, len(record["classes"])))
     weights = net_weights(checkpoint)
     base = {key: value for key, value in weights.items() if key not in trained}
     if not base:

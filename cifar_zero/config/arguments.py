@@ -37,14 +37,14 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     """Returns the options of a command line. If an option is repeated, its last value counts, but --config adds a file
     each time. Raises UsageError if an option has no value or too many values, or if the command line does not begin
     with an option."""
-    found, values, name = Arguments(), dict[str, list[str]](), ""
+    arguments, values, name = Arguments(), dict[str, list[str]](), ""
     for word in argv:
         is_option = re.match(r"--?[A-Za-z]", word) is not None
         if is_option:
             name, equals, value = word.lstrip("-").partition("=")
             name = "help" if name == "h" else canonical(name)
         if name.startswith(CALLBACKS):
-            found.callbacks.append(word)
+            arguments.callbacks.append(word)
         elif is_option:
             if name not in values or name != "config":
                 values[name] = []
@@ -56,20 +56,20 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
             raise UsageError(f"unexpected {word!r}: options begin with --, and --help lists them")
     values.pop("local_rank", None)  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     if "config" in values:
-        found.recipes = values.pop("config")
-        if not found.recipes:
+        arguments.recipes = values.pop("config")
+        if not arguments.recipes:
             raise UsageError("--config has no value: name a YAML recipe")
-    found.options = {name: _value(name, given) for name, given in values.items()}
-    return found
+    arguments.options = {name: _value(name, words) for name, words in values.items()}
+    return arguments
 
 
-def _value(name: str, given: list[str]) -> Any:
-    if name in LISTS and (len(given) != 1 or not given[0].startswith("[")):
-        return given
-    if not given and name in NEED_NO_VALUE:
+def _value(name: str, words: list[str]) -> Any:
+    if name in LISTS and (len(words) != 1 or not words[0].startswith("[")):
+        return words
+    if not words and name in NEED_NO_VALUE:
         return True
-    if not given:
+    if not words:
         raise UsageError(f"--{name} has no value")
-    if len(given) > 1:
-        raise UsageError(f"--{name} takes one value, not {len(given)}: put '{' '.join(given)}' in quotes")
-    return given[0]
+    if len(words) > 1:
+        raise UsageError(f"--{name} takes one value, not {len(words)}: put '{' '.join(words)}' in quotes")
+    return words[0]

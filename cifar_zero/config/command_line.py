@@ -64,7 +64,7 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
     override the recipes. `--help` and `--print_config` print and exit.
 
     Args:
-        arguments: The options of the command line.
+        arguments: The command line.
         earlier_run: Returns the options of the earlier run that the command line continues, if there is one. Recipes
             and flags override these options. If they choose another strategy, the earlier run's strategy options do
             not apply. The strategy auto keeps the earlier run's strategy.
@@ -243,7 +243,7 @@ def _of_trainer(given: Any) -> dict[str, Any]:
     return {name: plain_data.load_value(each) if isinstance(each, str) else each for name, each in options.items()}
 
 
-@cache  # compare and sweep parse several command lines
+@cache  # compare parses several command lines
 def _parser(names: tuple[str, ...], with_help: bool) -> ArgumentParser:
     """Returns the parser of the train command. `names` are the names of the chosen model, optimizer and schedule, whose
     options become flags. The parser can print help texts only if `with_help` is true."""

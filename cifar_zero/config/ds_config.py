@@ -65,7 +65,7 @@ data_cluster_path. The exception is nvme_path, the disk to offload to."""
 
 DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # values of DeepSpeed's OffloadDeviceEnum
 
-OURS: dict[str, dict[str, Any]] = {
+EQUIVALENTS: dict[str, dict[str, Any]] = {
     "adam": {"name": "adamw", "weight_decay": 0.0},  # see DeepSpeed's engine._configure_basic_optimizer
     "adamw": {"name": "adamw", "weight_decay": 0.0},
     "lion": {"name": "lion", "lr": 0.001, "betas": [0.9, 0.999]},
@@ -93,16 +93,16 @@ def options_of(file: str) -> dict[str, Any]:
     """Returns the options of train that a DeepSpeed configuration file sets, keyed by flag. Raises UsageError if the
     file is refused (see `_read`), or if its optimizer or scheduler has no counterpart in this project."""
     raw = _read(file)
-    said = _without_auto(raw)
-    found = {option: said[key] for key, option in RENAMED.items() if key in said}
-    fp16, bf16 = (_section(said, key).get("enabled") for key in ("fp16", "bf16"))
+    content = _without_auto(raw)
+    options = {option: content[key] for key, option in RENAMED.items() if key in content}
+    fp16, bf16 = (_section(content, key).get("enabled") for key in ("fp16", "bf16"))
     if fp16:
-        found["precision"] = "16-mixed"
+        options["precision"] = "16-mixed"
     elif bf16:
-        found["precision"] = "bf16-mixed"
+        options["precision"] = "bf16-mixed"
     elif fp16 is False and bf16 is False:
-        found["precision"] = "32-true"
-    optimizer, schedule = _ours(raw, "optimizer"), _ours(raw, "scheduler")
+        options["precision"] = "32-true"
+    optimizer, schedule = _equivalent(raw, "optimizer"), _equivalent(raw, "scheduler")
     if optimizer:
         optimizer["weight_decay_on"] = "all"
         adam_w_mode, by_torch = optimizer.pop("adam_w_mode", True), optimizer.pop("torch_adam", False)
@@ -114,7 +114,7 @@ def options_of(file: str) -> dict[str, Any]:
         optimizer["lr"] = schedule.pop("warmup_max_lr")
     if "total_num_steps" in schedule:
         schedule["total_steps"] = schedule.pop("total_num_steps")
-    return found | flat({"optimizer": optimizer, "schedule": schedule})
+    return options | flat({"optimizer": optimizer, "schedule": schedule})
 
 
 def summary(file: str) -> str:
@@ -137,11 +137,11 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 def check_flags(settings: Settings) -> None:
     """Raises UsageError for the first option that a flag has set to another value than the DeepSpeed configuration
     file. It is called only if the flag --ds_config names the file. Flags may override a file that a recipe names."""
-    given, file = flat(settings), settings.placement.ds_config
+    chosen, file = flat(settings), settings.placement.ds_config
     for option, value in options_of(file).items():
-        if given[option] != value:
+        if chosen[option] != value:
             raise UsageError(
-                f"--ds_config {file}: --{option} {given[option]} is not the file's {value}: "
+                f"--ds_config {file}: --{option} {chosen[option]} is not the file's {value}: "
                 'leave out the flag, or write "auto" into the file'
             )
 
@@ -191,10 +191,10 @@ def _read(file: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UsageError(f"--ds_config {file} must hold a JSON object")
     _check_keys(raw, known_keys(), f"--ds_config {file}")
-    for key, instead in (REFUSED | REFUSED_IF_ENABLED).items():
-        is_off = isinstance(raw.get(key), dict) and not raw[key].get("enabled")
-        if raw.get(key) is not None and not (is_off and key in REFUSED_IF_ENABLED):
-            raise UsageError(f"--ds_config {file}: use {instead}, not {key}")
+    for key, replacement in (REFUSED | REFUSED_IF_ENABLED).items():
+        disabled = isinstance(raw.get(key), dict) and not raw[key].get("enabled")
+        if raw.get(key) is not None and not (disabled and key in REFUSED_IF_ENABLED):
+            raise UsageError(f"--ds_config {file}: use {replacement}, not {key}")
     for name, value in _leaves(raw):
         if value and name.endswith(NAMES_FILE) and name.split(".")[-1] != "nvme_path":
             raise UsageError(f"--ds_config {file}: remove {name}, because it names a file")
@@ -243,22 +243,18 @@ def _without_auto(value: Any) -> Any:
     return {key: _without_auto(inner) for key, inner in value.items() if inner not in ("auto", None)}
 
 
-def _ours(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _equivalent(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Returns the options of the file's optimizer or scheduler, including its name in this project, or an empty dict if
     the file has none. An option that is "auto" is left out, so that the flags decide instead of DeepSpeed's or this
-    project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project.
-
-    Args:
-        raw: The content of the file.
-        key: optimizer or scheduler.
-    """
+    project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project. `key` is
+    optimizer or scheduler."""
     section = _section(raw, key)
     if not section:
         return {}
     kind = str(section.get("type", ""))
-    if kind.lower() not in OURS:
-        raise UsageError(f"--ds_config: {key} {kind} is not supported: choose from {', '.join(OURS)}")
+    if kind.lower() not in EQUIVALENTS:
+        raise UsageError(f"--ds_config: {key} {kind} is not supported: choose from {', '.join(EQUIVALENTS)}")
     params = _section(section, "params")
     if "name" in params:  # this project's name for the optimizer or scheduler is under this key
         raise UsageError(f"--ds_config: {key} {kind} has no parameter `name`: remove it from params")
-    return _without_auto({**OURS[kind.lower()], **params})
+    return _without_auto({**EQUIVALENTS[kind.lower()], **params})

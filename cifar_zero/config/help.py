@@ -22,8 +22,6 @@ COMMON = {
 }
 """The flags of the short help, by title."""
 
-ONLY_IN_WHOLE_HELP = ("range_test",)  # a schedule that trains nothing
-
 USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
 EPILOG = """\
 examples:
@@ -61,12 +59,12 @@ def short(parser: ArgumentParser) -> str:
             action = actions[f"--{flag}.name" if flag in REGISTRIES else f"--{flag}"]
             metavar = str(action.metavar)
             if flag in names:
-                text = ", ".join(name for name in names[flag] if name not in ONLY_IN_WHOLE_HELP)
+                text = ", ".join(names[flag])
             elif metavar.startswith("{"):
                 text = metavar.strip("{}").replace(",", ", ")
             else:
-                whole = re.sub(r" \(.*?\)", "", " ".join((action.help or "").split()))
-                text = re.split(r"\.\s|\.$", whole)[0]
+                sentences = re.sub(r" \(.*?\)", "", " ".join((action.help or "").split()))
+                text = re.split(r"\.\s|\.$", sentences)[0]
             if isinstance(action.default, (str, int, float)) and action.default not in (False, "", 0, -1):
                 text += f" (default: {action.default})"
             lines += textwrap.wrap(f"{f'--{flag}':<21}{text}", 118, initial_indent="  ", subsequent_indent=" " * 23)

@@ -40,7 +40,7 @@ OWNED = {
     "default_root_dir": "--out",
     "devices": "--devices",
     "enable_checkpointing": "--bench_steps for a run without checkpoints",
-    "enable_progress_bar": "2>/dev/null, because the progress bar goes to standard error",
+    "enable_progress_bar": "--log_interval, which sets how often a line of progress is printed",
     "gradient_clip_algorithm": "--gradient_clip_val (clipping is by global norm under every strategy)",
     "gradient_clip_val": "--gradient_clip_val",
     "log_every_n_steps": "--log_interval",

@@ -60,7 +60,7 @@ class ZeROConfig:
     backward pass at a finer grain, and let --offload.ratio split the optimizer more exactly."""
 
     param_persistence_threshold: int = 100_000
-    """Size in elements up to which every rank keeps a parameter whole. 0: no parameters, for less memory and more
+    """Size in elements up to which every rank keeps a full parameter. 0: no parameters, for less memory and more
     messages."""
 
 

@@ -37,7 +37,7 @@ CPU_RANK_BYTES = 1_000_000_000
 
 def check(run: Run) -> None:
     """Raises UsageError if the run cannot work on this computer."""
-    strategy_rules.check(run)
+    strategy_rules.check_strategy(run)
     check_here(run)
     check_model(run)
 

@@ -77,13 +77,8 @@ def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:
 
 
 def with_accelerator(settings: Settings, on_gpu: bool, has_bfloat16: Callable[[], bool] = lambda: True) -> Settings:
-    """Returns the settings with the accelerator set, and precision auto replaced by a number format.
-
-    Args:
-        settings: The settings to change.
-        on_gpu: Whether the run uses GPUs instead of the CPU.
-        has_bfloat16: Returns whether the GPU computes in bfloat16. It is called only for precision auto on GPUs.
-    """
+    """Returns the settings with the accelerator set, and precision auto replaced by a number format. `has_bfloat16`
+    returns whether the GPU computes in bfloat16, and is called only for precision auto on GPUs."""
     precision = settings.placement.precision
     if precision == "auto":
         precision = "32-true"

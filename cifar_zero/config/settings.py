@@ -96,7 +96,8 @@ class Settings:
         for owner, part in OWNERS.items():
             given = {name: options.pop(name) for name in _names(part) & options.keys()}
             if data is not None and "data" in _names(part):
-                given["data"] = _part_of(part, data)
+                section = sections(part)["data"]
+                given["data"] = section(**{name: getattr(data, name) for name in _names(section)})
             parts[owner] = replace(getattr(self, owner), **given)
         if options:
             raise TypeError(f"unknown options: {', '.join(sorted(options))}")
@@ -125,21 +126,21 @@ def tree_of(given: Settings) -> dict[str, Any]:
 def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of all options, keyed by flag, for example data.root, optimizer.lr and seed. The value of
     `model` is the model's name. Accepts settings, the content of a recipe, or the options that a checkpoint records."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if isinstance(given, Settings):
         given = tree_of(given)
     for key, value in given.items():
         if not isinstance(value, Mapping):
-            found[key] = value
+            options[key] = value
             continue
-        options = {**value}
-        if key in REGISTRIES and "name" in options:
-            found[key] = options.pop("name")
-            if [*options] == ["options"]:  # in a record; in config.yaml the options are next to the name
-                options = options["options"]
-        for option, setting in options.items():
-            found[f"{key}.{option}"] = list(setting) if isinstance(setting, tuple) else setting
-    return found
+        section = {**value}
+        if key in REGISTRIES and "name" in section:
+            options[key] = section.pop("name")
+            if [*section] == ["options"]:  # in a record; in config.yaml the options are next to the name
+                section = section["options"]
+        for option, setting in section.items():
+            options[f"{key}.{option}"] = list(setting) if isinstance(setting, tuple) else setting
+    return options
 
 
 def canonical(option: str) -> str:
@@ -150,12 +151,8 @@ def canonical(option: str) -> str:
 
 
 def owner_of(flag: str) -> Owner:
-    """Returns whether an option belongs to the recipe, the placement or the output. Raises KeyError for an unknown
-    option.
-
-    Args:
-        flag: The option without dashes, for example seed, optimizer.lr or data.root.
-    """
+    """Returns whether an option, such as seed or optimizer.lr, belongs to the recipe, the placement or the output.
+    Raises KeyError for an unknown option."""
     if flag in PLACED:
         return "placement"
     name, _, option = flag.partition(".")
@@ -185,8 +182,3 @@ def check_no_consent(tree: Mapping[str, Any], source: str) -> None:
 
 def _names(part: type) -> set[str]:
     return {option.name for option in fields(part)}
-
-
-def _part_of(part: type, data: DataConfig) -> Any:
-    section = sections(part)["data"]
-    return section(**{name: getattr(data, name) for name in _names(section)})

@@ -13,7 +13,7 @@ from cifar_zero.models import MODELS, ViT
 from cifar_zero.optimizers import OFFLOADED_BY
 
 
-def check(run: Run) -> None:
+def check_strategy(run: Run) -> None:
     """Raises UsageError for the first rule of the strategy that the run breaks. These rules hold on every computer."""
     for rules in (_devices, _graphs, _optimizers, _switches, _splitting, _experts):
         refuse(rules(run))
@@ -105,7 +105,7 @@ def _splitting(run: Run) -> Rules:
     given, ranks = f"--strategy {placement.strategy}", placement.ranks_per_model
     rules: Rules = {
         f"{given} has no loss scaling for float16: use --precision bf16-mixed": (
-            spec.cuts_model and placement.precision == "16-mixed"
+            spec.splits_model and placement.precision == "16-mixed"
         )
     }
     for flag in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -157,13 +157,7 @@ def _experts(run: Run) -> Rules:
 
 
 def check_can_resume(run: Run) -> None:
-    """Raises UsageError if --resume is given and checkpoints of the strategy lack part of the state."""
-    if run.output.resume and (why := why_not_resumed(run)):
-        raise UsageError(f"--resume: {why}")
-
-
-def why_not_resumed(run: Run) -> str:
-    """Returns why a run cannot be resumed from a checkpoint that it wrote, or an empty string if it can.
+    """Raises UsageError if --resume is given and checkpoints of the strategy lack part of the state.
 
     DeepSpeed 0.19.8 keeps Adam's state in SuperOffload's process, or in `backup_optimizer` for an offload ratio below
     1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, loading
@@ -171,20 +165,26 @@ def why_not_resumed(run: Run) -> str:
     (engine.py, `load_checkpoint`).
     """
     spec, name = run.spec, run.placement.strategy_name
-    if spec.super_offload or run.placement.offload.ratio < 1:
-        return f"DeepSpeed does not save Adam's state under {name} with these options: start again with --weights"
-    if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
-        return f"{name} cannot be resumed: use --strategy deepspeed_stage_3_offload"
-    return ""
+    unsaved = spec.super_offload or run.placement.offload.ratio < 1
+    on_nvme = "nvme" in (spec.offload_optimizer, spec.offload_parameters)
+    refuse(
+        {
+            f"--resume: DeepSpeed does not save Adam's state under {name} with these options: start again with "
+            "--weights": run.output.resume and unsaved,
+            f"--resume: {name} cannot be resumed: use --strategy deepspeed_stage_3_offload": (
+                run.output.resume and on_nvme
+            ),
+        }
+    )
 
 
 def check_micro_batch(run: Run) -> None:
     """Raises UsageError if the batch size cannot be divided into micro-batches, or if the raw DeepSpeed configuration
     sets a different micro-batch size."""
-    ours, ranks = run.micro_batch, run.placement.replicas
-    theirs = (run.spec.raw or {}).get("train_micro_batch_size_per_gpu", ours)
-    if theirs != ours:
+    micro_batch, ranks = run.micro_batch, run.placement.replicas
+    in_file = (run.spec.raw or {}).get("train_micro_batch_size_per_gpu", micro_batch)
+    if in_file != micro_batch:
         raise UsageError(
-            f"--ds_config {run.placement.ds_config}: a micro-batch of {theirs} x {ranks} ranks x --accumulate "
+            f"--ds_config {run.placement.ds_config}: a micro-batch of {in_file} x {ranks} ranks x --accumulate "
             f"{run.placement.accumulate} is not --batch_size {run.recipe.batch_size}: change one of these flags"
         )

@@ -28,7 +28,7 @@ class Spec:
     raw: Mapping[str, Any] | None = None  # content of a raw DeepSpeed configuration (--ds_config)
 
     @property
-    def cuts_model(self) -> bool:
+    def splits_model(self) -> bool:
         """Whether the strategy splits or shards the model with torch's own APIs. Such a strategy has no loss scaling
         and cannot average weights."""
         return self.family not in ("baseline", "deepspeed")
@@ -36,7 +36,7 @@ class Spec:
     @property
     def shards_tensors(self) -> bool:
         """Whether a rank holds only parts of the parameters or of the optimizer state."""
-        return self.cuts_model or self.stage > 0
+        return self.splits_model or self.stage > 0
 
     @property
     def casts(self) -> bool:
@@ -47,13 +47,13 @@ class Spec:
     @property
     def averages(self) -> bool:
         """Whether --ema and --swa_from can average the model's weights."""
-        return not self.cuts_model and self.offload_parameters != "nvme"
+        return not self.splits_model and self.offload_parameters != "nvme"
 
     @property
     def graphs(self) -> bool:
         """Whether --cuda_graphs can record the training steps. It can do so only if the strategy keeps the parameters
         at the same memory addresses."""
-        return not self.cuts_model and self.stage < 3 and self.raw is None
+        return not self.splits_model and self.stage < 3 and self.raw is None
 
 
 STRATEGIES: dict[str, Spec] = {

@@ -1,2 +1,2 @@
-"""Helpers for all other packages: errors, exit codes, signals, console output, atomic writes, hardware, plain data.
+"""Helpers for all other packages: errors, exit codes, signals, console output, atomic writes and hardware.
 Importing them does not import torch."""

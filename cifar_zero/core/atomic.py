@@ -34,7 +34,7 @@ def discard(path: Path) -> None:
 @contextmanager
 def replacing(final: Path) -> Iterator[Path]:
     """Yields the path of a new, empty file, which replaces `final` at the end of the block. After an error the file is
-    removed. What has the path before is removed too. A link that another user has placed there is not followed."""
+    removed. A file that is at its path already is removed first, so that no link of another user is followed."""
     new = staged(final)
     with named(final):
         new.unlink(missing_ok=True)

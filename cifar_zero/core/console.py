@@ -90,12 +90,7 @@ def quieten() -> None:
 def command(name: str, *arguments: object) -> str:
     """Returns a shell command line that starts a command of this program, such as `cifar-zero compare ...`. The line
     begins with `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python
-    -m cifar_zero` if `cifar-zero` is not installed. The programs are written as `next_to_python` returns them.
-
-    Args:
-        name: The command, such as train or compare.
-        *arguments: The arguments of the command.
-    """
+    -m cifar_zero` if `cifar-zero` is not installed. The programs are written as `next_to_python` returns them."""
     installed, python = Path(sys.executable).with_name("cifar-zero"), next_to_python(Path(sys.executable).name)
     if name == "train" and _is_script():
         start = [python, _short(SCRIPT)]
@@ -124,8 +119,8 @@ def next_to_python(name: str) -> str:
     """Returns what to type in a shell to start a program from the running interpreter's environment, which may not be
     activated. The result is the program's name if PATH leads to this program or if the environment lacks it. Otherwise
     it is the program's path."""
-    program, found = Path(sys.executable).with_name(name), shutil.which(name)
-    known = found is not None and os.path.samefile(os.path.dirname(found), program.parent)
+    program, first = Path(sys.executable).with_name(name), shutil.which(name)
+    known = first is not None and os.path.samefile(os.path.dirname(first), program.parent)
     if known or not program.exists():
         return name
     return _short(program)

@@ -46,7 +46,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError with the message of argparse."""
         raise UsageError(f"{message} (--help lists all options)")
 
 

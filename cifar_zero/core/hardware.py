@@ -55,12 +55,12 @@ def memory_bytes() -> int:
 
 def gpu_memory_bytes() -> int:
     """Returns the bytes of memory of all GPUs of this computer, used or not."""
-    found = 0
+    total = 0
     for number in range(gpu_count()):
         import torch
 
-        found += torch.cuda.get_device_properties(number).total_memory
-    return found
+        total += torch.cuda.get_device_properties(number).total_memory
+    return total
 
 
 def _left_in_groups() -> list[int]:
@@ -100,8 +100,8 @@ def share_of_cores(rank: int, ranks: int) -> set[int]:
 
 def cpu_name() -> str:
     """Returns the name of this computer's processor."""
-    if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-        return found[1]
+    if name := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+        return name[1]
     return platform.processor() or platform.machine()  # ARM processors have no model name
 
 
@@ -120,11 +120,11 @@ def this_computer() -> dict[str, str]:
 def versions() -> dict[str, str | None]:
     """Returns the versions of Python and of the packages that can change a result. The version of a package that is not
     installed is None."""
-    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return {**found, "python": platform.python_version()}
+            installed[name] = metadata.version(name)
+    return {**installed, "python": platform.python_version()}
 
 
 def gpu_versions() -> dict[str, str]:

@@ -62,12 +62,8 @@ def existing_file(flag: str) -> Callable[[str], str]:
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
-    """Returns half a sentence that suggests a flag for a misspelled flag, or for a flag without its section.
-
-    Args:
-        key: The flag as given, without dashes.
-        known: The existing flags, without dashes.
-    """
+    """Returns half a sentence that suggests one of the `known` flags for a misspelled flag, or for a flag without its
+    section. `key` and `known` have no dashes."""
     word, flags = f"--{key}", [f"--{flag}" for flag in sorted(known)]
     parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{word}.")]
     if parts:
@@ -83,14 +79,14 @@ def check_numbers(options: Any) -> None:
         limits = {name: option.metadata[name] for name in LIMITS if name in option.metadata}
         if "over" not in limits:
             limits.setdefault("at_least", 0)
-        wanted = " and ".join(f"{LIMITS[name][0]} {limits[name]}" for name in LIMITS if name in limits)
+        expected = " and ".join(f"{LIMITS[name][0]} {limits[name]}" for name in LIMITS if name in limits)
         for number in value if isinstance(value, (tuple, list)) else [value]:
             if not isinstance(number, (int, float)):
                 continue
             if not math.isfinite(number):
-                raise ValueError(f"{option.name} must be {wanted} and finite, not {number}")
+                raise ValueError(f"{option.name} must be {expected} and finite, not {number}")
             if not all(LIMITS[name][1](number, limit) for name, limit in limits.items()):
-                raise ValueError(f"{option.name} must be {wanted}, not {number}")
+                raise ValueError(f"{option.name} must be {expected}, not {number}")
 
 
 def limited(default: Value, may_change_on_resume: bool = False, **limits: float) -> Value:

@@ -1,5 +1,4 @@
-"""Defines the options and the results of the checks of cifar-zero doctor, which checks a machine or the nodes of a
-cluster."""
+"""Defines the results of the checks of cifar-zero doctor, which checks a machine or the nodes of a cluster."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -13,26 +12,13 @@ from cifar_zero.core.errors import short
 INSTALL = "pip install -r requirements.txt"  # fixes a missing or broken package
 
 
-class Options(Namespace):
-    """The options of cifar-zero doctor."""
-
-    checks: list[str]  # names of the checks to run; all if empty
-    nodes: bool  # whether to compare the nodes of a run instead
-    strict: bool  # whether a warning makes the exit code 1
-    json: bool  # whether to print one JSON object
-    ranks: int  # processes of a run on this machine
-    out: str  # directory for run folders
-    data_root: str  # directory of the dataset
-    timeout: float  # limit, in seconds, of each step in which a rank waits for the others
-
-
 @dataclass(frozen=True)
 class Finding:
     """The result of a check. `warning` means that some runs are not possible or will be slow, and `failed` that no run
     will work."""
 
     status: Literal["ok", "warning", "failed"]
-    found: str  # half a sentence
+    summary: str  # half a sentence
     fix: str = ""  # what to do, as a command if there is one; empty if nothing is wrong
     bugs: Sequence[str] = ()  # known bugs of a package's release, each in one line
 
@@ -48,7 +34,7 @@ def existing(folder: Path) -> Path:
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
-def answer(check: Callable[[Options], Finding], options: Options) -> Finding:
+def answer(check: Callable[[Namespace], Finding], options: Namespace) -> Finding:
     """Returns the finding of a check. An exception in the check becomes a finding with the status `failed`."""
     try:
         return check(options)

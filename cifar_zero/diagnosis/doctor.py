@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -14,10 +15,10 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
-from cifar_zero.diagnosis import Finding, Options, answer, machine, software
+from cifar_zero.diagnosis import Finding, answer, machine, software
 from cifar_zero.launch import rank_environment
 
-CHECKS: dict[str, Callable[[Options], Finding]] = {
+CHECKS: dict[str, Callable[[Namespace], Finding]] = {
     "torch": partial(software.package, "torch"),
     "torchvision": software.torchvision_import,
     "lightning": partial(software.package, "lightning"),
@@ -32,7 +33,7 @@ CHECKS: dict[str, Callable[[Options], Finding]] = {
 }
 """The checks in their order. A check imports torch itself if it needs torch, because the doctor must start quickly."""
 
-SCHEMA = 1  # version of the output of `--json`, raised when a key changes its name or meaning
+SCHEMA = 2  # version of the output of `--json`, raised when a key changes its name or meaning
 
 EPILOG = """\
 exit code: 0 if no check failed (a warning names what some runs cannot do), 1 if one failed, or with --strict warned,
@@ -74,7 +75,7 @@ def main() -> int:
         print(json.dumps({"schema": SCHEMA, "checks": checks}, indent=2))
         return code
     for name, finding in findings.items():
-        line = f"{finding.status:<7}  {name:<12}  {finding.found}"
+        line = f"{finding.status:<7}  {name:<12}  {finding.summary}"
         if finding.fix:
             line += f": {finding.fix}"
         print(line, *finding.bugs, sep="\n         - ")
@@ -86,7 +87,7 @@ def main() -> int:
     return code
 
 
-def _parse() -> Options:
+def _parse() -> Namespace:
     parser = exits.Parser(
         prog=command("doctor"),
         description="Checks everything that a run needs on this machine, and prints how to fix what is missing. "
@@ -105,7 +106,7 @@ def _parse() -> Options:
     add("--strict", action="store_true", help="let a warning make the exit code 1 too")
     add("--local_rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     add("--json", action="store_true", help="print one JSON object, for programs")
-    options = parser.parse_intermixed_args(namespace=Options())
+    options = parser.parse_intermixed_args()
     for name in options.checks:
         if name not in CHECKS:
             raise UsageError(f"unknown check {name}: {nearest(name, CHECKS)}")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cifar_zero.config.rules import ranks_in_memory
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import short
 from cifar_zero.core.hardware import cpu_name, free_memory_bytes, has_gpu_driver
-from cifar_zero.diagnosis import Finding, Options, existing, failed, ok, warning
+from cifar_zero.diagnosis import Finding, existing, failed, ok, warning
 from cifar_zero.launch import local_launcher
 
 NO_GPU = "no GPU, so ranks run on the CPU"
@@ -36,7 +37,7 @@ ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.t
 """Files and folders of the CIFAR sources, as torchvision.datasets names them."""
 
 
-def gpu(options: Options) -> Finding:
+def gpu(options: Namespace) -> Finding:
     """Checks whether torch can compute on each GPU, and whether there is a GPU for each rank."""
     if not has_gpu_driver():
         return ok(f"{NO_GPU} ({cpu_name()})")
@@ -65,22 +66,22 @@ def gpu(options: Options) -> Finding:
     return ok(f"{names}; torch is built for CUDA {torch.version.cuda}")
 
 
-def memory(options: Options) -> Finding:
+def memory(options: Namespace) -> Finding:
     """Checks whether the CPU memory is large enough for all ranks."""
     free = free_memory_bytes() / 1e9
-    found = f"{free:.1f} GB are free"
+    summary = f"{free:.1f} GB are free"
     if (fit := ranks_in_memory()) < options.ranks:
         fix = command("train", "--devices", fit) if fit else "end other programs"
-        return failed(f"{found}, and {options.ranks} ranks take about 1 GB each", fix)
-    return ok(f"{found}, {free / options.ranks:.1f} GB for each of {options.ranks} ranks")
+        return failed(f"{summary}, and {options.ranks} ranks take about 1 GB each", fix)
+    return ok(f"{summary}, {free / options.ranks:.1f} GB for each of {options.ranks} ranks")
 
 
-def out(options: Options) -> Finding:
+def out(options: Namespace) -> Finding:
     """Checks whether the directory for run folders can be written."""
     return _disk(Path(options.out), "choose another directory with --out DIR")
 
 
-def data(options: Options) -> Finding:
+def data(options: Namespace) -> Finding:
     """Checks whether there are images in the dataset's directory, and whether this directory can be written and has
     enough free space. The first run downloads images into it, or writes the decoded images."""
     root = Path(options.data_root)
@@ -89,7 +90,7 @@ def data(options: Options) -> Finding:
         return disk
     for name in (*ARCHIVES, "train"):
         if (root / name).exists():
-            return ok(f"{root / name}; the first run decodes it; {disk.found}")
+            return ok(f"{root / name}; the first run decodes it; {disk.summary}")
     return warning(
         f"no images in {root}: a run downloads CIFAR-10 (170 MB), or trains on digits if it cannot",
         f"put {ARCHIVES[0]} into {root}, or name its directory with --data.root DIR",
@@ -102,8 +103,8 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
     parent = existing(folder).resolve()
     free = shutil.disk_usage(parent).free
     if free < FREE_BYTES:
-        found = f"{decimal(free)} are free in {parent}, less than {decimal(FREE_BYTES)}"
-        return failed(found, f"free some space, or {elsewhere}")
+        summary = f"{decimal(free)} are free in {parent}, less than {decimal(FREE_BYTES)}"
+        return failed(summary, f"free some space, or {elsewhere}")
     try:
         with tempfile.TemporaryFile(dir=parent) as file:
             file.write(b"1")
@@ -112,7 +113,7 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
     return ok(f"{decimal(free)} are free in {folder}")
 
 
-def all_reduce(options: Options) -> Finding:
+def all_reduce(options: Namespace) -> Finding:
     """Checks whether ranks on this machine can connect and sum a tensor. Each rank is a process that runs `cifar-zero
     doctor --nodes`."""
     if options.ranks == 1:
@@ -143,7 +144,7 @@ def all_reduce(options: Options) -> Finding:
     )
 
 
-def _start(rank: int, options: Options, port: int) -> subprocess.Popen[str]:
+def _start(rank: int, options: Namespace, port: int) -> subprocess.Popen[str]:
     doctor = [sys.executable, "-m", "cifar_zero", "doctor", "--nodes", "--json", "--timeout", str(options.timeout)]
     return subprocess.Popen(
         [*doctor, "--out", os.path.abspath(options.out)],

@@ -4,23 +4,22 @@
 A launcher starts the doctor on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
 """
 
-import json
-import os
 import socket
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cifar_zero.core import hardware
 from cifar_zero.core.console import command
-from cifar_zero.core.errors import RunError, short
-from cifar_zero.diagnosis import Finding, Options, existing, failed, ok
+from cifar_zero.core.errors import short
+from cifar_zero.diagnosis import Finding, existing, failed, ok
 from cifar_zero.launch import rank_environment
-from cifar_zero.launch.arrivals import open_store
-from cifar_zero.launch.collectives import gather, ranks_on_another_disk
+from cifar_zero.launch.collectives import connect, gather, ranks_on_another_disk
 
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
 
@@ -29,26 +28,18 @@ ELEMENTS = 2**18
 small packets arrive but large packets get lost."""
 
 
-def examine(options: Options) -> dict[str, Finding]:
+def examine(options: Namespace) -> dict[str, Finding]:
     """Connects to the other ranks, compares the nodes and returns the findings, keyed by the name of the check. Every
     rank must call this function. If a rank does not connect in time, raises RunError, which names this rank."""
-    rank, ranks, limit = rank_environment.global_rank(), int(os.environ["WORLD_SIZE"]), timedelta(0, options.timeout)
-    store = open_store(limit)
-    store.set(f"arrival/{rank}", json.dumps([socket.gethostname(), _no_gpu(), versions()]))
-    arrivals: list[tuple[str, str, dict[str, str]]] = []
-    for other in range(ranks):
-        try:
-            store.wait([f"arrival/{other}"], limit)
-        except RuntimeError as error:
-            raise RunError(f"rank {other} did not connect within {options.timeout:g} s") from error
-        arrivals.append(json.loads(store.get(f"arrival/{other}")))
-    hosts, lacks_gpu, software = zip(*arrivals, strict=True)
-    backend, gpu = "gloo", None
+    rank, limit = rank_environment.global_rank(), timedelta(seconds=options.timeout)
+    connect(on_cpu=True, patience=limit)
+    hosts, lacks_gpu, software = zip(*gather((socket.gethostname(), _no_gpu(), versions())), strict=True)
+    ranks, backend, device = len(hosts), "gloo", "cpu"
     if not any(lacks_gpu):
-        backend, gpu = "nccl", torch.device("cuda", rank_environment.local_rank())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=gpu)
-    data = torch.full((ELEMENTS,), float(rank), device=gpu)
-    dist.all_reduce(data)
+        backend, device = "nccl", "cuda"
+    data = torch.full((ELEMENTS,), float(rank), device=device)
+    group: Any = dist.new_group(backend=backend, timeout=limit)
+    dist.all_reduce(data, group=group)
     sums = gather(bool((data == sum(range(ranks))).all()))
     folder = existing(Path(options.out)) if rank == 0 else None
     apart = ranks_on_another_disk(folder)
@@ -75,10 +66,10 @@ def _no_gpu() -> str:
 def versions() -> dict[str, str]:
     """Returns the versions of Python, packages, NCCL, NVIDIA's driver and the repository on this node. They must be the
     same on all nodes."""
-    found = {name: version or "none" for name, version in hardware.versions().items()}
+    installed = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
-        found |= hardware.gpu_versions()
-    return {**found, "commit": hardware.git_commit() or "unknown"}
+        installed |= hardware.gpu_versions()
+    return {**installed, "commit": hardware.git_commit() or "unknown"}
 
 
 def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
@@ -103,7 +94,7 @@ def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Fin
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
     differ: list[str] = []
     for name in sorted(set[str]().union(*software)):
-        versions = {host: found.get(name, "none") for host, found in zip(hosts, software, strict=True)}
+        versions = {host: installed.get(name, "none") for host, installed in zip(hosts, software, strict=True)}
         if len({*versions.values()}) > 1:
             differ.append(f"{name} {', '.join(f'{version} on {host}' for host, version in versions.items())}")
     if differ:
@@ -114,6 +105,6 @@ def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) 
 def check_out(hosts: Sequence[str], out: str, apart: Sequence[int]) -> Finding:
     if apart:
         named = ", ".join(sorted({hosts[rank] for rank in apart}))
-        found = f"{out} is not the same directory on {hosts[0]} and {named}"
-        return failed(found, "--out DIR on a disk that all nodes share")
+        summary = f"{out} is not the same directory on {hosts[0]} and {named}"
+        return failed(summary, "--out DIR on a disk that all nodes share")
     return ok(f"{out} is the same directory on all nodes")

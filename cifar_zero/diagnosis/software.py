@@ -6,6 +6,7 @@ import shutil
 import sys
 import sysconfig
 import tomllib
+from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from cifar_zero.config.strategy_specs import STRATEGIES
-from cifar_zero.diagnosis import INSTALL, Finding, Options, failed, ok, warning
+from cifar_zero.diagnosis import INSTALL, Finding, failed, ok, warning
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 """The file with the tested ranges of versions. It exists only in a checkout of the repository, and therefore also for
@@ -46,7 +47,7 @@ strategy, or an option, optimizer or schedule of DeepSpeed. If it is empty, the 
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
-def torchvision_import(options: Options) -> Finding:
+def torchvision_import(options: Namespace) -> Finding:
     """Checks whether torchvision can be imported. A torchvision that was built for another version of torch lacks
     operators or symbols, so that its import fails."""
     try:
@@ -57,26 +58,26 @@ def torchvision_import(options: Options) -> Finding:
     return ok(str(torchvision.__version__))
 
 
-def package(name: str, options: Options) -> Finding:
+def package(name: str, options: Namespace) -> Finding:
     """Checks whether a package is installed in a tested version. A version with a known bug fails if the bug affects
     the whole package or a strategy with its default options."""
-    wanted = tested(name)
+    expected = tested(name)
     try:
         version = Version(metadata.version(name))
     except metadata.PackageNotFoundError:
         return failed("not installed", INSTALL)
     faults = [(strategy, what) for of, in_, strategy, what in FAULTS if of == name and version in SpecifierSet(in_)]
-    if version in wanted and not faults:
+    if version in expected and not faults:
         return ok(str(version))
-    found, status = str(version), warning
-    if version not in wanted:
-        found += f", but {wanted} is the tested range"
+    summary, status = str(version), warning
+    if version not in expected:
+        summary += f", but {expected} is the tested range"
     if faults:
-        found += f"; known bugs: {len(faults)}"
+        summary += f"; known bugs: {len(faults)}"
     if any(strategy in ("", ALL_STAGES, *STRATEGIES) for strategy, _ in faults):
         status = failed
     bugs = tuple(f"{strategy or 'it'} {what}" for strategy, what in faults)
-    return status(found, f"pip install '{name}{wanted}'", bugs)
+    return status(summary, f"pip install '{name}{expected}'", bugs)
 
 
 def tested(name: str) -> SpecifierSet:
@@ -86,11 +87,11 @@ def tested(name: str) -> SpecifierSet:
         listed = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
     else:
         listed = metadata.requires("cifar-zero") or []
-    (found,) = [wanted for wanted in map(Requirement, listed) if wanted.name == name]
-    return found.specifier
+    (requirement,) = [each for each in map(Requirement, listed) if each.name == name]
+    return requirement.specifier
 
 
-def compiler(options: Options) -> Finding:
+def compiler(options: Namespace) -> Finding:
     """Checks whether all that torch needs to compile DeepSpeed's operators is installed: the compiler that torch calls
     ($CXX or c++), Python's header files, and ninja on PATH. NVMe offload also needs libaio (DeepSpeed issues 6972 and
     7346)."""
@@ -103,8 +104,8 @@ def compiler(options: Options) -> Finding:
         (header.exists(), str(header), "apt-get install python3-dev"),
         (shutil.which("ninja"), "ninja on PATH", on_path),
     )
-    names = [name for found, name, _ in parts if not found]
-    fixes = [fix for found, _, fix in parts if not found]
+    names = [name for present, name, _ in parts if not present]
+    fixes = [fix for present, _, fix in parts if not present]
     said = []
     if names:
         said.append(f"no {', no '.join(names)}; the *_offload strategies need it to compile an operator")

@@ -48,21 +48,15 @@ class Classifier:
     inputs: Inputs
 
 
-def load(path: str, trust: bool = False, delta: str = "") -> Classifier:
+def load_classifier(path: str, trust: bool = False, delta: str = "") -> Classifier:
     """Returns a classifier from any export, or from a path that `run_folder.find_checkpoint` accepts. Raises UsageError
-    if the file is missing or damaged, or can be loaded only with `trust`.
-
-    Args:
-        path: The export, checkpoint or run folder.
-        trust: Whether to load a checkpoint that could run code.
-        delta: A file that `export --to delta` wrote, which is applied to the weights of `path`. If it is empty, none
-            is.
-    """
+    if the file is missing or damaged, or can be loaded only with `trust`. The file `delta` of `export --to delta`, if
+    one is given, is applied to the weights."""
     file = run_folder.find_checkpoint(path)
     if not delta and file.suffix in (".safetensors", ".onnx"):
         return load_export(file, file.suffix)
     content = read_with_delta(file, delta, trust)
-    return build(merged_weights(content), metadata_of(content, file.name), file)[1]
+    return create_classifier(merged_weights(content), metadata_of(content, file.name), file)[1]
 
 
 def load_export(file: Path, suffix: str) -> Classifier:
@@ -70,10 +64,12 @@ def load_export(file: Path, suffix: str) -> Classifier:
     damaged, has another format, or does not fit the model that it names."""
     if suffix == ".onnx":
         return _load_onnx(file)
-    return build(*read_whole(file), file)[1]
+    return create_classifier(*read_whole(file), file)[1]
 
 
-def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> tuple[nn.Module, Classifier]:
+def create_classifier(
+    weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
+) -> tuple[nn.Module, Classifier]:
     """Returns the model with these weights in float32 in evaluation mode, and the classifier that runs this model on
     the CPU. Raises UsageError if weights and metadata do not fit.
 
@@ -152,8 +148,8 @@ def _load_onnx(file: Path) -> Classifier:
         raise UsageError(f"{file} cannot be read, because it is damaged or not an ONNX file: {short(error)}") from error
 
     def scores(images: Tensor) -> Tensor:
-        (found,) = session.run([OUTPUT], {INPUT: images.numpy()})
-        return torch.from_numpy(found)
+        (result,) = session.run([OUTPUT], {INPUT: images.numpy()})
+        return torch.from_numpy(result)
 
     return Classifier(scores, classes, seen)
 
@@ -167,7 +163,7 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
         output: The file to write.
         to: The format, safetensors or onnx.
         trust: Whether to load a checkpoint that could run code.
-        delta: A file that `export --to delta` wrote, which is applied to the weights. If it is empty, none is.
+        delta: A file of `export --to delta` that is applied to the weights, or an empty string.
 
     Raises:
         UsageError: If the checkpoint is damaged, or does not fit the model that it names.
@@ -176,7 +172,7 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
     """
     content = read_with_delta(checkpoint, delta, trust)
     metadata = metadata_of(content, checkpoint.name)
-    net, original = build(merged_weights(content), metadata, checkpoint)
+    net, original = create_classifier(merged_weights(content), metadata, checkpoint)
     side, tolerance = original.inputs.side, 0.0
     with atomic.replacing(output) as new:
         if to == "onnx":
@@ -188,9 +184,9 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
         generator = torch.Generator().manual_seed(0)
         for count in (1, 5):
             images = torch.rand(count, IMAGE_SHAPE[0], side, side, generator=generator) * 2 - 1
-            expected, found = original.scores(images), written.scores(images)
-            if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
-                most = (found - expected).abs().max().item()
+            expected, actual = original.scores(images), written.scores(images)
+            if not torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
+                most = (actual - expected).abs().max().item()
                 raise RunError(f"the export does not reproduce the checkpoint: scores differ by up to {most:.2g}")
     parameters = sum(parameter.numel() for parameter in net.parameters())
     print(f"{output}: {metadata['model']}, {parameters:,} parameters, {output.stat().st_size / 1e6:,.2f} MB")

@@ -30,17 +30,17 @@ def main() -> int:
     run_folder.find_checkpoint(arguments.network)  # raises UsageError before torch is imported
     from cifar_zero.exporting import formats  # which imports torch
 
-    classifier = formats.load(arguments.network, arguments.trust, arguments.delta)
+    classifier = formats.load_classifier(arguments.network, arguments.trust, arguments.delta)
     unreadable = 0
-    for file, found in predict(classifier, files, arguments.top):
-        if isinstance(found, UsageError):
+    for file, classes in predict(classifier, files, arguments.top):
+        if isinstance(classes, UsageError):
             unreadable += 1
-            print(printable(f"error: {found}"), file=sys.stderr)
+            print(printable(f"error: {classes}"), file=sys.stderr)
         elif arguments.json:
-            predictions = [{"class": name, "probability": probability} for name, probability in found]
+            predictions = [{"class": name, "probability": probability} for name, probability in classes]
             print(json.dumps({"file": str(file), "predictions": predictions}))
         else:
-            named = ", ".join(f"{name} {100 * probability:.1f} %" for name, probability in found)
+            named = ", ".join(f"{name} {100 * probability:.1f} %" for name, probability in classes)
             print(printable(f"{file}: {named}"))
     if unreadable:
         return UsageError.exit_code
@@ -71,20 +71,20 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 def find_images(paths: Sequence[str]) -> list[Path]:
     """Returns the given files and all images in the given folders. The images of a folder are sorted. Raises UsageError
     if a file does not exist, if a folder has no images, or for a pipe or a device, whose reading may never end."""
-    found: list[Path] = []
+    files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
             raise UsageError(f"{path} does not exist: give image files or folders")
         if not path.is_dir():
             if not path.is_file():
                 raise UsageError(f"{path} is neither a file nor a folder: name images or folders of images")
-            found.append(path)
+            files.append(path)
             continue
         inside = [file for file in sorted(path.rglob("[!.]*")) if file.suffix.lower() in SUFFIXES and file.is_file()]
         if not inside:
             raise UsageError(f"no {', '.join(SUFFIXES)} images in {path}")
-        found += inside
-    return found
+        files += inside
+    return files
 
 
 def _parse() -> Namespace:

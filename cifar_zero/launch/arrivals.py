@@ -64,9 +64,8 @@ def await_ranks(store: Store, rank: int, ranks: int, patience: timedelta) -> Non
             return
         waited = time.monotonic() - started
         if waited > patience.total_seconds():
-            raise RunError(
-                f"{_named(missing)} did not connect within {waited:.0f} s: look at the output of these ranks"
-            )
+            limit = f"{patience.total_seconds():g} s"
+            raise RunError(f"{_named(missing)} did not connect within {limit}: look at the output of these ranks")
         if waited > next_note:
             say(f"waiting for {_named(missing)} of {ranks} ranks, not connected after {waited:.0f} s")
             next_note = 2 * waited

@@ -45,35 +45,30 @@ address where no process listens any more."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Describes where a rank runs."""
 
-    rank: int  # over all nodes
     host: str  # name of the node
-    local_rank: int  # on the node
     device: str  # cpu, or cuda and its number
     threads: int  # number of CPU threads that torch uses
     agent: str  # name of the node's torchrun process, see `rank_environment.torchrun_agent`
 
 
-def init_process_group(run: Run) -> list[Place]:
-    """Forms the process group of a run if it has several ranks. Returns the `Place` of every rank, in rank order."""
-    rank, local_rank = rank_environment.global_rank(), rank_environment.local_rank()
-    device = "cpu" if run.on_cpu else f"cuda:{local_rank}"
-    place = Place(
-        rank, socket.gethostname(), local_rank, device, torch.get_num_threads(), rank_environment.torchrun_agent()
-    )
+def init_process_group(run: Run) -> list[RankInfo]:
+    """Forms the process group of a run if it has several ranks. Returns the `RankInfo` of every rank, in rank order."""
+    device = "cpu" if run.on_cpu else f"cuda:{rank_environment.local_rank()}"
+    info = RankInfo(socket.gethostname(), device, torch.get_num_threads(), rank_environment.torchrun_agent())
     if run.placement.world_size == 1 or dist.is_initialized():
-        return gather(place)
+        return gather(info)
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if rank_environment.global_rank() == 0 and shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         say(f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1")
     timeout = timedelta(seconds=run.placement.timeout)
     together = rank_environment.by_torchrun() or run.placement.num_nodes == 1
     connect(run.on_cpu, max(min(timeout, START_TOGETHER), LEAST_START) if together else START)
-    places = gather(place)
+    rank_infos = gather(info)
     _set_timeout(max(timeout, START))
-    return places
+    return rank_infos
 
 
 def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:

@@ -37,16 +37,16 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the environment variables of this rank under torchrun's names, or no variables if no launcher started
     this process. Raises UsageError if the variables do not describe a rank, or if the nodes have different numbers of
     ranks."""
-    found = {name: environment[name] for name in TORCHRUN if name in environment}
+    described = {name: environment[name] for name in TORCHRUN if name in environment}
     if DEEPSPEED_LOCAL_SIZE in environment:
-        found.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])
-    if len(found) < len(TORCHRUN):
+        described.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])
+    if len(described) < len(TORCHRUN):
         # The shell of salloc is a step with one task, so only a step with several tasks is taken as a launcher.
         several = "SLURM_STEP_NUM_TASKS"
         if all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
             return _of_slurm(environment)
         return {}
-    rank, _, ranks, ranks_here = (whole_number(name, found[name], least) for name, least in TORCHRUN.items())
+    rank, _, ranks, ranks_here = (whole_number(name, described[name], least) for name, least in TORCHRUN.items())
     if rank >= ranks:
         raise UsageError(
             f"the environment variable RANK is {rank}, and WORLD_SIZE {ranks}: ranks count from 0; start them with "
@@ -55,7 +55,7 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     if port := environment.get("MASTER_PORT"):
         whole_number("MASTER_PORT", port, most=MOST_PORT)
     # Without NODE_RANK or torchrun's GROUP_RANK, Lightning treats every node as the first one.
-    return found | {"NODE_RANK": str(rank // ranks_here)}
+    return described | {"NODE_RANK": str(rank // ranks_here)}
 
 
 def whole_number(name: str, value: str, least: int = 0, most: int | None = None) -> int:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cifar_zero.build_model import on_meta
+from cifar_zero.build_model import create_meta_model
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.models import IMAGE_SHAPE
@@ -110,7 +110,7 @@ def measure(run: Run, computes: Computes) -> LinearFit:
     activation checkpointing finds no blocks."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
-    net = on_meta(run.recipe, run.num_classes)
+    net = create_meta_model(run.recipe, run.num_classes)
     if computes == "cast":
         net.bfloat16()
     with FAKE():

@@ -90,10 +90,10 @@ class Network:
 def network_of(run: Run) -> Network:
     """Returns the properties of a run's model, with its adapters and frozen weights. The model is built without values,
     on torch's meta device. Raises UsageError if --lora.target or --trainable matches nothing in the model."""
-    from cifar_zero.build_model import check_patterns, on_meta
+    from cifar_zero.build_model import check_patterns, create_meta_model
     from cifar_zero.models.moe import MixtureOfExperts
 
-    net = on_meta(run.recipe, run.num_classes)
+    net = create_meta_model(run.recipe, run.num_classes)
     ep_size = run.recipe.model.options.get("ep_size", 1)
     check_patterns(net, run.recipe.trainable, ep_size)
     experts: set[int] = set()

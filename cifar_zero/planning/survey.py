@@ -198,7 +198,7 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
         built_on_host=formulas.built_on_host(run, network),
     )
     try:
-        strategy_rules.check(run)
+        strategy_rules.check_strategy(run)
         if not room.elsewhere:
             rules.check_here(run)
     except UsageError as error:

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 
 from cifar_zero import models, strategies
-from cifar_zero.build_model import on_meta
+from cifar_zero.build_model import create_meta_model
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.mistakes import OWNED, check_plain_type
@@ -37,7 +36,7 @@ from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.callbacks.figures import TestFigures
 from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
-from cifar_zero.training.callbacks.throughput import ProgressBar, ProgressLines, Throughput, training_flops
+from cifar_zero.training.callbacks.throughput import ProgressLines, Throughput, training_flops
 from stepcheck.lightning import StepCheck
 
 LIGHTNING = Path(lightning.__file__).parent
@@ -68,7 +67,7 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
     Args:
         run: The resolved run.
         run_dir: The run folder on rank 0, into which the callbacks write. None on the other ranks.
-        callbacks: Callbacks that replace all of the run's callbacks. None for the run's callbacks.
+        callbacks: Replace all of the run's callbacks, unless None.
     """
     recipe, placement = run.recipe, run.placement
     precision = placement.precision
@@ -97,7 +96,7 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
         "plugins": plugins,
         "use_distributed_sampler": False,  # the loaders shard by themselves
         "log_every_n_steps": run.output.log_interval,
-        "enable_progress_bar": callbacks is None and sys.stdout.isatty(),
+        "enable_progress_bar": False,  # ProgressLines prints the same
     }
     if recipe.only_measures:
         steps = run.output.warmup_steps + recipe.bench_steps
@@ -107,7 +106,7 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
 
 def strategy_of(run: Run) -> Strategy | str:
     """Returns the strategy for the run's own model and optimizer, either as an object or by its name in Lightning."""
-    net = on_meta(run.recipe, run.num_classes)
+    net = create_meta_model(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
     return strategies.build(run.placement, sum(sizes), max(sizes), run)
 
@@ -130,11 +129,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     flops = training_flops(recipe, run.num_classes, run.micro_batch, run.data.image_size)
     # Throughput must come after the other callbacks. Otherwise it would count their work as waiting for data.
     throughput = Throughput(run, flops * run.placement.replicas * run.placement.accumulate)
-    made.append(throughput)
-    if sys.stdout.isatty():  # where Lightning draws its progress bar
-        made.append(ProgressBar(curves, throughput))
-    else:
-        made.append(ProgressLines(curves, throughput))
+    made += [throughput, ProgressLines(curves, throughput)]
     if run.on_cpu:
         made.append(CPUKernels(flops, run.placement.precision))
     if recipe.only_measures:

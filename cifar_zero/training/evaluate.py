@@ -21,7 +21,7 @@ from cifar_zero.core.usage import existing_file
 from cifar_zero.training import DATAMODULE, MODULE
 from cifar_zero.training.resolve import make_run, resolve_devices
 
-PLACES = ("data.root", "data.url", "data.cache")
+NOT_INHERITED = ("data.root", "data.url", "data.cache")
 """Options that are not taken from a checkpoint, because its author could name any server and any folder."""
 
 
@@ -67,19 +67,12 @@ def main() -> int:
 def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
     """Returns the run that tests a checkpoint: with the data options (except PLACES) and the recipe of the checkpoint,
     on one device, and with the default placement. Raises UsageError if the checkpoint has no recipe, or if the user
-    must name the folder of the images.
-
-    Args:
-        checkpoint: The checkpoint. Its recipe is read from its run folder, or from the checkpoint itself.
-        given: `cifar-zero train` flags. They override the checkpoint's data options and recipe, and also the default
-            placement.
-        content: The content of the checkpoint, if it has been read already.
-    """
+    must name the folder of the images. The flags `given` override all three. See `evaluate` for the arguments."""
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
     kept = {flag: value for flag, value in options.items() if flag.startswith("data.") or owner_of(flag) == "recipe"}
-    root, *_ = (kept.pop(flag, "") for flag in PLACES)
+    root, *_ = (kept.pop(flag, "") for flag in NOT_INHERITED)
     settings = command_line.settings_of_arguments(given, lambda _: kept)
     data = settings.data
     if data.source == "auto":  # which would test a model of CIFAR-10 on digits where CIFAR-10 is not available
@@ -99,9 +92,8 @@ def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None 
     """Tests a checkpoint, prints its test table and returns the test/* metrics of metrics.json.
 
     Args:
-        checkpoint: A checkpoint of any strategy.
-        given: `cifar-zero train` flags. They override the checkpoint's data options and recipe, and also the default
-            placement.
+        checkpoint: A checkpoint of any strategy. Its recipe is read from its run folder, or from the checkpoint itself.
+        given: Flags of `cifar-zero train`, which override the checkpoint's data options and recipe, and the placement.
         content: The content of the checkpoint, if it has been read already.
     """
     from cifar_zero.checkpoints.read import RECORD, read

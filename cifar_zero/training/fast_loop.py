@@ -175,14 +175,14 @@ class EpochLoop(_TrainingEpochLoop):
     def _implemented(self, name: str) -> list[Callable[..., Any]]:
         trainer: Any = self.trainer
         module = trainer.lightning_module
-        found: list[Callable[..., Any]] = [
+        hooks: list[Callable[..., Any]] = [
             partial(getattr(callback, name), trainer, module)
             for callback in trainer.callbacks
             if is_overridden(name, callback)
         ]
         if is_overridden(name, module):
-            found.append(getattr(module, name))
-        return found
+            hooks.append(getattr(module, name))
+        return hooks
 
 
 class FitLoop(_FitLoop):

@@ -57,15 +57,8 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
 
 
 def write_to(logger: Any, write: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Calls a function that writes to a logger. The first error of each logger is printed, and no error ends the
-    training.
-
-    Args:
-        logger: The logger.
-        write: The function.
-        arguments: Positional arguments of the function.
-        options: Keyword arguments of the function.
-    """
+    """Calls `write`, which writes to a logger, with the other arguments. Prints the first error of each logger. No
+    error ends the training."""
     write_once = partial(write, *arguments, **options)
     if getattr(logger, "has_failed", False):
         failure_of(write_once)

@@ -134,7 +134,7 @@ class SplitMetrics:
         return metrics
 
     def overall(self) -> dict[str, float]:
-        """Returns the metrics of the whole split by name. Every rank must call it.
+        """Returns the metrics of the full split by name. Every rank must call it.
 
         acc is the accuracy over all images. The other metrics of `per_class` become macro averages, which are means
         over the classes with images. The *_weighted metrics are means in which each class is weighted by its number of
@@ -156,13 +156,9 @@ class SplitMetrics:
         return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
-        """Returns the values to log, keyed by the tag of their curve. The tag is <split>/<metric> for the whole split,
-        and <split>/<metric>_class/<name> for each class that has images in the split. Every rank must call it.
-
-        Args:
-            split: val or test.
-            class_names: The name of each class, indexed by label.
-        """
+        """Returns the values to log, keyed by the tag of their curve. The tag is <split>/<metric> for the full split
+        (val or test), and <split>/<metric>_class/<name> for each class that has images in it. Every rank must call
+        it."""
         per_class = self.per_class()
         curves = ["acc"]  # metrics with a curve for each class
         if self.num_classes <= 30:

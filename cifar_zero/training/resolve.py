@@ -90,12 +90,12 @@ def resolve_devices(settings: Settings) -> Settings:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
     settings = with_accelerator(settings, gpus > 0, has_bfloat16)
     devices, num_nodes = settings.placement.devices, settings.placement.num_nodes
-    if place := rank_environment.variables():
-        devices = int(place["LOCAL_WORLD_SIZE"])
-        num_nodes, left = divmod(int(place["WORLD_SIZE"]), devices)
+    if launched := rank_environment.variables():
+        devices = int(launched["LOCAL_WORLD_SIZE"])
+        num_nodes, left = divmod(int(launched["WORLD_SIZE"]), devices)
         if left:
             raise UsageError(
-                f"the launcher started {place['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
+                f"the launcher started {launched['WORLD_SIZE']} ranks, {devices} of them on this node: start the "
                 "same number on each node"
             )
     elif devices == "auto":
@@ -149,12 +149,8 @@ def make_run(settings: Settings) -> Run:
 def with_checkpoint(run: Run, resume: str) -> Run:
     """Returns the run with the path of the checkpoint that it resumes, and with absolute paths of the weights and the
     delta from which it starts. A resumed run keeps the image source with which it began, even under --data.source auto.
-    Raises UsageError if the strategy cannot resume, or if the weights or the delta do not exist.
-
-    Args:
-        run: The run.
-        resume: Path of the checkpoint to resume, or an empty string for a new run.
-    """
+    Raises UsageError if the strategy cannot resume, or if the weights or the delta do not exist. `resume` is empty for
+    a new run."""
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))

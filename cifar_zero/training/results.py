@@ -17,7 +17,7 @@ from cifar_zero.core.hardware import git_commit, versions
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 
 IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Keys of metrics.json whose values are what is actually in effect in the run, such as the dtype of the computation."""
+"""Keys of metrics.json whose values the strategy determines, such as the dtype of the computation."""
 
 MEASURED = (
     *("dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),
@@ -107,12 +107,7 @@ def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
 
 
 def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
-    """Prints the results of a run, and the path of its run folder.
-
-    Args:
-        metrics: The content of metrics.json.
-        run_dir: The run folder, <out>/<name>/version_N.
-    """
+    """Prints the results of a run, from the content of its metrics.json, and the path of its run folder."""
     print_test_table(metrics)
     rows = [("trained", f"{metrics['model']} with {metrics['strategy']}, {metrics['precision']}")]
     if metrics["trained_parameters"] < metrics["parameters"]:

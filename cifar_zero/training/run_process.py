@@ -71,13 +71,8 @@ def start(
 
 def failure(log: Path, code: int) -> str:
     """Returns why a run failed: the text of the last line in its log that begins with `error:`. If there is no such
-    line, returns how the run ended and the last line of the log. With --debug, also prints the whole log to standard
-    error.
-
-    Args:
-        log: File with the output of the run.
-        code: Exit code of the run.
-    """
+    line, returns how the run ended (by its exit code) and the last line of the log. With --debug, also prints the full
+    log to standard error."""
     text = log.read_text(errors="replace")
     if exits.wants_traceback():
         sys.stderr.write(text)
@@ -92,8 +87,8 @@ def folders(out: Path, name: str) -> list[Path]:
     """Returns the run folders in `out` of all runs with this name, the newest last. Runs that fell back to the embedded
     digits are included."""
     names = (name, name + FALLBACK_SUFFIX)
-    found = [folder for each in names for folder in (out / each).glob("version_*")]
-    return sorted(found, key=lambda folder: int(folder.name.removeprefix("version_")))
+    run_folders = [folder for each in names for folder in (out / each).glob("version_*")]
+    return sorted(run_folders, key=lambda folder: int(folder.name.removeprefix("version_")))
 
 
 def _environment() -> dict[str, str]:

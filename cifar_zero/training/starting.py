@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from cifar_zero import data
-from cifar_zero.build_model import check_patterns, on_meta
+from cifar_zero.build_model import check_patterns, create_meta_model
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import RECORD, check_resumable, read
 from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of
@@ -30,13 +30,13 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_memory_bytes, memory_bytes
 from cifar_zero.launch import rank_environment
-from cifar_zero.launch.collectives import Place, by_rank_0, ranks_on_another_disk
+from cifar_zero.launch.collectives import RankInfo, by_rank_0, ranks_on_another_disk
 from cifar_zero.models import MODELS, External
 from cifar_zero.models.external import pretrained
 from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 
-def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
+def agree_on_checkpoint(run: Run, rank_infos: Sequence[RankInfo]) -> Run:
     """Returns the run with the path of the checkpoint that it resumes. On several nodes or under torchrun, rank 0
     chooses the checkpoint for all ranks. Otherwise `resolve` has already chosen it.
 
@@ -47,14 +47,14 @@ def agree_on_checkpoint(run: Run, places: Sequence[Place]) -> Run:
     if not rank_0_decides(run):
         return run
 
-    def found() -> str:
-        own = newest_of({place.agent for place in places}, run.output.out, run.run_name)
+    def choose() -> str:
+        own = newest_of({info.agent for info in rank_infos}, run.output.out, run.run_name)
         if own is None:
             return checkpoint_to_resume(run)
         say(f"torchrun has restarted the run: it resumes from {own}")
         return checkpoint_to_resume(run.changed(resume=str(own)))
 
-    return with_checkpoint(run, by_rank_0(found))
+    return with_checkpoint(run, by_rank_0(choose))
 
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
@@ -74,7 +74,7 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
         if record is not None:
             check_same_run(run, record["config"])
             check_classes(run.data, record, resume)
-        load_weights(on_meta(run.recipe, run.num_classes), net_weights(checkpoint), resume)
+        load_weights(create_meta_model(run.recipe, run.num_classes), net_weights(checkpoint), resume)
         return record and record["image_identity"]
 
     if run.output.resume:
@@ -98,7 +98,7 @@ def pretrained_weights(run: Run) -> Match | None:
     """Returns the weights from which the training starts, or None for fresh weights or a resumed run. Raises UsageError
     if the weights are damaged or belong to another model. Also raises UsageError if a pattern of --trainable or
     --lora.target matches nothing in the model."""
-    model = on_meta(run.recipe, run.num_classes)
+    model = create_meta_model(run.recipe, run.num_classes)
     _check_size(model, run)
     check_patterns(model, run.recipe.trainable, run.recipe.model.options.get("ep_size", 1))
     if run.output.resume:
@@ -113,7 +113,7 @@ def pretrained_weights(run: Run) -> Match | None:
         if not isinstance(entry, External) or not entry.weights:
             return None
         weights, source = by_rank_0(lambda: pretrained(entry)), entry.weights
-    return match(on_meta(replace(run.recipe, lora=LoRAConfig()), run.num_classes), weights, source)
+    return match(create_meta_model(replace(run.recipe, lora=LoRAConfig()), run.num_classes), weights, source)
 
 
 def _check_size(model: nn.Module, run: Run) -> None:
@@ -159,21 +159,16 @@ def open_run(run: Run, weights: Match | None) -> Path:
     return folder
 
 
-def record_places(run: Run, places: Sequence[Place], run_dir: Path | None) -> None:
-    """Writes the `Place` of each rank into the run folder, and checks that all nodes share the directory --out. If the
-    nodes do not share it, all ranks raise UsageError. Does nothing on one node without torchrun.
-
-    Args:
-        run: The resolved run.
-        places: The `Place` of each rank, in the order of the ranks.
-        run_dir: The run folder on rank 0; None on the other ranks.
-    """
+def record_ranks(run: Run, rank_infos: Sequence[RankInfo], run_dir: Path | None) -> None:
+    """Writes the `RankInfo` of each rank into the run folder. Raises UsageError on all ranks if the nodes do not share
+    the directory --out. Does nothing on one node without torchrun. `run_dir` is None on all
+    ranks but rank 0."""
     if not rank_0_decides(run):
         return
     if run_dir is not None:
-        write_json(run_dir / run_folder.RANKS, [asdict(place) for place in places])
-    if hosts := sorted({places[rank].host for rank in ranks_on_another_disk(run_dir)}):
+        write_json(run_dir / run_folder.RANKS, [asdict(info) for info in rank_infos])
+    if hosts := sorted({rank_infos[rank].host for rank in ranks_on_another_disk(run_dir)}):
         raise UsageError(
-            f"--out {run.output.out} is not the same directory on {places[0].host} and {', '.join(hosts)}: name a "
+            f"--out {run.output.out} is not the same directory on {rank_infos[0].host} and {', '.join(hosts)}: name a "
             "directory that all nodes share"
         )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from cifar_zero import models
-from cifar_zero.build_model import build
+from cifar_zero.build_model import create_model
 from cifar_zero.checkpoints.read import RECORD
 from cifar_zero.checkpoints.weights import apply_delta, read_plain
 from cifar_zero.config import command_line
@@ -35,7 +35,7 @@ def base(tmp_path: Path) -> Path:
 def checkpoint(base: Path, small_data: list[str], tmp_path: Path) -> Path:
     """Returns a checkpoint of a run that started from the base, with made-up weights."""
     config = command_line.parse([*small_data, *FLAGS, "--weights", str(base)])
-    net = build(config.recipe, 10)
+    net = create_model(config.recipe, 10)
     net.load_state_dict(torch.load(base), strict=False)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -74,15 +74,15 @@ def test_the_programs_read_a_delta(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    images, adapted = torch.rand(3, 3, 32, 32), build(command_line.parse(FLAGS).recipe, 10).eval()
+    images, adapted = torch.rand(3, 3, 32, 32), create_model(command_line.parse(FLAGS).recipe, 10).eval()
     read_weights(adapted, checkpoint)
-    expected = formats.load(str(checkpoint)).scores(images)
+    expected = formats.load_classifier(str(checkpoint)).scores(images)
     torch.testing.assert_close(expected, adapted(images))  # the adapters are merged into the weights
-    assert torch.equal(formats.load(str(base), delta=str(delta)).scores(images), expected)
+    assert torch.equal(formats.load_classifier(str(base), delta=str(delta)).scores(images), expected)
     whole = tmp_path / "whole.safetensors"
     assert run(export, monkeypatch, base, "--delta", delta, "--to", "safetensors", "--output", whole) == 0
     assert load_file(whole).keys() == torch.load(base).keys()  # no adapters: a plain model
-    assert torch.equal(formats.load(str(whole)).scores(images), expected)
+    assert torch.equal(formats.load_classifier(str(whole)).scores(images), expected)
     tables = []
     for arguments in ([checkpoint], [base, "--delta", delta]):
         capsys.readouterr()

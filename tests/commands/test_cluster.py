@@ -76,13 +76,13 @@ def ended_by_slurm(folder: Path, run: Path, flags: list[str], data: str, **more:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    places = {"RUNS": str(folder / "runs"), "DATA": data, "PYTHON": sys.executable}
-    places |= {"REQUESTS": str(folder / "requests"), "SRUN_FLAGS": str(folder / "flags.json")}
-    places |= {"PATH": f"{folder}:{os.environ['PATH']}"}
+    variables = {"RUNS": str(folder / "runs"), "DATA": data, "PYTHON": sys.executable}
+    variables |= {"REQUESTS": str(folder / "requests"), "SRUN_FLAGS": str(folder / "flags.json")}
+    variables |= {"PATH": f"{folder}:{os.environ['PATH']}"}
     job = subprocess.Popen(
         ["bash", str(FOLDER / "slurm.sbatch"), *flags],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **JOB, **places, **more},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **JOB, **variables, **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -140,13 +140,17 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert program == "torchrun"
-    given = parse_args(flags)
-    assert (given.nnodes.split(":")[-1], given.nproc_per_node, given.training_script) == ("2", "8", "train.py")
+    options = parse_args(flags)
+    assert (
+        options.nnodes.split(":")[-1],
+        options.nproc_per_node,
+        options.training_script,
+    ) == ("2", "8", "train.py")
     (container,) = pod["containers"]
-    assert int(given.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     mounts = container["volumeMounts"]
     assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}
-    config = command_line.parse(given.training_script_args)
+    config = command_line.parse(options.training_script_args)
     assert {config.data.root, config.output.out} <= {mount["mountPath"] for mount in mounts}
     # The pods start again together, and resume.
     assert (config.output.resume, config.output.name) == ("auto", job["metadata"]["name"])

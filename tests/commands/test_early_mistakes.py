@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
-import pytest
+from tests.support.helpers import ROOT, assert_ok, run_program
 
-from tests.support.helpers import ROOT, run_program
-
-OWN = ROOT / "tests" / "users_code" / "own_code.py"
 FILES = {
     "typo.json": '{"zero_optimisation": {"stage": 2}}',
-    "old.py": "import torch",
     "last.ckpt": "",
     "cat.png": "",
+    **{
+        f"{library}.py": f"raise SystemExit('{library} was imported')"
+        for library in ("torch", "lightning", "deepspeed")
+    },
 }
 
+MESSAGES = {
+    "compare --module own.py:X --devices 2": "--module is now: stepcheck module FILE.py:MODULE",
+    "compare --strategies baseline typo.json": "did you mean zero_optimization?",
+    "train --ds_config typo.json": "did you mean zero_optimization?",
+    "train --weights nowhere": "nowhere does not exist",
+    "evaluate last.ckpt --delta nowhere": "--delta nowhere does not exist",
+    "export last.ckpt --to safetensors --delta nowhere": "--delta nowhere does not exist",
+    "predict last.ckpt nowhere.png": "nowhere.png does not exist",
+    "predict nowhere.ckpt cat.png": "nowhere.ckpt does not exist",
+}
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("compare --module own.py:X --devices 2", "--module is now: stepcheck module FILE.py:MODULE"),
-        ("compare --strategies baseline typo.json", "did you mean zero_optimization?"),
-        ("train --ds_config typo.json", "did you mean zero_optimization?"),
-        ("train --weights nowhere", "nowhere does not exist"),
-        ("evaluate last.ckpt --delta nowhere", "--delta nowhere does not exist"),
-        ("export last.ckpt --to safetensors --delta nowhere", "--delta nowhere does not exist"),
-        ("predict last.ckpt nowhere.png", "nowhere.png does not exist"),
-        ("predict nowhere.ckpt cat.png", "nowhere.ckpt does not exist"),
-    ],
-)
-def test_it_is_found_before_the_libraries_are_imported(command: str, message: str, tmp_path: Path):
+PROGRAM = """
+import contextlib, importlib, io, json, sys
+from cifar_zero.__main__ import COMMANDS
+from cifar_zero.core import exits
+results = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = words
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = exits.guarded(lambda: importlib.import_module(COMMANDS[words[0]]).main())
+    results.append((code, errors.getvalue()))
+print(json.dumps(results))
+"""
+
+
+def test_they_are_found_before_the_libraries_are_imported(tmp_path: Path):
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
-    for library in ("torch", "lightning", "deepspeed"):
-        (tmp_path / f"{library}.py").write_text(f"raise SystemExit('{library} was imported')")
-    done = run_program(*command.split(), cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, fresh=True)
-    assert message in done.stderr
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    commands = json.dumps([shlex.split(line) for line in MESSAGES])
+    done = run_program("-c", PROGRAM, commands, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, fresh=True)
+    assert_ok(done)
+    for (line, message), (code, said) in zip(MESSAGES.items(), json.loads(done.stdout), strict=True):
+        assert (code, said.count("\n"), message in said) == (2, 1, True), f"{line}: {said}"
     assert not (tmp_path / "comparisons").exists()

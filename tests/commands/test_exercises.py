@@ -16,7 +16,7 @@ from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all
 sys.path.append(str(ROOT / "docs" / "course"))  # its new processes import it by this name too
 exercises = importlib.import_module("exercises")
 
-RIGHT, WRONG = (str(ROOT / place) for place in ("docs/course/solutions.py", "tests/commands/answers_wrong.py"))
+RIGHT, WRONG = (str(ROOT / path) for path in ("docs/course/solutions.py", "tests/commands/answers_wrong.py"))
 
 EXPECTED = {
     1: "the gradient of bias is off by 80 %, 0.2 times the right one",

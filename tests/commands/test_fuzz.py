@@ -61,11 +61,11 @@ def run_code(file: Path, rng: random.Random, proof: Path) -> None:
         file.write_bytes(pickle.dumps(Evil(proof)))
 
 
-def take_anothers_place(file: Path, rng: random.Random, proof: Path) -> None:
+def replace_with_another(file: Path, rng: random.Random, proof: Path) -> None:
     torch.save({"state_dict": {"net.weight": torch.ones(3)}, "global_step": 1}, file)
 
 
-DAMAGES = [truncate, flip, flip, remove, fill_with_noise, run_code, take_anothers_place]
+DAMAGES = [truncate, flip, flip, remove, fill_with_noise, run_code, replace_with_another]
 
 
 def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Callable[[Any], bool]) -> int:
@@ -88,13 +88,13 @@ def fuzz(original: Path, tmp_path: Path, read: Callable[[Path], Any], same: Call
         damage(target, rng, proof)
         case = f"{number}: {damage.__name__} {target.name}"
         try:
-            found = read(copy)
+            result = read(copy)
         except Exception as error:
             if not isinstance(error, (UsageError, RunError)) or "\n" in str(error):
                 raise AssertionError(case) from error
             refused += 1
         else:
-            assert same(found), case
+            assert same(result), case
         assert not proof.exists(), case
         shutil.rmtree(copy.parent)
     return refused
@@ -110,10 +110,10 @@ def test_checkpoints(strategy: str, devices: int, small_data: list[str], tmp_pat
     train_all({tmp_path / "out": [*small_data, *flags, "--max_steps", "4", "--trainer.limit_test_batches", "1"]})
     checkpoint = run_folder_of(tmp_path / "out") / "checkpoints" / "last.ckpt"
     net = models.build("net", 10)
-    whole = read_weights(net, checkpoint)
+    original = read_weights(net, checkpoint)
 
-    def same(found: Any) -> bool:
-        return all(torch.equal(found[key], whole[key]) for key in whole)
+    def same(result: Any) -> bool:
+        return all(torch.equal(result[key], original[key]) for key in original)
 
     assert fuzz(checkpoint, tmp_path, lambda path: read_weights(net, path), same) > MUTATIONS / 3
 
@@ -127,15 +127,15 @@ def test_caches(tmp_path: Path):
         config = DataConfig(source="synthetic", synthetic_size=640, root=str(tmp_path), cache=str(path.parent))
         return data.load(config, data.prepare(config))
 
-    whole = read(cache)
+    original = read(cache)
     assert (cache / "meta.json").exists()
-    assert fuzz(cache, tmp_path, read, lambda found: (found.train_labels == whole.train_labels).all()) == 0
+    assert fuzz(cache, tmp_path, read, lambda result: (result.train_labels == original.train_labels).all()) == 0
 
 
 def test_recipes(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(command_line.dump(command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])))
-    fuzz(recipe, tmp_path, lambda path: command_line.parse(["--config", str(path)]), lambda found: True)
+    fuzz(recipe, tmp_path, lambda path: command_line.parse(["--config", str(path)]), lambda result: True)
 
 
 def test_an_unknown_command_is_named():
@@ -180,6 +180,10 @@ WRONG = {
     "train --out file": "--out file: file/net-baseline cannot be written (Not a directory)",
     "train --data.source folder --data.root file": "cannot read file/train: Not a directory",
     "train --data.cache file/below": "Not a directory: file/below; fix this, or choose another directory with",
+    "doctor memroy": "unknown check memroy: did you mean memory?",
+    "doctor --ranks 0": "--ranks must be at least 1",
+    "doctor --nodes": "torchrun --nnodes N --nproc_per_node M --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m cifar",
+    "doctor --nodes memory": "--nodes cannot be combined with the name of a check",
     "evaluate good --devices 2": "--devices 2: evaluate computes on one device: leave it out",
     "evaluate good --trainer.limit_test_batches 1": "--trainer.limit_test_batches has no effect on evaluate: ",
     'compare --strategies baseline ddp --launcher "\'"': "--launcher ': no closing quotation",

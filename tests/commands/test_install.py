@@ -45,7 +45,7 @@ print(*(module.__file__ for module in (cifar_module, datamodule, cifar_zero.comp
 """
 
 
-@pytest.mark.slow
+@of_test_all
 def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Path):
     # Without --ignore-installed pip would first uninstall the clone's own cifar-zero.
     command = [*PIP, "install", *ALONE, "--ignore-installed", "--no-build-isolation"]

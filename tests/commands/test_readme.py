@@ -264,9 +264,9 @@ def test_cells_of_the_notebook(tmp_path: Path):
     book = json.loads((ROOT / "docs" / "course" / "tour.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
     start = "import subprocess, sys; subprocess.run([sys.executable, *{}], check=True)"
-    for place, cell in enumerate(cells):
+    for number, cell in enumerate(cells):
         if cell.startswith("!{sys.executable}"):
-            cells[place] = start.format(shlex.split(cell.replace("\\\n", ""))[1:])
+            cells[number] = start.format(shlex.split(cell.replace("\\\n", ""))[1:])
     (tmp_path / "script.py").write_text("\n".join(["import sys", "sys.ps1 = '>>> '", *cells]))
     done = run_program("script.py", cwd=tmp_path)
     assert_ok(done)

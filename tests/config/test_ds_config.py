@@ -77,8 +77,8 @@ def test_auto_leaves_a_value_to_the_flags(tmp_path: Path):
     ],
 )
 def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: dict[str, Any], tmp_path: Path):
-    found = ds_config.flat(parsed(tmp_path, content, flags))
-    assert {option: found[option] for option in expected} == expected
+    options = ds_config.flat(parsed(tmp_path, content, flags))
+    assert {option: options[option] for option in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_a_resumed_run_keeps_its_recipe():
             continue
         with pytest.raises(UsageError, match=f"its run has --{option} "):
             check_same_run(now, before)
-    allowed = {option: other(value) for option, value in EVERY.items() if may_change_on_resume(option)}
-    check_same_run(now, {**EVERY, **allowed, "data.source": "auto"})
+    changed = {option: other(value) for option, value in EVERY.items() if may_change_on_resume(option)}
+    check_same_run(now, {**EVERY, **changed, "data.source": "auto"})
 
 
 TUPLE_AND_KEYS = """

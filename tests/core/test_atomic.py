@@ -47,9 +47,9 @@ def test_a_killed_writer_leaves_a_whole_checkpoint_that_is_found(tmp_path: Path)
             time.sleep(0.013 * kill)  # so that each kill comes at another moment
             writer.kill()
         atomic.recover(tmp_path)
-        found = run_folder.find_checkpoint(str(tmp_path))
-        assert found == tmp_path / "last.ckpt"
-        numbers = {(found / name).read_text() for name in ("checkpoint/one", "checkpoint/two", "latest")}
+        checkpoint = run_folder.find_checkpoint(str(tmp_path))
+        assert checkpoint == tmp_path / "last.ckpt"
+        numbers = {(checkpoint / name).read_text() for name in ("checkpoint/one", "checkpoint/two", "latest")}
         assert len(numbers) == 1
         newest = max(newest, int(numbers.pop()))
     assert newest > 0

@@ -80,9 +80,9 @@ def build_with(programs: list[str], path: Path, patch: Patch) -> None:
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 
     for program in programs:
-        found = shutil.which(program)
-        assert found is not None
-        (path / program).symlink_to(found)
+        path_of_program = shutil.which(program)
+        assert path_of_program is not None
+        (path / program).symlink_to(path_of_program)
     for name in ("PATH", "TORCH_EXTENSIONS_DIR"):
         patch.setenv(name, str(path))
     patch.delenv("CXX", raising=False)

@@ -49,7 +49,7 @@ def test_every_command_sees_the_images_that_were_trained_on(tmp_path: Path):
     assert f" all   │ {100 * accuracy:>16.2f}% " in done.stdout
     formats.export(checkpoint, export, "safetensors")
     for path in (folder, export):
-        for number, (_, found) in enumerate(predict.predict(formats.load(str(path)), files, 2)):
+        for number, (_, found) in enumerate(predict.predict(formats.load_classifier(str(path)), files, 2)):
             assert not isinstance(found, UsageError)
             best = expected[number].topk(2)
             assert [name for name, _ in found] == [("dark", "light")[label] for label in best.indices]

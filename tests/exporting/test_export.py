@@ -82,9 +82,9 @@ def test_an_export_has_the_scores_of_the_model(
     for to, tolerance in TOLERANCES.items():
         output = tmp_path / f"net.{to}"
         formats.export(tmp_path / "net.ckpt", output, to)
-        scores = formats.load(str(output)).scores
-        for found, wanted in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
-            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        scores = formats.load_classifier(str(output)).scores
+        for actual, reference in ((scores(images), expected), (scores(images[:1]), net(images[:1]))):
+            torch.testing.assert_close(actual, reference, rtol=tolerance, atol=tolerance)
 
 
 def test_an_export_with_other_scores_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

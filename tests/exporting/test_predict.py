@@ -46,8 +46,8 @@ def test_a_folder_by_a_checkpoint_and_its_export(tmp_path: Path):
         for line in lines:
             number = int(Path(line["file"]).stem)
             assert [each["class"] for each in line["predictions"]] == [CLASSES[label] for label in labels[number]]
-            found = [each["probability"] for each in line["predictions"]]
-            assert found == pytest.approx(probabilities[number].tolist(), abs=1e-5)
+            actual = [each["probability"] for each in line["predictions"]]
+            assert actual == pytest.approx(probabilities[number].tolist(), abs=1e-5)
 
 
 def test_names_forge_no_line(tmp_path: Path):

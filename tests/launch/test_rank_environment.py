@@ -19,18 +19,20 @@ SRUN = {
 }
 
 
-def test_the_variables_of_torchrun_are_kept():
-    set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert rank_environment.variables({**set_by_it, "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) == {
-        **set_by_it,
-        "NODE_RANK": "1",  # Lightning takes 0 where neither this nor GROUP_RANK is set
-    }
+LAUNCHED = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 
 
-def test_the_variables_of_deepspeed_are_renamed():
-    set_by_it = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "CROSS_RANK": "1"}
-    found = rank_environment.variables({**set_by_it, "CROSS_SIZE": "2"})
-    assert (found["RANK"], found["LOCAL_WORLD_SIZE"], found["NODE_RANK"]) == ("3", "2", "1")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"LOCAL_WORLD_SIZE": "2", "HOME": "/", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},  # of torchrun
+        {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"},  # of DeepSpeed's launcher
+    ],
+)
+def test_each_launcher_gives_the_same_variables(more: dict[str, str]):
+    """Lightning takes NODE_RANK for 0 where neither this nor GROUP_RANK is set."""
+    expected = {**LAUNCHED, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
+    assert rank_environment.variables({**LAUNCHED, **more}) == expected
 
 
 def test_the_variables_of_slurm_are_converted():
@@ -71,9 +73,9 @@ def test_slurm_nodes_with_different_numbers_of_tasks_are_refused(more: dict[str,
     ],
 )
 def test_variables_that_are_not_the_place_of_a_rank_are_refused(wrong: dict[str, str], message: str):
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with pytest.raises(UsageError, match=message):
-        rank_environment.variables({**place, **wrong})
+        rank_environment.variables({**variables, **wrong})
 
 
 def test_a_process_without_a_launcher_is_not_a_rank():

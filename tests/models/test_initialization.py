@@ -32,7 +32,7 @@ def test_variances_are_those_of_the_papers(scheme: str):
 
 def test_the_seed_decides_the_initial_weights():
     def start(seed: int) -> torch.Tensor:
-        net: Any = build_model.build(Recipe(model=Choice("mlp"), init="he", seed=seed), 10)
+        net: Any = build_model.create_model(Recipe(model=Choice("mlp"), init="he", seed=seed), 10)
         return net[1].weight
 
     assert torch.equal(start(seed=0), start(seed=0))
@@ -57,6 +57,6 @@ class Draws(TorchDispatchMode):
 def test_weights_on_a_gpu_are_those_of_a_cpu(model: str, scheme: str):
     """Baseline, DDP and ZeRO build the model on the GPU. fsdp2 and a machine without a GPU build it on the CPU."""
     with FakeTensorMode(), Draws() as draws, torch.device("cuda"):
-        net = build_model.build(Recipe(model=Choice(model), init=cast(Any, scheme), lora=LoRAConfig(rank=2)), 10)
+        net = build_model.create_model(Recipe(model=Choice(model), init=cast(Any, scheme), lora=LoRAConfig(rank=2)), 10)
     assert {parameter.device.type for parameter in net.parameters()} == {"cuda"}
     assert draws.devices == {torch.device("cpu")}

@@ -51,7 +51,7 @@ def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
         assert torch.equal(found[name], value) != name.startswith(("fc.", "conv5.1.")), name
     (file,) = (tmp_path / "torch").rglob("*.pth")
     file.unlink()
-    assert len(formats.load(str(folder)).classes) == 10
+    assert len(formats.load_classifier(str(folder)).classes) == 10
     config = command_line.parse(["--config", str(folder / "config.yaml"), "--resume", str(folder)])
     assert starting.pretrained_weights(resolve(config)) is None
     with pytest.raises(UsageError) as error:

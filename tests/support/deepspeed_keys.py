@@ -33,20 +33,20 @@ class Section(dict[str, Any]):
 
     def __init__(self, content: Keys):
         super().__init__({ITSELF: self, "enabled": True, **content})  # some sections are read only if enabled
-        self.found: set[str] = set()  # the keys that were read
+        self.keys_read: set[str] = set()  # the keys that were read
         self.takes_all = False  # whether the section was copied or its entries were listed
         self.model: type[BaseModel] | None = None  # the pydantic model to which it was unpacked: f(**section)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.found.add(key)
+        self.keys_read.add(key)
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        self.found.add(key)
+        self.keys_read.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self.found.add(str(key))
+        self.keys_read.add(str(key))
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[str]:
@@ -87,7 +87,7 @@ def read_by_deepspeed(path: Sequence[str] = ()) -> Keys | None:
         deepspeed.DeepSpeedConfig(root)
     if section.model is not None:
         return fields_of(section.model)
-    keys = section.found - {ITSELF}
+    keys = section.keys_read - {ITSELF}
     if not path:
         return {key: read_by_deepspeed([key]) for key in sorted(keys - {*REMOVED})} | IN_GROUPS
     if section.takes_all or not keys or path[-1] == PASSED_ON:
@@ -97,12 +97,12 @@ def read_by_deepspeed(path: Sequence[str] = ()) -> Keys | None:
 
 def fields_of(model: type[BaseModel]) -> Keys:
     """Returns the names and aliases of a pydantic model's fields, with the fields of inner models."""
-    found: Keys = {}
+    fields: Keys = {}
     for name, field in model.model_fields.items():
         kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
         inner = next((fields_of(kind) for kind in kinds if issubclass(kind, BaseModel)), None)
-        found |= dict.fromkeys(filter(None, (name, field.alias)), inner)
-    return dict(sorted(found.items()))
+        fields |= dict.fromkeys(filter(None, (name, field.alias)), inner)
+    return dict(sorted(fields.items()))
 
 
 if __name__ == "__main__":

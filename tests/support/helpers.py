@@ -28,7 +28,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_zero.__main__ import COMMANDS
-from cifar_zero.build_model import on_meta
+from cifar_zero.build_model import create_meta_model
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import load_weights, net_weights
 from cifar_zero.config import command_line
@@ -331,7 +331,7 @@ def losses(out: Path) -> dict[int, float]:
 
 def parameter_count(model: Choice, num_classes: int) -> int:
     """Returns the number of parameters of a model, in elements."""
-    return sum(parameter.numel() for parameter in on_meta(Recipe(model=model), num_classes).parameters())
+    return sum(parameter.numel() for parameter in create_meta_model(Recipe(model=model), num_classes).parameters())
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

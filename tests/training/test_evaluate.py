@@ -26,8 +26,8 @@ def test_the_server_and_the_folders_of_a_checkpoint_are_not_used(
 ):
     """With auto, a model of CIFAR-10 would be tested on digits where CIFAR-10 is not available."""
     root, cache = f"{tmp_path}/root", f"{tmp_path}/cache"
-    places = ["--data.url", "http://127.0.0.1:9/a", "--data.cache", cache, "--data.root", root]
-    checkpoint = checkpoint_of(tmp_path / "run", "--data.source", source, *places)
+    locations = ["--data.url", "http://127.0.0.1:9/a", "--data.cache", cache, "--data.root", root]
+    checkpoint = checkpoint_of(tmp_path / "run", "--data.source", source, *locations)
     data = run_of(checkpoint, read_arguments(["--accelerator", "cpu"])).data
     assert (data.url, data.cache, data.root) == (DataConfig.url, DataConfig.cache, DataConfig.root)
     assert data.source == tested

@@ -63,16 +63,16 @@ def test_hooks_counters_logs_and_weights_equal_those_of_lightnings_loop(strategy
         config = make_settings(strategy=strategy, accumulate=2, gradient_clip_val=0.5, log_interval=2, **OPTIONS)
         recorders[fast] = Recorder()
         runs[fast] = fit(config.changed(fast_loop=fast), COUNT, recorders[fast], module_class=Logging)
-    ours, theirs = runs[True], runs[False]
-    assert ours.trainer.fit_loop.epoch_loop._is_fast
-    assert not isinstance(theirs.trainer.fit_loop.epoch_loop, fast_loop.EpochLoop)
+    fast_run, lightning_run = runs[True], runs[False]
+    assert fast_run.trainer.fit_loop.epoch_loop._is_fast
+    assert not isinstance(lightning_run.trainer.fit_loop.epoch_loop, fast_loop.EpochLoop)
     assert recorders[True].seen == recorders[False].seen
     assert {name for name, *_ in recorders[True].seen} >= set(fast_loop.HOOKS)
     for tag in ("own/loss_step", "own/loss_epoch", "own/grad", "val/loss"):
-        assert ours.points(tag) == theirs.points(tag), tag
-    assert ours.trainer.callback_metrics.keys() == theirs.trainer.callback_metrics.keys()
-    assert ours.trainer.fit_loop.state_dict() == theirs.trainer.fit_loop.state_dict()
-    for one, other in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+        assert fast_run.points(tag) == lightning_run.points(tag), tag
+    assert fast_run.trainer.callback_metrics.keys() == lightning_run.trainer.callback_metrics.keys()
+    assert fast_run.trainer.fit_loop.state_dict() == lightning_run.trainer.fit_loop.state_dict()
+    for one, other in zip(fast_run.module.parameters(), lightning_run.module.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -93,9 +93,9 @@ def test_a_run_with_max_steps_resumes_after_an_epoch(fit: Callable[..., Any], tm
     """Lightning's own loop counts that epoch twice (Lightning issue 19617)."""
     each_epoch = ModelCheckpoint(tmp_path / "saved", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     config = make_settings(max_steps=8, **OPTIONS)
-    whole = fit(config, COUNT, each_epoch, enable_checkpointing=True)
+    uninterrupted = fit(config, COUNT, each_epoch, enable_checkpointing=True)
     resumed = fit(config, COUNT, ckpt_path=tmp_path / "saved" / "epoch=0.ckpt")
-    for run in (whole, resumed):
+    for run in (uninterrupted, resumed):
         assert (run.trainer.global_step, run.trainer.current_epoch) == (8, 2)
-    for one, other in zip(whole.module.parameters(), resumed.module.parameters(), strict=True):
+    for one, other in zip(uninterrupted.module.parameters(), resumed.module.parameters(), strict=True):
         assert torch.equal(one, other)

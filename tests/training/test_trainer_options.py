@@ -15,6 +15,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
+from stepcheck.lightning.plain_data import load_value
 
 OPTIONS = sorted(inspect.signature(Trainer.__init__).parameters.keys() - {"self", *OWNED})
 
@@ -43,9 +44,10 @@ def test_an_option_that_the_program_sets_has_one_owner(flags: list[str], resolve
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
     said: list[str] = []
+    plain = resolved()
     for value in VALUES:
+        run = plain.changed(trainer={option: load_value(value)})
         try:
-            run = resolved(f"--trainer.{option}", value)
             build.check_trainer_options(run)
             build.trainer(run, None, callbacks=[])
         except UsageError as error:
@@ -57,6 +59,7 @@ def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--trainer.no_such_option 1", "--trainer.no_such_option is not an option of Lightning's Trainer"),
         ("--trainer.profiler 5", "--trainer.profiler: expected str, not 5"),
         ("--trainer.max_time 5", "--trainer.max_time: expected str or dict, not 5"),
         ("--trainer.limit_train_batches 0", "--trainer.limit_train_batches must be above 0, not 0"),

@@ -213,9 +213,9 @@ def average_statistics(module: LightningModule) -> None:
 def averaged_tensors(module: LightningModule) -> dict[str, Any]:
     """Returns the tensors of the model that are averaged, by name. These are the trained parameters, and all
     floating-point buffers except the buffers of frozen batch norms."""
-    found: dict[str, Any] = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    tensors: dict[str, Any] = {name: each for name, each in module.named_parameters() if each.requires_grad}
     fixed = {buffer for norm in frozen_batch_norms(module) for buffer in norm.buffers()}
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point() and buffer not in fixed:
-            found[name] = buffer
-    return found
+            tensors[name] = buffer
+    return tensors

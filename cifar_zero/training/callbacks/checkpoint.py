@@ -105,13 +105,8 @@ class LastCheckpoint(Checkpoint):
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
     """Converts the counts of micro-batches in a checkpoint for a run that resumes with another --accumulate.
-    Checkpoints are saved between optimizer steps, so the counts divide evenly.
-
-    Args:
-        fit_loop: State of the fit loop in the checkpoint, which is changed in place.
-        before: --accumulate of the run that saved the checkpoint.
-        now: --accumulate of the resumed run.
-    """
+    Checkpoints are saved between optimizer steps, so the counts divide evenly. The state `fit_loop` is changed in
+    place."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         in_hand = progress["processed"] - progress["completed"]  # 1 if a hook saved at the end of a batch
         for key in ("ready", "started", "processed"):

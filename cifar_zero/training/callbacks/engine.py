@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from cifar_zero.build_model import on_meta
+from cifar_zero.build_model import create_meta_model
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core.atomic import attempt
 from cifar_zero.core.hardware import cpu_name
@@ -38,7 +38,7 @@ class EngineInfo(IntervalCallback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Counts all parameters and the trained parameters of the unsharded model, and records the device."""
         parameters = trained = 0
-        for parameter in on_meta(pl_module.settings.recipe, pl_module.num_classes).parameters():
+        for parameter in create_meta_model(pl_module.settings.recipe, pl_module.num_classes).parameters():
             parameters += parameter.numel()
             if parameter.requires_grad:
                 trained += parameter.numel()

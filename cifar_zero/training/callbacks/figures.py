@@ -76,10 +76,10 @@ def surest_mistakes(scores: Tensor, images: Tensor, labels: Tensor) -> Mistakes:
     return merge([(confidence[wrong], images[wrong], labels[wrong], predicted[wrong])])
 
 
-def merge(found: list[Mistakes]) -> Mistakes:
+def merge(groups: list[Mistakes]) -> Mistakes:
     """Merges several groups of mistakes, and returns the most confident mistakes among them, at most as many as a
     figure shows."""
-    confidence, images, true, predicted = (torch.cat(parts) for parts in zip(*found, strict=True))
+    confidence, images, true, predicted = (torch.cat(parts) for parts in zip(*groups, strict=True))
     surest = confidence.argsort(descending=True, stable=True)[:SHOWN]
     return confidence[surest], images[surest], true[surest], predicted[surest]
 

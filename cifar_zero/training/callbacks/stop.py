@@ -49,10 +49,10 @@ class Interrupt(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Installs the signal handlers that record a request to stop."""
         self._exchange_step, self._exchanged = trainer.global_step, time.monotonic()
-        wanted = [*exits.SIGNALS]
+        signals = [*exits.SIGNALS]
         if "SLURM_JOB_ID" in os.environ:
-            wanted.append(SLURM_REQUEUE)
-        for number in wanted:
+            signals.append(SLURM_REQUEUE)
+        for number in signals:
             if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
                 self._previous[number] = signal.signal(number, self._request)
         self.has_started = True
@@ -116,13 +116,8 @@ def keep_handlers(trainer: Trainer) -> None:
 def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]:
     """Context manager for `fit` and everything that follows it in a run. If a signal raises Stopped, adds to the
     exception's message whether the run was saved and how to resume it. Raises RunError instead if the checkpoint could
-    not be written. To an exception that is not the run's own, adds a note on how to resume the run.
-
-    Args:
-        trainer: The Trainer of the run.
-        run: The resolved run.
-        run_dir: The run folder on rank 0; None on the other ranks, which add no message.
-    """
+    not be written. To an exception that is not the run's own, adds a note on how to resume the run. `run_dir` is None
+    on all ranks but rank 0, and those add no message."""
     try:
         yield
     except Stopped as stop:

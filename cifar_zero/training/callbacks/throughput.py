@@ -20,9 +20,8 @@ import psutil
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
 
-from cifar_zero.build_model import build, on_meta
+from cifar_zero.build_model import create_meta_model, create_model
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import Settings
 from cifar_zero.core import exits
@@ -125,14 +124,9 @@ class Throughput(IntervalCallback):
         return time.perf_counter()
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        """Returns the perf/* metrics of a number of optimizer steps. Tokens per second are included only for
-        transformers, and the MFU only if `peak_flops` is known.
-
-        Args:
-            seconds: Time that the steps took.
-            data_seconds: Part of this time that was spent waiting for data.
-            steps: The number of optimizer steps.
-        """
+        """Returns the perf/* metrics of a number of optimizer steps. `data_seconds` is the part of their time that was
+        spent waiting for data. Tokens per second are included only for transformers, and the MFU only if `peak_flops`
+        is known."""
         images_per_second = self._config.recipe.batch_size * steps / seconds
         flops_per_second = self._flops_per_step * steps / seconds
         rates = {
@@ -160,25 +154,6 @@ FORMATS = {
 """Format of each part of a progress line, keyed by the tag of the curve whose value it shows."""
 
 
-class ProgressBar(TQDMProgressBar):
-    """Extends Lightning's progress bar of an epoch. The bar also shows the loss at the last point of the training
-    curves, the accuracy in the last validation, and the remaining training time."""
-
-    def __init__(self, curves: TrainingCurves, throughput: Throughput):
-        super().__init__(refresh_rate=20)  # drawing the bar takes as long as a step of a small model
-        self._curves, self._throughput = curves, throughput
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        shown: dict[str, Any] = {}
-        if self._curves.newest:
-            shown["loss"] = f"{self._curves.newest['train/loss']:.3f}"
-        if "val/acc" in trainer.callback_metrics:
-            shown["val/acc"] = f"{trainer.callback_metrics['val/acc']:.2%}"
-        if left := time_left(trainer, self._throughput):
-            shown["training"] = left
-        return shown
-
-
 class ProgressLines(IntervalCallback):
     """Prints each point of the curves as a line on rank 0, in the format of DeepSpeedExamples
     (training/DeepSpeed-SuperOffload/finetune_zero3.py). The callbacks `curves` and `throughput`, whose values are
@@ -201,31 +176,16 @@ class ProgressLines(IntervalCallback):
         for tag, form in FORMATS.items():
             if tag in values:
                 parts.append(form.format(values[tag]))
-        if left := time_left(trainer, self._throughput):
-            parts.append(left)
+        if "perf/step_time_ms" in values:
+            steps = trainer.estimated_stepping_batches - trainer.global_step
+            parts.append(f"{timedelta(seconds=int(steps * values['perf/step_time_ms'] / 1e3))} left")
         say(" | ".join(parts))
-
-
-def time_left(trainer: Trainer, throughput: Throughput) -> str:
-    """Returns the remaining time of the training as a text, such as "0:12:34 left". It is computed from the mean time
-    of a step at the last point of the curves. Returns an empty string during the warm-up."""
-    if not throughput.newest_rates:
-        return ""
-    steps = trainer.estimated_stepping_batches - trainer.global_step
-    return f"{timedelta(seconds=int(steps * throughput.newest_rates['perf/step_time_ms'] / 1e3))} left"
 
 
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the number of FLOPs in a forward and backward pass of a batch. A multiply-add counts as two FLOPs. Only
     matrix products and convolutions are counted, as by torch's FlopCounterMode. Activations that activation
-    checkpointing recomputes are not counted again.
-
-    Args:
-        recipe: The recipe, which determines the model and its trained parameters.
-        num_classes: Number of classes.
-        batch_size: Number of images.
-        side: Height and width of an image in pixels.
-    """
+    checkpointing recomputes are not counted again. `side` is the height and width of an image in pixels."""
 
     def count(net: torch.nn.Module) -> int:
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
@@ -234,11 +194,11 @@ def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int 
     with torch.autograd.set_detect_anomaly(False):  # anomaly detection would check values, which do not exist
         try:
             with torch.device("meta"):
-                return count(on_meta(recipe, num_classes))
+                return count(create_meta_model(recipe, num_classes))
         except (RuntimeError, NotImplementedError):
             if not issubclass(MODELS[recipe.model.name], UserModel):
                 raise
-            return count(build(recipe, num_classes))  # the computation of a user's model may depend on values
+            return count(create_model(recipe, num_classes))  # the computation of a user's model may depend on values
 
 
 class Peak(NamedTuple):
@@ -252,10 +212,6 @@ class Peak(NamedTuple):
 # If a data sheet gives a figure only with sparsity, half of it is used. Patterns are searched in the name that
 # torch.cuda.get_device_name returns. \b separates the A10 from the A100, the L4 from the L40S, the H200 from the GH200.
 PEAKS = {
-    # NVIDIA V100 data sheet (nvidia.com/content/dam/en-zz/Solutions/Data-Center/v100/pdf, January 2020)
-    r"\bV100-SXM": Peak(15.7e12, None, 125e12),
-    r"\bV100-PCIE": Peak(14e12, None, 112e12),
-    r"\bV100S-PCIE": Peak(16.4e12, None, 130e12),
     # NVIDIA T4 data sheet (t4-tensor-core-datasheet-951643)
     r"\bT4$": Peak(8.1e12, None, 65e12),
     # NVIDIA A10 data sheet (a10-datasheet)

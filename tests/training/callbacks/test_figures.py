@@ -15,41 +15,30 @@ from cifar_zero.training.callbacks import figures
 NAMES = ["cat", "dog", "frog"]
 
 
-def test_the_most_confident_mistakes_of_all_batches_are_kept(
+def test_the_figures_show_the_test_images_of_all_batches(
     fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures, "mistakes_figure", lambda *given: drawn.extend(given))
+    """The most confident mistakes are kept, and the names of the classes are in the order of the labels."""
+    mistakes: list[Any] = []
+    confusion: list[Any] = []
+    monkeypatch.setattr(figures, "mistakes_figure", lambda *given: mistakes.extend(given))
+    monkeypatch.setattr(figures, "confusion_figure", lambda *given: confusion.extend(given))
     monkeypatch.setattr(figures, "_write", lambda *_: None)  # tests/commands/test_train.py has the files
     run = fit(make_settings(epochs=1, batch_size=8), 32, figures.TestFigures())
+    run.datamodule.classes = run.datamodule.classes[::-1]  # not in alphabetical order
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
     images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding
     with torch.no_grad():
         confidence, predicted = run.module(images).softmax(dim=1).max(dim=1)
     wrong = (predicted != labels).nonzero().squeeze()
     surest = wrong[confidence[wrong].argsort(descending=True)][:24]
-    for found, expected in zip(drawn, (images[surest], labels[surest], predicted[surest]), strict=False):
-        assert np.array_equal(found, expected)
-    assert drawn[3] == pytest.approx(confidence[surest].numpy(), rel=1e-5)
-
-
-def test_the_confusion_matrix_has_the_counts_of_the_test_and_the_names_in_the_order_of_the_labels(
-    fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
-    draw = figures.confusion_figure
-    monkeypatch.setattr(figures, "confusion_figure", lambda *given: drawn.extend(given) or draw(*given))
-    run = fit(make_settings(epochs=1, batch_size=8), 32, figures.TestFigures())
-    run.datamodule.classes = run.datamodule.classes[::-1]  # not in alphabetical order
-    run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
-    images, labels = run.datamodule.test_images[:-1], run.datamodule.test_labels[:-1]  # without the padding
-    with torch.no_grad():
-        predicted = run.module(images).argmax(dim=1)
-    counts, names = drawn
-    expected = np.zeros((10, 10), dtype=int)
-    np.add.at(expected, (labels.numpy(), predicted.numpy()), 1)
-    assert np.array_equal(counts, expected)
-    assert names == run.datamodule.classes
+    for actual, expected in zip(mistakes, (images[surest], labels[surest], predicted[surest]), strict=False):
+        assert np.array_equal(actual, expected)
+    assert mistakes[3] == pytest.approx(confidence[surest].numpy(), rel=1e-5)
+    counts = np.zeros((10, 10), dtype=int)
+    np.add.at(counts, (labels.numpy(), predicted.numpy()), 1)
+    assert np.array_equal(confusion[0], counts)
+    assert confusion[1] == run.datamodule.classes
 
 
 def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_one() -> None:

@@ -6,34 +6,28 @@ import torch
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.training.callbacks.throughput import peak_by_name, training_flops
 
-TERA = 1e12
-
 
 @pytest.mark.parametrize(
-    ("device_name", "bfloat16"),
+    ("device_name", "precision", "allowed", "teraflops"),
     [
-        ("NVIDIA H200 NVL", 835.5 * TERA),
-        ("A100-PCIE-40GB", 312 * TERA),
-        ("Tesla T4", None),  # which has no bfloat16
-        ("NVIDIA L40", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H200 NVL", "bf16-mixed", "highest", 835.5),
+        ("A100-PCIE-40GB", "bf16-mixed", "highest", 312),
+        ("NVIDIA A100-SXM4-80GB", "32-true", "highest", 19.5),
+        ("NVIDIA A100-SXM4-80GB", "32-true", "high", 156),  # TF32, where torch may use it
+        ("Tesla T4", "32-true", "high", 8.1),  # which has no TF32
+        ("Tesla T4", "bf16-mixed", "high", None),  # and no bfloat16
+        ("NVIDIA L40", "bf16-mixed", "highest", None),
+        ("NVIDIA GH200 480GB", "bf16-mixed", "highest", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16-mixed", "highest", None),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16-mixed", "highest", None),
     ],
 )
-def test_peaks_by_torchs_device_names(device_name: str, bfloat16: float | None) -> None:
-    assert peak_by_name(device_name, "bf16-mixed") == bfloat16
-
-
-@pytest.mark.parametrize(
-    ("device_name", "allowed", "peak"),
-    [("NVIDIA A100-SXM4-80GB", "highest", 19.5), ("NVIDIA A100-SXM4-80GB", "high", 156), ("Tesla T4", "high", 8.1)],
-)
-def test_tf32_counts_where_torch_may_use_it(
-    device_name: str, allowed: str, peak: float, monkeypatch: pytest.MonkeyPatch
+def test_peaks_by_torchs_device_names(
+    device_name: str, precision: str, allowed: str, teraflops: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
-    assert peak_by_name(device_name, "32-true") == peak * TERA
+    peak = peak_by_name(device_name, precision)
+    assert (peak and peak / 1e12) == teraflops
 
 
 def test_flops_of_the_net_by_hand() -> None:

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 
 from cifar_zero.config.settings import make_settings
-from cifar_zero.training.callbacks.curves import TrainingCurves
-from cifar_zero.training.callbacks.throughput import ProgressBar, Throughput
 
 
 def test_lines_at_the_log_interval(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
@@ -18,12 +16,3 @@ def test_lines_at_the_log_interval(fit: Callable[..., Any], capfd: pytest.Captur
     assert re.search(r"0.001 \| Time: [\d.]+ms \| TFLOPS: [\de.-]+ \| Images/s: \d+ \| 0:00:\d\d left", steps[1])
     assert steps[3].endswith(" | 0:00:00 left")
     assert [line for line in lines if "val/acc" in line][1].startswith("epoch 2  val/loss ")
-
-
-def test_a_bar_on_a_terminal(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
-    settings = make_settings(epochs=2, batch_size=4, log_interval=5)
-    curves = TrainingCurves(writes_losses=False)
-    throughput = Throughput(settings, flops_per_step=0)
-    fit(settings, 80, curves, throughput, ProgressBar(curves, throughput), enable_progress_bar=True)
-    bar = r"Epoch 1: 100%.* 20/20 .*loss=\d\.\d{3}, val/acc=[\d.]+%, training=0:00:00 left"
-    assert re.search(bar, capfd.readouterr().out)
