@@ -32,6 +32,7 @@ from cifar_zero.core.errors import RunError, UsageError, short  # noqa: E402
 from stepcheck.lightning import user_code  # noqa: E402
 
 SECONDS = 120  # for an answer and the start of its processes
+PROGRAM_SECONDS = 900  # for an answer that starts this program, which takes half a minute on two free cores
 PATIENCE = timedelta(seconds=60)  # for one collective
 
 Job = tuple[int, str]  # number of the exercise, file of the answer
@@ -91,7 +92,7 @@ def judged(jobs: Sequence[Job], seconds: float | None = None, patience: timedelt
     check = CHECKS[jobs[0][0] - 1]
     ranks, verdicts = 2 if check.__module__ == two_ranks.__name__ else 1, []
     if seconds is None:
-        seconds = 900 if check is program.broken else SECONDS  # its trainings take half a minute on two free cores
+        seconds = PROGRAM_SECONDS if check.__module__ == program.__name__ else SECONDS
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, context) as pool:
         given = ranks, (Path(folder) / "ranks").as_uri(), jobs, patience

@@ -68,3 +68,7 @@ def test_the_three_loops_train_the_same_model(monkeypatch: pytest.MonkeyPatch):
         assert (weights - start).abs().max() > 9e-4  # Adam's first step moves weights by the learning rate
         torch.testing.assert_close(weights, trained[0], atol=1e-4, rtol=0)
     assert 0 <= names["correct"] <= IMAGES
+    orders = [torch.cat([labels for _, labels in names["loader"]]) for _ in range(2)]
+    assert torch.equal(*orders), "DeepSpeed sets the sampler's epoch: mend docs/loops.md"
+    names["loader"].data_sampler.set_epoch(1)
+    assert not torch.equal(orders[0], torch.cat([labels for _, labels in names["loader"]]))
