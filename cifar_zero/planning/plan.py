@@ -5,6 +5,7 @@ import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from cifar_zero.config import command_line, rules
 from cifar_zero.config.placement import Placement
@@ -45,6 +46,13 @@ def main() -> int:
     if any_batch_size:
         config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
         flags += ["--batch_size", str(config.recipe.batch_size)]
+    if arguments.html:
+        arguments.html.touch()  # a path that cannot be written fails now, before torch is imported
+        from cifar_zero.planning.page import write_page
+
+        write_page(arguments.html, with_accelerator(config, on_gpu=True))
+        print(f"page  {arguments.html}")
+        return 0
     run = make_run(config)
     rules.check_model(run)
     net = network_of(run)
@@ -86,7 +94,7 @@ def main() -> int:
 def _parse() -> tuple[Namespace, list[str]]:
     parser = exits.Parser(
         prog=command("plan"),
-        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--json] [--<option> VALUE ...]",
+        usage="%(prog)s [--device_memory SIZE] [--host_memory SIZE] [--json] [--html FILE] [--<option> VALUE ...]",
         description="Predicts the memory that a run needs under each strategy, before anything is launched, and "
         "recommends one.",
         epilog=EPILOG,
@@ -99,6 +107,8 @@ def _parse() -> tuple[Namespace, list[str]]:
     parser.add_argument("--device_memory", metavar="SIZE", help=device)
     parser.add_argument("--host_memory", metavar="SIZE", help=host)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    sliders = "write a page with sliders for model, devices, precision, batch and offload (takes up to a minute)"
+    parser.add_argument("--html", metavar="FILE", type=Path, help=sliders)
     return parser.parse_known_args()
 
 

@@ -1,0 +1,56 @@
+"""Tests the page of cifar-zero plan --html in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cifar_zero.planning import page, plan
+from tests.support.helpers import HANG_SECONDS
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+POINTS = (
+    ("vit_tiny", 2, "32-true", 64, ""),
+    ("vit_tiny", 8, "bf16-mixed", 32, ""),
+    ("vit_small", 8, "bf16-mixed", 16, "_offload"),
+)
+"""Model, devices, precision, images per rank, and the end of the names of ZeRO's strategies."""
+
+SENT = {"ddp": 2, "deepspeed_stage_1": 3, "deepspeed_stage_2": 3, "deepspeed_stage_3": 2}
+"""Numbers sent per parameter and step (docs/cluster.md)."""
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome here")
+def test_the_page_shows_the_numbers_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(page, "MODELS", ("vit_tiny", "vit_small"))
+    monkeypatch.setattr(page, "DEVICES", (1, 2, 8))
+    file = tmp_path / "plan.html"
+    monkeypatch.setattr("sys.argv", ["plan", "--optimizer", "adamw", "--html", str(file)])
+    assert plan.main() == 0
+    for model, devices, precision, images, end in POINTS:
+        flags = f"--model {model} --devices {devices} --precision {precision} --batch_size {devices * images} --json"
+        monkeypatch.setattr("sys.argv", ["plan", *flags.split(), "--optimizer", "adamw", "--device_memory", "1TB"])
+        capsys.readouterr()
+        plan.main()
+        planned = json.loads(capsys.readouterr().out)
+        estimates = {each["strategy"]: each for each in planned["strategies"]}
+        sliders = f"model={model}&devices={devices}&precision={precision}&batch={images}&offload={int(bool(end))}"
+        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+        command = [str(BROWSER), *options, f"{file.as_uri()}#{sliders}"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True).stdout
+        rows = re.findall(r'<div id="(\w+)" data-device="(\S+)" data-host="(\S+)" data-sent="(\S+)">', shown)
+        assert [row[0] for row in rows] == ["ddp", *(f"deepspeed_stage_{stage}{end}" for stage in (1, 2, 3))]
+        for name, device, host, sent in rows:
+            size = 2 if precision == "bf16-mixed" and name != "ddp" else 4
+            bytes_sent = SENT[name.removesuffix("_offload")] * planned["parameters"] * size * (1 - 1 / devices)
+            assert float(device) == pytest.approx(estimates[name]["device"], rel=1e-3), name
+            assert float(host) == estimates[name]["host"], name
+            assert float(sent) == pytest.approx(bytes_sent), name
