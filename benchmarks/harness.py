@@ -48,7 +48,7 @@ def parse(parser: exits.Parser) -> Namespace:
     return given
 
 
-def compare(name: str, cases: Sequence[Case], given: Namespace) -> int:
+def measure_cases(name: str, cases: Sequence[Case], given: Namespace) -> int:
     """Measures every case and prints its table. Progress is printed to the standard error. Returns the exit code, which
     is 1 if a run failed."""
     print(heading(name, given.repeats, given.accelerator), flush=True)
@@ -81,8 +81,8 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
         import torch  # imported here, because other errors are reported without torch
 
         machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    found = versions()
-    shown = ", ".join(f"{package} {found[package]}" for package in ("python", "torch", "lightning", "deepspeed"))
+    numbers = versions()
+    shown = ", ".join(f"{package} {numbers[package]}" for package in ("python", "torch", "lightning", "deepspeed"))
     title = f"{name}; rounds: {rounds}; minimum / median / maximum; ratios are taken within a round"
     load = f"load average {os.getloadavg()[0]:.2f}"
     return f"{title}\n{machine}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
@@ -91,16 +91,16 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
 def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
     """Returns the rows of a comparison's table. `runs` has the figures of each contender in each round, or None for a
     run that failed."""
-    found: dict[str, dict[str, str]] = {}
+    table: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         known = [one for one in rounds if one is not None]
         failed = len(rounds) - len(known)
         label = f"{name}: {failed} of {len(rounds)} failed" if failed else name
-        found[label] = {UNITS[key]: spread([one[key] for one in known]) for key in UNITS if known and key in known[0]}
+        table[label] = {UNITS[key]: summary([one[key] for one in known]) for key in UNITS if known and key in known[0]}
     for over, under in ratios:
-        ratio = spread(paired_ratios(runs[over], runs[under]))
-        found[f"**{over} / {under}**"] = {UNITS["images_per_second"]: ratio}
-    return found
+        ratio = summary(paired_ratios(runs[over], runs[under]))
+        table[f"**{over} / {under}**"] = {UNITS["images_per_second"]: ratio}
+    return table
 
 
 def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
@@ -120,7 +120,7 @@ def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None
     return [first[key] / second[key] for first, second in pairs if first is not None and second is not None]
 
 
-def spread(values: Sequence[float]) -> str:
+def summary(values: Sequence[float]) -> str:
     """Returns "minimum / median / maximum", or "-" for no values."""
     if not values:
         return "-"

@@ -65,20 +65,20 @@ def main() -> int:
         table += "".join(lines(release, done[release]["strategies"]))
         (given.folder / "releases.md").write_text(table)
     print(table, end="")
-    found = [kind for release in given.releases for kind, _ in done[release]["strategies"].values()]
-    return int(any(kind != "passes" for kind in found))
+    kinds = [kind for release in given.releases for kind, _ in done[release]["strategies"].values()]
+    return int(any(kind != "passes" for kind in kinds))
 
 
 def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
     """Installs a release, trains the cases with it, and returns the verdicts."""
-    if not (place := folder / release).exists() and (failure := installed(release, place)):
+    if not (target := folder / release).exists() and (failure := installed(release, target)):
         return {"all": ("cannot run", failure)}
     report = folder / "reports" / f"{release}.json"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "stepcheck", "accept", *flags, "--json", str(report)]
     # Operators that DeepSpeed compiles differ between releases, so each release has a folder for them.
-    environment = {"PYTHONPATH": str(place), "TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
+    environment = {"PYTHONPATH": str(target), "TORCH_EXTENSIONS_DIR": str(target / "torch_extensions")}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     if not report.exists():
         return {"all": ("cannot run", last_line(done.stderr))}
@@ -99,16 +99,16 @@ def kind(case: dict[str, Any]) -> str:
     return "not judged" if case["steps"] else "cannot run"
 
 
-def installed(release: str, place: Path) -> str:
+def installed(release: str, target: Path) -> str:
     """Installs a release in a folder that does not exist yet. Returns the reason for a failure, or an empty string."""
-    staged = place.with_name(f"{release}.part")
+    staged = target.with_name(f"{release}.part")
     shutil.rmtree(staged, ignore_errors=True)
     # The source distribution imports torch when it is built, which an isolated build does not have.
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(staged), "--no-deps"]
     command += ["--no-build-isolation", f"deepspeed=={release}"]
     done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True)
     if done.returncode == 0:
-        staged.rename(place)
+        staged.rename(target)
     return last_line(done.stderr) if done.returncode else ""
 
 

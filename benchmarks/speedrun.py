@@ -129,11 +129,11 @@ def show(run: Run, results: Sequence[Result]) -> None:
     print(f"{len(results)} runs on {device}, {run.placement.precision}, torch {torch.__version__}")
     print(f"{images.dataset.name}: {images.num_train:,} images to train, {images.num_test:,} to test")
     print(f"{steps} steps of {batch_size} images, {flops:.3g} FLOPs of training")
-    print(f"accuracy {spread([result.accuracy for result in results])} %")
-    print(f"time {spread([result.seconds for result in results])} s: whitening, training and test")
+    print(f"accuracy {mean_and_deviation([result.accuracy for result in results])} %")
+    print(f"time {mean_and_deviation([result.seconds for result in results])} s: whitening, training and test")
 
 
-def spread(values: Sequence[float]) -> str:
+def mean_and_deviation(values: Sequence[float]) -> str:
     """Formats the mean and the standard deviation, or the value itself if there is only one."""
     if len(values) == 1:
         return f"{values[0]:.2f}"

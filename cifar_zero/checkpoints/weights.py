@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cifar_zero.build_model import merged, on_meta, trained_names
 from cifar_zero.checkpoints.read import RECORD, of_another_version, read, with_checked_record
-from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.checkpoints.safe_load import load_safely
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.settings import DataConfig, settings_of
 from cifar_zero.core import atomic
@@ -132,10 +132,10 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     """Returns the weights of a checkpoint of any strategy, a safetensors file or a state_dict, with adapters merged.
     Raises UsageError if the file is damaged, of another kind, or would need `trust`."""
     if file.suffix == ".safetensors":
-        return read_whole(file)[0]
+        return read_full_safetensors(file)[0]
     if file.is_dir():
         return merged_weights(read(file, trust))
-    content: Any = load(file, trust)
+    content: Any = load_safely(file, trust)
     if isinstance(content, dict):
         if RECORD in content:
             return merged_weights(with_checked_record(content, file))
@@ -147,7 +147,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     raise UsageError(f"{file} contains no weights: it must be a checkpoint, a safetensors file or a dict of tensors")
 
 
-def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the weights and the metadata of a safetensors file. Raises UsageError if the file is damaged or a
     delta."""
     weights, metadata = read_safetensors(file)
@@ -160,14 +160,18 @@ def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
     """Returns the weights that have the name and shape of a tensor in `net`, and the names of all other tensors. Raises
     UsageError if no weight fits. `file` names the file in the message."""
-    wanted = net.state_dict()
-    loaded = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
+    expected = net.state_dict()
+    loaded = {
+        name: value for name, value in weights.items() if name in expected and value.shape == expected[name].shape
+    }
     if not loaded:
         has = _few([*weights]) if weights else "nothing"
-        raise UsageError(f"--weights {file}: no name and shape fits the model ({_few([*wanted])}); the file has {has}")
+        raise UsageError(
+            f"--weights {file}: no name and shape fits the model ({_few([*expected])}); the file has {has}"
+        )
     return Match(
         loaded,
-        [_with_shape(name, value) for name, value in wanted.items() if name not in loaded],
+        [_with_shape(name, value) for name, value in expected.items() if name not in loaded],
         [_with_shape(name, value) for name, value in weights.items() if name not in loaded],
     )
 
@@ -263,9 +267,9 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
     """Returns the SHA-256 of the names, dtypes, shapes and values of all weights, in the order of their names."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(weights):
         value = weights[name].detach().cpu().contiguous()
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import net_weights
-from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
+from cifar_zero.comparison.reading import blocking_settings, differences, last_checkpoint, shared
 from cifar_zero.comparison.result import OF_CHECKS, Comparison, FinishedRun, Outcome, Variant
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.results import FALLBACK
@@ -53,7 +53,7 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Out
         return "different", worst["summary"]
     if variant is reference:
         return "reference", worst["summary"]
-    if settings := hindering(comparison.differences, reference.name, variant.name):
+    if settings := blocking_settings(comparison.differences, reference.name, variant.name):
         return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(settings)})"
     if reference.outcome == "not trained":
         return "not judged", "the reference did not train"
@@ -65,8 +65,8 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Out
         one, other = reference.by_seed[seed], variant.by_seed[seed]
         expected, first = one.losses.values[0], other.losses.values[0]
         if not math.isclose(expected, first, rel_tol=FIRST_LOSS):
-            found = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
-            return "different", found
+            reason = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
+            return "different", reason
         drifts.append(_drift(one, other, trust, comparison.notes))
     variant.drift = max(drifts, key=len)
     if not any(drifts):
@@ -131,11 +131,11 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
 def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
     """Returns the numbers in the metrics of the runs. Each key of metrics.json has a list with one number per run. If a
     run has a number per rank, its largest one is returned."""
-    found: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     for run in runs:
         for key, value in run.metrics.items():
             values = value if isinstance(value, list) else [value]
             numbers = [float(each) for each in values if type(each) in (int, float)]
             if numbers:
-                found.setdefault(key, []).append(max(numbers))
-    return found
+                figures.setdefault(key, []).append(max(numbers))
+    return figures

@@ -73,9 +73,9 @@ def loss_plot(comparison: Comparison) -> Figure:
         for run in variant.runs:
             losses.append((variant.name, *_points(run.losses, size)))
             if run.seed in by_seed:
-                steps, off = _points(by_seed[run.seed].losses.difference(run.losses), size)
-                if (off > 0).any():
-                    differences.append((variant.name, steps, np.where(off > 0, off, np.nan)))
+                steps, difference = _points(by_seed[run.seed].losses.difference(run.losses), size)
+                if (difference > 0).any():
+                    differences.append((variant.name, steps, np.where(difference > 0, difference, np.nan)))
     several = f", mean of {size:,} steps" if size > 1 else ""
     figure = Figure(figsize=(10, 6.5 if differences else 4.4), layout="constrained")
     above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]

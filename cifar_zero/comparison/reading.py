@@ -26,7 +26,7 @@ judged all the same, because a comparison tests the effect of these differences.
 PLACEMENT = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
 
 
-def load(folder: Path) -> FinishedRun:
+def load_run(folder: Path) -> FinishedRun:
     """Reads the folder of a finished run. Raises UsageError if the run has not finished, or a file is damaged."""
     config, results, per_step = folder / run_folder.CONFIG, folder / run_folder.METRICS, folder / run_folder.LOSSES
     if not config.is_file():
@@ -109,22 +109,22 @@ def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
     """Returns the settings in which the first runs of the variants differ. Each setting has a dictionary of its values,
     keyed by the variants' names."""
     runs = {variant.name: shared(variant.runs[0]) for variant in variants if variant.runs}
-    found = {}
+    differing = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
         values = {name: str(settings.get(key, "missing")) for name, settings in runs.items()}
         if len({*values.values()}) > 1:
-            found[key] = values
-    return found
+            differing[key] = values
+    return differing
 
 
-def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
+def blocking_settings(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
     """Returns the names of the settings in `differences` that differ between the variants `one` and `other` and make a
     verdict on the two variants meaningless. Settings in ENVIRONMENT may differ and are never returned."""
-    found = []
+    blocking = []
     for setting, values in differences.items():
         if setting.split(".")[0] not in ENVIRONMENT and values.get(one) != values.get(other):
-            found.append(setting)
-    return found
+            blocking.append(setting)
+    return blocking
 
 
 def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
@@ -132,13 +132,13 @@ def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
     values that vary between the variants. If none varies, the name is the strategy."""
     named: list[tuple[str, ...]] = []
     for strategy, ranks, nodes, micro_batches in placements:
-        sizes = counted(ranks, "rank", "ranks"), counted(nodes, "node", "nodes")
-        named.append((strategy, *sizes, counted(micro_batches, "micro-batch", "micro-batches")))
+        sizes = with_unit(ranks, "rank", "ranks"), with_unit(nodes, "node", "nodes")
+        named.append((strategy, *sizes, with_unit(micro_batches, "micro-batch", "micro-batches")))
     varies = [len({*values}) > 1 for values in zip(*named, strict=True)]
     return [", ".join(compress(parts, varies)) or parts[0] for parts in named]
 
 
-def counted(number: int, one: str, many: str) -> str:
+def with_unit(number: int, one: str, many: str) -> str:
     """Returns a number with its unit, which is `one` in the singular and `many` in the plural."""
     return f"{number} {one}" if number == 1 else f"{number} {many}"
 

@@ -78,9 +78,9 @@ def figures(comparison: Comparison, columns: Figures) -> Table:
     Columns without values are left out."""
     table: Table = {}
     for title, (key, form) in columns.items():
-        found = [variant.figures.get(key, []) for variant in comparison.variants]
-        if any(found):
-            table[title] = [", ".join(map(form, values)) or MISSING for values in found]
+        values_of_variants = [variant.figures.get(key, []) for variant in comparison.variants]
+        if any(values_of_variants):
+            table[title] = [", ".join(map(form, values)) or MISSING for values in values_of_variants]
     return table
 
 
@@ -100,8 +100,8 @@ def show(comparison: Comparison, folder: Path) -> None:
     """Prints the settings that differ, the verdicts, and the path of the report in `folder`."""
     console = Console(highlight=False, soft_wrap=True, width=None if Console().is_terminal else 160)
     for setting, values in comparison.differences.items():
-        given = "; ".join(f"{value} ({name})" for name, value in values.items())
-        console.print(f"[bold]not the same: {escape(setting)}[/] {escape(given)}")
+        listed = "; ".join(f"{value} ({name})" for name, value in values.items())
+        console.print(f"[bold]not the same: {escape(setting)}[/] {escape(listed)}")
     console.print(_table(comparison), soft_wrap=False)
     console.print(f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes), sep="\n")
     console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}")
@@ -110,9 +110,9 @@ def show(comparison: Comparison, folder: Path) -> None:
 
 
 def _table(comparison: Comparison) -> rich.table.Table:
-    found = figures(comparison, ON_THE_CONSOLE)
-    table = rich.table.Table("variant", "verdict", *found)
-    for variant, *cells in zip(comparison.variants, *found.values(), strict=True):
+    columns = figures(comparison, ON_THE_CONSOLE)
+    table = rich.table.Table("variant", "verdict", *columns)
+    for variant, *cells in zip(comparison.variants, *columns.values(), strict=True):
         style = "green" if variant.passed else "red"
         table.add_row(escape(variant.name), f"[{style}]{escape(variant.verdict)}[/]", *cells)
     return table

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from cifar_zero.comparison.reading import load, variant_names
+from cifar_zero.comparison.reading import load_run, variant_names
 from cifar_zero.comparison.result import Variant
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
@@ -49,7 +49,7 @@ def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
         name = each.run_name(seed)
         say(f"[{number}/{len(trainings)}] {name}: training, see {folder / name}.log")
         try:
-            run = load(train_run(name, each.flags_of(seed), folder, each.launcher))
+            run = load_run(train_run(name, each.flags_of(seed), folder, each.launcher))
             ranks = run.metrics["world_size"]
             if ranks != each.variant.world_size:
                 raise UsageError(f"--launcher started {ranks} ranks, not {each.variant.world_size}")
@@ -75,13 +75,13 @@ def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[
     where = ["--out", str(folder), "--name", name]
     with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
         child.wait()
-    found = run_process.folders(folder, name)
-    if child.returncode or not found:
+    run_folders = run_process.folders(folder, name)
+    if child.returncode or not run_folders:
         raise RunError(run_process.failure(log, child.returncode))
-    return found[0]
+    return run_folders[0]
 
 
-def plan(
+def plan_variants(
     strategies: Sequence[str],
     devices: Sequence[str],
     accumulate: Sequence[str],
@@ -106,8 +106,8 @@ def plan(
     Raises:
         UsageError: If a variant cannot run on this machine, or there is nothing to compare.
     """
-    given = {flag.split("=")[0].removeprefix("--") for flag in rest}
-    if "strategy" in given:
+    common_flags = {flag.split("=")[0].removeprefix("--") for flag in rest}
+    if "strategy" in common_flags:
         raise UsageError("--strategy does not work with cifar-zero compare: give --strategies")
     if max(len(strategies), len(devices), len(accumulate)) < 2:
         raise UsageError("nothing to compare: give two or more --strategies, --devices or --accumulate, or --runs")
@@ -118,7 +118,7 @@ def plan(
     ordered = sorted(strategies, key=lambda name: name != "baseline")
     planned = []
     for strategy, ranks, parts in product(ordered or [""], devices or [""], accumulate or [""]):
-        flags = [*common, *_sizes(strategy, strategies, given)]
+        flags = [*common, *_sizes(strategy, strategies, common_flags)]
         if strategy:
             flags += command_line.strategy_flags(strategy)
         if ranks:
@@ -144,19 +144,19 @@ def plan(
     return planned
 
 
-def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[str]:
+def _sizes(strategy: str, strategies: Sequence[str], common_flags: set[str]) -> list[str]:
     """Returns flags that set the size options of other strategies to 0 for one strategy. A size option, such as
     --tensor_parallel_size, belongs to one strategy, but is given for all variants.
 
     Args:
         strategy: The strategy that gets the flags.
         strategies: All strategies of the comparison.
-        given: Names of the flags that are given for all variants.
+        common_flags: Names of the flags that are given for all variants.
     """
     sizes = {STRATEGIES[name].size for name in strategies if name in STRATEGIES}
     own = STRATEGIES[strategy].size if strategy in STRATEGIES else None
     flags = []
-    for size in sizes & given:
+    for size in sizes & common_flags:
         if size != own:
             flags += [f"--{size}", "0"]
     return flags

@@ -194,12 +194,12 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
 def _checksums(directory: Path) -> dict[str, int]:
     """Returns the checksum of each array's elements, of which all bytes count. A gigabyte in memory takes less
     than a second."""
-    found: dict[str, int] = {}
+    checksums: dict[str, int] = {}
     for name in ARRAYS:
         array, checksum = _open(directory, name), 0
         with (directory / f"{name}.npy").open("rb") as file:
             file.seek(array.offset)
             while part := file.read(READ_BYTES):
                 checksum = zlib.crc32(part, checksum)
-        found[name] = checksum
-    return found
+        checksums[name] = checksum
+    return checksums

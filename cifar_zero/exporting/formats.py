@@ -16,7 +16,7 @@ from cifar_zero.checkpoints.weights import (
     load_weights,
     merged_weights,
     metadata_of,
-    read_whole,
+    read_full_safetensors,
     read_with_delta,
     write_delta,
 )
@@ -71,7 +71,7 @@ def load_export(file: Path, suffix: str) -> Classifier:
     damaged, has another format, or does not fit the model that it names."""
     if suffix == ".onnx":
         return _load_onnx(file)
-    return build(*read_whole(file), file)[1]
+    return build(*read_full_safetensors(file), file)[1]
 
 
 def build(weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> tuple[nn.Module, Classifier]:

@@ -25,9 +25,9 @@ def external(num_classes: int, options: models.External) -> nn.Module:
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)
         raise ValueError(f"torchvision has no classifier of this name, {closest}")
-    given = {"num_classes": num_classes, **options.kwargs}
+    arguments = {"num_classes": num_classes, **options.kwargs}
     try:  # options that are set in this function too raise TypeError
-        net = built(lambda: torchvision.models.get_model(options.architecture, weights=None, **given))
+        net = built(lambda: torchvision.models.get_model(options.architecture, weights=None, **arguments))
     except TypeError as error:
         raise ValueError(f"kwargs do not fit: {short(error)}") from error
     if not options.image_size:

@@ -213,7 +213,7 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
 def _stacks(weights: list[Tensor]) -> Iterable[list[int]]:
     """Groups weights that have the same shape as matrices, and returns the indices of each group. The matrices of a
     group are orthogonalised at once."""
-    found: dict[tuple[int, int], list[int]] = {}
+    stacks: dict[tuple[int, int], list[int]] = {}
     for number, weight in enumerate(weights):
-        found.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
-    return found.values()
+        stacks.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
+    return stacks.values()

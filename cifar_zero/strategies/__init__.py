@@ -44,7 +44,7 @@ def build(
     if spec.family == "deepspeed":
         return family.build(placement, spec, num_parameters, largest_parameter, run)
     if spec.family == "fsdp2":
-        return family.build(placement, whole_module=run is None)
+        return family.build(placement, shards_module=run is None)
     return family.build(placement)
 
 

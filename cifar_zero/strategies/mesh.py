@@ -53,7 +53,7 @@ class MeshStrategy(ModelParallelStrategy):
         shard: Function that replaces the parameters of a model with this rank's shards.
         casts: Whether `shard` sets the precision.
         fuses: Whether all parameters are DTensors of one mesh, which torch's fused optimizers need.
-        whole_module: Whether `shard` splits the whole LightningModule. Otherwise it splits the module's attribute
+        shards_module: Whether `shard` splits the whole LightningModule. Otherwise it splits the module's attribute
             `net`, which must hold all parameters.
     """
 
@@ -66,7 +66,7 @@ class MeshStrategy(ModelParallelStrategy):
         *,
         casts: bool = False,
         fuses: bool = False,
-        whole_module: bool = False,
+        shards_module: bool = False,
     ):
         super().__init__(
             data_parallel_size=placement.replicas,
@@ -75,7 +75,7 @@ class MeshStrategy(ModelParallelStrategy):
         )
         self.casts = casts
         self.fuses = fuses
-        self._whole_module = whole_module
+        self._shards_module = shards_module
         self._shard = shard
         self._sharded = False
 
@@ -86,11 +86,11 @@ class MeshStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         if not self._sharded:  # once for the fit and the test after it
             module: Any = self.model
-            self._shard(module if self._whole_module else module.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
+            self._shard(module if self._shards_module else module.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
             self._sharded = True
         super().setup(trainer)
         precision = self.precision_plugin
-        if self._whole_module and self.casts:
+        if self._shards_module and self.casts:
             precision.convert_input = HalfPrecision("bf16-true").convert_input
         hooks = self.hooks(self)
         precision.clip_grad_by_norm = lambda optimizer, clip_val: hooks.clip(precision.main_params(optimizer), clip_val)

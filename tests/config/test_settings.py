@@ -38,8 +38,8 @@ def test_runs_of_one_recipe_are_compared_and_of_two_are_not():
     for option, value in EVERY.items():
         runs = {"a": finished(), "b": finished(**{option: other(value)})}
         differences = reading.differences([Variant(name, "ddp", 1, runs=[run]) for name, run in runs.items()])
-        hindered = reading.hindering(differences, "a", "b")
-        assert hindered == ([option] if owner_of(option) == "recipe" and option != "seed" else []), option
+        blocking = reading.blocking_settings(differences, "a", "b")
+        assert blocking == ([option] if owner_of(option) == "recipe" and option != "seed" else []), option
 
 
 def test_a_resumed_run_keeps_its_recipe():
