@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.runs import ROOT, RunFailed
+from cifar_zero.comparison.report import number
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, cpu_name, git_commit, gpu_count, versions
@@ -35,28 +36,28 @@ class Case:
 def parse(parser: exits.Parser) -> Namespace:
     """Parses the command line and resolves --accelerator to cpu or gpu. Raises UsageError if a number is less than 1,
     or if --accelerator is gpu and there is no GPU."""
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     for name in ("repeats", "steps"):
-        value = getattr(given, name, None)
+        value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise UsageError(f"--{name} must be at least 1, not {value}")
-    gpus = gpu_count() if given.accelerator != "cpu" else 0
-    if given.accelerator == "gpu" and not gpus:
+    gpus = gpu_count() if arguments.accelerator != "cpu" else 0
+    if arguments.accelerator == "gpu" and not gpus:
         raise UsageError("--accelerator gpu: torch finds no GPU on this machine")
-    given.accelerator = "gpu" if gpus else "cpu"
+    arguments.accelerator = "gpu" if gpus else "cpu"
     exits.install()
-    return given
+    return arguments
 
 
-def measure_cases(name: str, cases: Sequence[Case], given: Namespace) -> int:
+def measure_cases(name: str, cases: Sequence[Case], arguments: Namespace) -> int:
     """Measures every case and prints its table. Progress is printed to the standard error. Returns the exit code, which
     is 1 if a run failed."""
-    print(heading(name, given.repeats, given.accelerator), flush=True)
-    total, done, has_failed = given.repeats * sum(len(case.contenders) for case in cases), 0, False
+    print(heading(name, arguments.repeats, arguments.accelerator), flush=True)
+    total, done, has_failed = arguments.repeats * sum(len(case.contenders) for case in cases), 0, False
     for case in cases:
         runs: dict[str, list[Figures | None]] = {contender: [] for contender in case.contenders}
         failed: dict[str, RunFailed] = {}
-        for repeat in range(given.repeats):
+        for repeat in range(arguments.repeats):
             # Every other round is in reverse order, so that a machine that warms up or slows down favours no contender.
             for contender in list(case.contenders)[:: -1 if repeat % 2 else 1]:
                 done += 1
@@ -125,11 +126,3 @@ def summary(values: Sequence[float]) -> str:
     if not values:
         return "-"
     return " / ".join(map(number, (min(values), statistics.median(values), max(values))))
-
-
-def number(value: float) -> str:
-    """Formats a figure with three digits or more: 0.812, 2.61, 34.2, 3,329."""
-    for bound, decimals in ((1, 3), (10, 2), (100, 1)):
-        if value < bound:
-            return f"{value:.{decimals}f}"
-    return f"{value:,.0f}"

@@ -34,13 +34,13 @@ def main() -> int:
         folder, comparison = of_trainings(arguments, rest)
     if arguments.min_accuracy:
         comparison.require(arguments.min_accuracy)
-    from cifar_zero.comparison.page import write_page  # here, because it imports matplotlib
+    from cifar_zero.comparison.plot import write_plot  # here, because it imports matplotlib
 
     report.show(comparison, folder)
     report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
         report.write_junit(comparison, Path(arguments.junit))
-    write_page(comparison, folder)
+    write_plot(comparison, folder / "losses.png")
     return 0 if comparison.passed else 1
 
 

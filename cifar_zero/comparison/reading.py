@@ -42,8 +42,7 @@ def load_run(folder: Path) -> FinishedRun:
         for key in ("seed", *PLACEMENT):
             if not isinstance(metrics[key], str if key == "strategy" else int):
                 raise ValueError(f"{results.name} has {key} {json.dumps(metrics[key])}")
-        seed, losses = metrics["seed"], read_losses(per_step)
-        run = FinishedRun(str(folder), seed, metrics, settings, losses, read_curves(folder))
+        run = FinishedRun(str(folder), metrics["seed"], metrics, settings, read_losses(per_step))
         check = folder / run_folder.STEP_CHECK
         run.check = read_json(check, str(check)) if check.is_file() else None
         if run.check and (run.check["outcome"] not in OF_CHECKS or not run.check["summary"]):
@@ -76,26 +75,6 @@ def read_losses(file: Path) -> Curve:
     if not curve.steps:
         raise ValueError(f"{file.name} has no losses")
     return curve
-
-
-def read_curves(folder: Path) -> dict[str, Curve]:
-    """Returns TensorBoard's curves of a run, keyed by tag, or an empty dictionary if another logger was used. The times
-    of a curve, in seconds, are measured from the start of the event file, which Lightning opens when training
-    begins."""
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    if not any(folder.glob("events.out.tfevents.*")):
-        return {}
-    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0}).Reload()
-    start = events.FirstEventTimestamp() or 0.0
-    curves: dict[str, Curve] = {}
-    for tag in events.Tags()[SCALARS]:
-        curve = curves[tag] = Curve([], [])
-        for point in events.Scalars(tag):
-            curve.steps.append(point.step)
-            curve.values.append(point.value)
-            curve.seconds.append(point.wall_time - start)
-    return curves
 
 
 def shared(run: FinishedRun) -> dict[str, Any]:

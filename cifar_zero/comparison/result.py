@@ -1,4 +1,4 @@
-"""Defines the result of a comparison, which comparison.json and the report contain. Importing this module does not
+"""Defines the result of a comparison, which comparison.json contains. Importing this module does not
 import torch."""
 
 import statistics
@@ -42,11 +42,10 @@ def has_fallen(losses: Sequence[float]) -> bool:
 
 @dataclass
 class Curve:
-    """The values of one metric of one run, at some of its optimizer steps."""
+    """A value of a run for each of some optimizer steps."""
 
     steps: list[int]  # optimizer steps, from 1
     values: list[float]
-    seconds: list[float] = field(default_factory=list)  # since the start of training; empty for losses
 
     @property
     def by_step(self) -> dict[int, float]:
@@ -69,7 +68,6 @@ class FinishedRun:
     metrics: dict[str, Any]  # the content of metrics.json, and the size of the last checkpoint as checkpoint_bytes
     settings: dict[str, Any]  # the options in config.yaml, by the names of the flags (see `settings.flat`)
     losses: Curve  # loss of each optimizer step, mean over micro-batches and ranks
-    curves: dict[str, Curve]  # TensorBoard's curves by tag: train/loss, val/acc, val/loss, ...
     check: dict[str, Any] | None = None  # the content of step_check.json; None if no steps were checked
 
 

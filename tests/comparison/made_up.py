@@ -30,4 +30,4 @@ def made_up(
     """Returns a made-up run with the given differences from the default one."""
     steps = list(range(1, len(losses) + 1))
     measured, asked = {**METRICS, **metrics}, flat({**SETTINGS, **(settings or {})})
-    return FinishedRun(folder, measured["seed"], measured, asked, Curve(steps, [*losses]), {}, check)
+    return FinishedRun(folder, measured["seed"], measured, asked, Curve(steps, [*losses]), check)

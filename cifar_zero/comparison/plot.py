@@ -1,7 +1,5 @@
-"""Writes the report of a comparison as report.html, which includes the plots, and also writes the plots as image files.
-Each plot draws the curves of all variants in the same axes."""
+"""Plots the losses of all variants of a comparison, and how far they are from the reference's losses."""
 
-import base64
 import math
 import textwrap
 from collections.abc import Sequence
@@ -10,14 +8,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from jinja2 import StrictUndefined, Template
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
-from cifar_zero.comparison import report
 from cifar_zero.comparison.result import Comparison, Curve
 
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
@@ -37,28 +33,11 @@ Array = NDArray[np.float64]
 Line = tuple[str, Array, Array]  # the variant's name, x (points,) and y (points,); NaN is a gap
 
 
-def write_page(comparison: Comparison, folder: Path) -> None:
-    """Writes the report of a comparison into an existing folder. Sections without content are left out."""
-    with matplotlib.rc_context(STYLE):
-        drawn: dict[str, Figure | None] = {}
-        if any(variant.runs for variant in comparison.variants):
-            drawn = {"losses.png": loss_plot(comparison), "accuracy.png": accuracy_plot(comparison)}
-        plots: dict[str, str] = {}
-        for name, figure in drawn.items():
-            if figure is not None:
-                figure.savefig(folder / name, dpi=120)  # legible on high-density screens, in a page of 250 kB
-                plots[name] = base64.b64encode((folder / name).read_bytes()).decode()
-    sections = (
-        ("Loss", "losses.png", {}),
-        ("Accuracy", "accuracy.png", report.figures(comparison, report.ACCURACY)),
-        ("Speed", "", report.figures(comparison, report.SPEED)),
-        ("Memory of the fullest rank", "", report.figures(comparison, report.MEMORY)),
-        ("Settings in effect", "", report.settings(comparison) if plots else None),
-    )
-    text = Path(__file__).with_name("report.html.j2").read_text()
-    template = Template(text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = template.render(comparison=comparison, sections=sections, plots=plots, zip=zip)
-    (folder / "report.html").write_text(page, encoding="utf-8")
+def write_plot(comparison: Comparison, file: Path) -> None:
+    """Writes the plot of the losses, unless no variant has a run."""
+    if any(variant.runs for variant in comparison.variants):
+        with matplotlib.rc_context(STYLE):
+            loss_plot(comparison).savefig(file, dpi=120)
 
 
 def loss_plot(comparison: Comparison) -> Figure:
@@ -89,31 +68,12 @@ def loss_plot(comparison: Comparison) -> Figure:
         axes.set_title(f"difference from {comparison.reference.name} (grows by rounding, and is not judged)")
         axes.set(ylabel=f"difference of the loss{several}")
     figure.axes[-1].set_xlabel(f"optimizer step ({comparison.recipe.get('batch_size')} images each)")
-    labels = {each.name: f"{each.name} ({each.outcome})" for each in comparison.variants if each.runs}
-    _legend(figure, comparison, labels)
-    return figure
-
-
-def accuracy_plot(comparison: Comparison) -> Figure | None:
-    """Plots the validation accuracy by step and by time, with one line per seed. Returns None if no run was
-    validated."""
-    steps: list[Line] = []
-    seconds: list[Line] = []
+    handles = []
     for variant in comparison.variants:
-        for run in variant.runs:
-            if curve := run.curves.get("val/acc"):
-                steps.append((variant.name, _array(curve.steps), _array(curve.values)))
-                seconds.append((variant.name, _array(curve.seconds), _array(curve.values)))
-    if not steps:
-        return None
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    by_step, by_time = figure.subplots(1, 2, sharey=True)
-    _draw(by_step, comparison, steps, "o")
-    _draw(by_time, comparison, seconds, "o")
-    by_step.set(xlabel="optimizer step", ylabel="validation accuracy")
-    by_step.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
-    by_time.set_xlabel("seconds since the start of the training")
-    _legend(figure, comparison, {name: name for name, _, _ in steps})
+        if variant.runs:
+            label = f"{variant.name} ({variant.outcome})"
+            handles.append(Line2D([], [], label=label, **_style(comparison, variant.name)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -147,12 +107,6 @@ def _array(values: Sequence[float]) -> Array:
 
 
 def _style(comparison: Comparison, name: str) -> dict[str, Any]:
-    """Returns colour and width of a variant's lines, which are the same in all plots."""
-    place = [variant.name for variant in comparison.variants].index(name)
-    return {"color": PALETTE[(place - 1) % len(PALETTE)], "linewidth": 1.5} if place else REFERENCE
-
-
-def _legend(figure: Figure, comparison: Comparison, labels: dict[str, str]) -> None:
-    """Draws the legend below the figure. `labels` gives the text of each variant by its name."""
-    handles = [Line2D([], [], label=label, **_style(comparison, name)) for name, label in labels.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    """Returns colour and width of a variant's lines."""
+    number = [variant.name for variant in comparison.variants].index(name)
+    return {"color": PALETTE[(number - 1) % len(PALETTE)], "linewidth": 1.5} if number else REFERENCE
