@@ -38,7 +38,7 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
         comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
         if variant.outcome != "not trained":
-            variant.judge(*_verdict(comparison, variant, trust))
+            variant.outcome, variant.remark = _verdict(comparison, variant, trust)
     return comparison
 
 
@@ -63,7 +63,7 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Out
     drifts = []
     for seed in seeds:
         one, other = reference.by_seed[seed], variant.by_seed[seed]
-        expected, first = one.losses.values[0], other.losses.values[0]
+        expected, first = (next(iter(run.losses.values())) for run in (one, other))
         if not math.isclose(expected, first, rel_tol=FIRST_LOSS):
             reason = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
             return "different", reason
@@ -92,15 +92,15 @@ def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[
         trust: Whether to load checkpoints that could run code.
         notes: Receives a note for each run whose weights cannot be read.
     """
-    expected, steps = reference.losses.steps, other.losses.steps
+    expected, losses = reference.losses, other.losses
     parts = []
-    if expected != steps:
-        parts.append(f"{len(expected):,} steps in the reference, but {len(steps):,} in the variant")
-    differences = reference.losses.difference(other.losses).by_step
-    unequal = [step for step, difference in differences.items() if difference]
+    if expected.keys() != losses.keys():
+        parts.append(f"{len(expected):,} steps in the reference, but {len(losses):,} in the variant")
+    unequal = [step for step in expected if step in losses and expected[step] != losses[step]]
     if unequal:
         last = unequal[-1]
-        parts.append(f"losses differ from step {unequal[0]:,} on, by {differences[last]:.1e} at step {last:,}")
+        error = abs(expected[last] - losses[last])
+        parts.append(f"losses differ from step {unequal[0]:,} on, by {error:.1e} at step {last:,}")
     one, two = _weights(reference, trust, notes), _weights(other, trust, notes)
     if one is None or two is None:
         parts.append("weights were not compared")

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
-from cifar_zero.comparison.result import Comparison, Curve
+from cifar_zero.comparison.result import Comparison
 
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 """matplotlib's options for the plots. Mathematical notation is not parsed, so that a $ in a name stays a $."""
@@ -44,7 +44,7 @@ def loss_plot(comparison: Comparison) -> Figure:
     """Plots the loss of each run by step. Below it, plots the difference of this loss from the loss of the reference's
     run with the same seed. At least one variant must have a run."""
     by_seed = comparison.reference.by_seed
-    most = max(len(run.losses.steps) for variant in comparison.variants for run in variant.runs)
+    most = max(len(run.losses) for variant in comparison.variants for run in variant.runs)
     size = math.ceil(most / POINTS)
     losses: list[Line] = []
     differences: list[Line] = []
@@ -52,7 +52,9 @@ def loss_plot(comparison: Comparison) -> Figure:
         for run in variant.runs:
             losses.append((variant.name, *_points(run.losses, size)))
             if run.seed in by_seed:
-                steps, difference = _points(by_seed[run.seed].losses.difference(run.losses), size)
+                expected = by_seed[run.seed].losses
+                errors = {step: abs(loss - expected[step]) for step, loss in run.losses.items() if step in expected}
+                steps, difference = _points(errors, size)
                 if (difference > 0).any():
                     differences.append((variant.name, steps, np.where(difference > 0, difference, np.nan)))
     several = f", mean of {size:,} steps" if size > 1 else ""
@@ -89,20 +91,16 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
             axes.plot(x, y, linestyle=dashes, **_style(comparison, name))
 
 
-def _points(curve: Curve, size: int) -> tuple[Array, Array]:
-    """Returns x and y of a curve with one point for every `size` steps. The point is the mean of these steps and of
-    their values."""
-    return _means(curve.steps, size), _means(curve.values, size)
+def _points(losses: Mapping[int, float], size: int) -> tuple[Array, Array]:
+    """Returns x and y of a curve. Each point is the mean of `size` steps and of their losses."""
+    x, y = _array(losses.keys()), _array(losses.values())
+    starts = range(0, len(losses), size)
+    return _array(x[i : i + size].mean() for i in starts), _array(y[i : i + size].mean() for i in starts)
 
 
-def _means(values: Sequence[float], size: int) -> Array:
-    array = _array(values)
-    return np.array([array[start : start + size].mean() for start in range(0, len(array), size)])
-
-
-def _array(values: Sequence[float]) -> Array:
+def _array(values: Iterable[float]) -> Array:
     """Returns an array with NaN in place of infinity, because NaN is not drawn."""
-    array = np.asarray(values, dtype=np.float64)
+    array = np.array([*values], dtype=np.float64)
     return np.where(np.isfinite(array), array, np.nan)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison.result import OF_CHECKS, Curve, FinishedRun, Variant
+from cifar_zero.comparison.result import OF_CHECKS, FinishedRun, Variant
 from cifar_zero.config.settings import flat, owner_of
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
@@ -62,19 +62,16 @@ def last_checkpoint(run: FinishedRun) -> Path:
     return Path(run.folder, run_folder.CHECKPOINTS, "last.ckpt")
 
 
-def read_losses(file: Path) -> Curve:
+def read_losses(file: Path) -> dict[int, float]:
     """Returns the loss of each optimizer step from a file of losses, without rounding. Raises ValueError if the file
     has no losses, is damaged or is cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
-    curve = Curve([], [])
-    for row in csv.DictReader(text.splitlines()):
-        curve.steps.append(int(row["step"]))
-        curve.values.append(float(row["loss"]))
-    if not curve.steps:
+    losses = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(text.splitlines())}
+    if not losses:
         raise ValueError(f"{file.name} has no losses")
-    return curve
+    return losses
 
 
 def shared(run: FinishedRun) -> dict[str, Any]:

@@ -41,25 +41,6 @@ def has_fallen(losses: Sequence[float]) -> bool:
 
 
 @dataclass
-class Curve:
-    """A value of a run for each of some optimizer steps."""
-
-    steps: list[int]  # optimizer steps, from 1
-    values: list[float]
-
-    @property
-    def by_step(self) -> dict[int, float]:
-        """The values by optimizer step."""
-        return dict(zip(self.steps, self.values, strict=True))
-
-    def difference(self, other: "Curve") -> "Curve":
-        """Returns the absolute difference of this curve and another one, at the steps that both have."""
-        mine, others = self.by_step, other.by_step
-        steps = [step for step in mine if step in others]
-        return Curve(steps, [abs(mine[step] - others[step]) for step in steps])
-
-
-@dataclass
 class FinishedRun:
     """The content of one run folder."""
 
@@ -67,7 +48,7 @@ class FinishedRun:
     seed: int
     metrics: dict[str, Any]  # the content of metrics.json, and the size of the last checkpoint as checkpoint_bytes
     settings: dict[str, Any]  # the options in config.yaml, by the names of the flags (see `settings.flat`)
-    losses: Curve  # loss of each optimizer step, mean over micro-batches and ranks
+    losses: dict[int, float]  # by optimizer step, from 1: mean over micro-batches and ranks
     check: dict[str, Any] | None = None  # the content of step_check.json; None if no steps were checked
 
 
@@ -96,10 +77,6 @@ class Variant:
     def verdict(self) -> str:
         """The outcome, the remark and the drift in one line."""
         return ": ".join(filter(None, [f"{SIGNS[self.outcome]} {self.outcome}", self.remark, self.drift]))
-
-    def judge(self, outcome: Outcome, remark: str = "") -> None:
-        """Sets the outcome and its remark."""
-        self.outcome, self.remark = outcome, remark
 
     @property
     def by_seed(self) -> dict[int, FinishedRun]:
@@ -139,7 +116,7 @@ class Comparison:
         agree = sum(outcome in PASSING for outcome in outcomes)
         counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in SIGNS if outcome in outcomes)
         sentence = f"{agree} of {len(outcomes)} agree with {self.reference.name}: {counts}"
-        losses = [run.losses.values for variant in self.variants for run in variant.runs if run.losses.values]
+        losses = [[*run.losses.values()] for variant in self.variants for run in variant.runs if run.losses]
         if losses and not any(map(has_fallen, losses)):
             sentence += f"; no variant has learned (the loss did not fall by {FLAT:.0%}): agreement is not evidence"
         return sentence
@@ -151,9 +128,10 @@ class Comparison:
             if not variant.passed:
                 continue
             if "test/acc" not in variant.figures:
-                variant.judge("too inaccurate", "the run lacks the test accuracy that --min_accuracy needs")
+                variant.outcome = "too inaccurate"
+                variant.remark = "the run lacks the test accuracy that --min_accuracy needs"
                 continue
             accuracy = statistics.fmean(variant.figures["test/acc"])
             if accuracy < least:
-                reason = f"accuracy {accuracy:.2%} is less than --min_accuracy {least:.2%}"
-                variant.judge("too inaccurate", reason)
+                variant.outcome = "too inaccurate"
+                variant.remark = f"accuracy {accuracy:.2%} is less than --min_accuracy {least:.2%}"

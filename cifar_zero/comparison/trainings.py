@@ -56,7 +56,7 @@ def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
             each.variant.runs.append(run)
         except (RunError, UsageError) as error:
             say(f"{name}: {error}")
-            each.variant.judge("not trained", str(error))
+            each.variant.outcome, each.variant.remark = "not trained", str(error)
     return [each.variant for each in planned]
 
 

@@ -30,7 +30,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def variant(name: str, *runs: FinishedRun, error: str = "") -> Variant:
     made = Variant(name, name, 2, command=f"train.py --strategy {name}", runs=list(runs))
     if error:
-        made.judge("not trained", error)
+        made.outcome, made.remark = "not trained", error
     return made
 
 

@@ -29,7 +29,7 @@ def write_run(folder: Path, changes: dict[str, str] | None = None) -> Path:
 
 def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path))
-    assert (run.losses.values, run.check) == ([2.5, 1.25], None)
+    assert (run.losses, run.check) == ({1: 2.5, 2: 1.25}, None)
     assert (run.settings["model"], run.settings["optimizer.lr"]) == ("net", 0.1)
     check = {"outcome": "agrees", "summary": "20 steps audited"}
     assert load_run(write_run(tmp_path, {"step_check.json": json.dumps(check)})).check == check

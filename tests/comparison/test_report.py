@@ -67,9 +67,9 @@ def test_an_accuracy_that_is_too_low_fails():
 def test_the_headline_names_a_loss_that_did_not_fall():
     flat = comparison(trained("ddp"))
     for variant in flat.variants:
-        variant.runs[0].losses.values[:] = [2.303 - 0.0001 * step for step in variant.runs[0].losses.steps]
+        variant.runs[0].losses |= {step: 2.303 - 0.0001 * step for step in range(1, STEPS + 1)}
     assert flat.headline.endswith("; no variant has learned (the loss did not fall by 1%): agreement is not evidence")
-    flat.variants[1].runs[0].losses.values[-1] = 0.1
+    flat.variants[1].runs[0].losses[STEPS] = 0.1
     assert "learned" not in flat.headline
 
 
@@ -87,13 +87,13 @@ def test_the_table_and_the_plot_show_names_as_they_are(tmp_path: Path, capsys: p
 
 def test_infinite_losses_are_not_drawn():
     diverged = trained("ddp", "different")
-    diverged.runs[0].losses.values[-1] = float("inf")
+    diverged.runs[0].losses[STEPS] = float("inf")
     assert loss_plot(comparison(diverged)).axes[0].get_ylim()[1] < 4
 
 
 def test_the_second_panel_has_the_difference_of_each_seed_and_gaps_where_there_is_none():
     other = trained("ddp", "different", seeds=2, off=0.25)
-    other.runs[1].losses.values[-1] += 1.0
+    other.runs[1].losses[STEPS] += 1.0
     figure = loss_plot(comparison(other, trained("fsdp2", seeds=2)))
     _, below = figure.axes
     one, two = (np.asarray(line.get_ydata(), dtype=float) for line in below.lines)
