@@ -50,8 +50,8 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
     trainer.fit(module, datamodule=CIFARDataModule(config))
     for tuned in (False, True):
         net, _ = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)
-        for ours, theirs in zip(module.parameters(), net.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        for ours, reference in zip(module.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6)
 
 
 def test_a_call_for_a_gpu_measures_failed_cells_last():

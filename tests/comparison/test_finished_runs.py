@@ -81,8 +81,8 @@ def test_a_reference_that_did_not_train_leaves_the_others_without_a_verdict() ->
 
 
 def test_the_drift_of_losses_and_weights_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [{"a": torch.tensor([1.0, -2.0])}, {"a": torch.tensor([1.0, -2.5])}]
-    monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: found.pop(0))
+    weights = [{"a": torch.tensor([1.0, -2.0])}, {"a": torch.tensor([1.0, -2.5])}]
+    monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: weights.pop(0))
     other = variant("other", made_up((2.0, 1.00003), check=AGREES))
     summarize([variant("baseline", made_up()), other])
     assert other.drift == "losses differ from step 2 on, by 3.0e-05 at step 2; weights differ by up to 5.0e-01"
@@ -90,8 +90,8 @@ def test_the_drift_of_losses_and_weights_is_described(monkeypatch: pytest.Monkey
 
 def test_versions_differ_but_not_a_precision_that_was_not_in_effect() -> None:
     newer = made_up(settings={"precision": "bf16-mixed"}, versions={"torch": "3"})
-    found = differences([variant("one", made_up()), variant("other", newer)])
-    assert found == {"versions.torch": {"one": "2", "other": "3"}}
+    actual = differences([variant("one", made_up()), variant("other", newer)])
+    assert actual == {"versions.torch": {"one": "2", "other": "3"}}
 
 
 def test_junit_has_a_case_for_each_variant(tmp_path: Path) -> None:

@@ -27,9 +27,9 @@ def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
 
 def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     file = "cifar_zero/config/deepspeed_examples.json"
-    baseline, theirs = (each.run for each in plan_variants([file, "baseline"], ["2"], [], 1, SMALL))
-    assert (baseline.placement.ds_config, theirs.placement.ds_config) == ("", file)
-    assert baseline.recipe == theirs.recipe
+    baseline, deepspeed = (each.run for each in plan_variants([file, "baseline"], ["2"], [], 1, SMALL))
+    assert (baseline.placement.ds_config, deepspeed.placement.ds_config) == ("", file)
+    assert baseline.recipe == deepspeed.recipe
     recipe, precision = baseline.recipe, baseline.placement.precision
     assert (recipe.batch_size, recipe.gradient_clip_val, precision) == (16, 1.0, "bf16-mixed")
 

@@ -58,7 +58,6 @@ ACCUMULATING: Shape = ("ddp", 2, 0)
 """Takes two micro-batches per step, and the other shapes take one. The middle of an epoch must be at the same step."""
 
 PAIRS: list[tuple[Shape, Shape]] = [
-    (("deepspeed_stage_3", 2, 0), ONE_RANK),
     (ONE_RANK, ("deepspeed_stage_2", 2, 0)),
     (("deepspeed_stage_3", 2, 0), ACCUMULATING),
     (("deepspeed_stage_0", 2, 2), ("deepspeed_stage_2", 2, 1)),
@@ -68,7 +67,7 @@ if WHOLE:
     PLAIN: list[Shape] = [ONE_RANK, *((stage, ranks, 0) for stage in STAGES for ranks in (1, 2, 4))]
     SPREAD: list[Shape] = [("baseline", 1, 1)]
     SPREAD += [(stage, ranks, ep) for stage in STAGES[:3] for ranks, ep in ((1, 1), (2, 2), (4, 2))]
-    PAIRS = [PAIRS[2], (("deepspeed_stage_2", 1, 0), ("deepspeed_stage_3_offload", 2, 0))]
+    PAIRS = [PAIRS[1], (("deepspeed_stage_2", 1, 0), ("deepspeed_stage_3_offload", 2, 0))]
     PAIRS += [(one, other) for shapes in (PLAIN, SPREAD) for one in shapes for other in shapes]
 
 STOPPED_AT, STEPS = 20, 45
@@ -140,8 +139,8 @@ def test_resumes_twice_from_the_last_step_of_an_epoch(
     saved = next(run_folder_of(begun).rglob("epoch=0-step=36.ckpt"))
     train_all({middle: [*same, "--max_steps", "38", "--resume", str(saved)]})
     train_all({ended: [*same, "--resume", str(middle)]})
-    found = losses(middle) | losses(ended)
-    assert found == {step: loss for step, loss in uninterrupted[0].items() if step > 36}
+    actual = losses(middle) | losses(ended)
+    assert actual == {step: loss for step, loss in uninterrupted[0].items() if step > 36}
 
 
 @of_test_all
@@ -251,9 +250,9 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
     assert saved == (12 if number == signal.SIGKILL else SENT_IN)
     assert batches(ended) == {step: seen for step, seen in batches(whole).items() if step > saved}
     assert losses(ended) == {step: loss for step, loss in losses(whole).items() if step > saved}
-    expected, found = restored(whole), restored(ended)
-    assert found.keys() == expected.keys()
-    assert [key for key, value in expected.items() if not same_value(found[key], value)] == []
+    expected, actual = restored(whole), restored(ended)
+    assert actual.keys() == expected.keys()
+    assert [key for key, value in expected.items() if not same_value(actual[key], value)] == []
 
 
 @pytest.mark.parametrize("length", [["--epochs", "2"], ["--max_steps", "13"]], ids=" ".join)
@@ -262,9 +261,9 @@ def test_a_run_without_a_step_left_reports_its_training(length: list[str], tmp_p
     same = [*small_data, *SHORT, *length]
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     train_all({whole: same, ended: [*same, "--resume", str(whole)]})
-    found, expected = metrics_of(ended), metrics_of(whole)
+    actual, expected = metrics_of(ended), metrics_of(whole)
     for key in ("epochs", "steps", "train/loss", "val/acc", "test/acc"):
-        assert found[key] == expected[key] is not None, key
+        assert actual[key] == expected[key] is not None, key
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=of_test_all)])
@@ -281,11 +280,11 @@ def test_the_shards_that_were_checked_are_loaded(stage: int, tmp_path: Path, sma
 
 def batches(out: Path) -> dict[int, list[str]]:
     """Returns the checksums of rank 0's batches by optimizer step."""
-    found: dict[int, list[str]] = {}
+    checksums: dict[int, list[str]] = {}
     for line in (run_folder_of(out) / "batches").read_text().splitlines():
         step, checksum = line.split()
-        found.setdefault(int(step), []).append(checksum)
-    return found
+        checksums.setdefault(int(step), []).append(checksum)
+    return checksums
 
 
 def restored(out: Path) -> dict[str, Any]:
