@@ -2,8 +2,7 @@
 import torch."""
 
 import math
-import re
-import xml.etree.ElementTree as ET
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,14 +12,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
+import stepcheck.report
 from cifar_zero.comparison.result import Comparison
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import curves
 
 SCHEMA = 4  # version of comparison.json; keys may be added within a version, but existing keys keep their meaning
-
-NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
 MISSING = "-"  # text for an unknown number
 
@@ -87,22 +84,12 @@ def write_comparison(comparison: Comparison, file: Path) -> None:
 
 
 def write_junit(comparison: Comparison, file: Path) -> None:
-    """Writes a test suite for CI systems (format: https://github.com/testmoapp/junitxml) with a test case per variant.
-    A variant that did not train or does not agree is a failure. Creates the folder of the file if necessary."""
-    failures = sum(not variant.passed for variant in comparison.variants)
-    counts = {"tests": str(len(comparison.variants)), "failures": str(failures), "errors": "0"}
-    timestamp = comparison.created.removesuffix("Z")
-    root = ET.Element("testsuites")
-    suite = ET.SubElement(root, "testsuite", counts, name=comparison.title, timestamp=timestamp)
+    """Writes a test case for each variant, for CI systems. A variant that did not train or does not agree is a
+    failure."""
+    cases = []
     for variant in comparison.variants:
         seconds = sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
-        case = ET.SubElement(suite, "testcase", classname="compare", name=variant.name, time=f"{seconds:.3f}")
-        if variant.passed:
-            ET.SubElement(case, "system-out").text = variant.verdict
-        else:
-            failure = ET.SubElement(case, "failure", message=variant.verdict)
-            failure.text = f"{variant.verdict}\nagain: {variant.command}"
-    ET.indent(root)
-    text = ET.tostring(root, encoding="utf-8", xml_declaration=True).decode()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(NOT_IN_XML.sub("", text), encoding="utf-8")
+        command = shlex.split(variant.command)
+        case = {"engine": variant.name, "passed": variant.passed, "summary": variant.verdict, "command": command}
+        cases.append({**case, "findings": [{"text": variant.verdict}], "training_seconds": seconds})
+    stepcheck.report.write_junit(file, {"engines": cases, "command": []})
