@@ -1,7 +1,7 @@
-"""Judges finished runs of `train`, and builds a comparison with their figures, recipe, differences and verdicts."""
+"""Judges finished runs of `train`, and builds a comparison with their recipe, differences and verdicts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain mod
 
 
 def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
-    """Returns the comparison of the variants, with their figures and verdicts. The first variant is the reference. With
+    """Returns the comparison of the variants, with their verdicts. The first variant is the reference. With
     `trust`, checkpoints that could run code are loaded too."""
     reference = variants[0]
-    comparison = Comparison("", {}, variants, differences=differences(variants))
+    comparison = Comparison({}, variants, differences=differences(variants))
     if reference.runs:
         run = reference.runs[0]
         about, settings = run.metrics, shared(run)
@@ -32,9 +32,7 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
         common = [key for key in RECIPE if key in settings and key not in comparison.differences]
         comparison.recipe = {key: str(settings[key]) for key in common}
         comparison.recipe["seeds"] = ", ".join(map(str, reference.by_seed))
-    comparison.title = f"{comparison.recipe.get('model', 'several models')}: {len(variants)} variants"
     for variant in variants:
-        variant.figures = _figures(variant.runs)
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
         comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
         if variant.outcome != "not trained":
@@ -126,16 +124,3 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
     except UsageError as error:
         notes.append(f"The weights of {run.folder} were not compared: {error}.")
         return None
-
-
-def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
-    """Returns the numbers in the metrics of the runs. Each key of metrics.json has a list with one number per run. If a
-    run has a number per rank, its largest one is returned."""
-    figures: dict[str, list[float]] = {}
-    for run in runs:
-        for key, value in run.metrics.items():
-            values = value if isinstance(value, list) else [value]
-            numbers = [float(each) for each in values if type(each) in (int, float)]
-            if numbers:
-                figures.setdefault(key, []).append(max(numbers))
-    return figures

@@ -47,9 +47,6 @@ def load_run(folder: Path) -> FinishedRun:
         run.check = read_json(check, str(check)) if check.is_file() else None
         if run.check and (run.check["outcome"] not in OF_CHECKS or not run.check["summary"]):
             raise ValueError(f"{check.name} has the unknown outcome {json.dumps(run.check['outcome'])}")
-        checkpoint = last_checkpoint(run)
-        files = [checkpoint, *checkpoint.rglob("*")]
-        metrics["checkpoint_bytes"] = sum(file.stat().st_size for file in files if file.is_file()) or None
         return run
     except KeyError as error:
         raise UsageError(f"{folder} cannot be read: {error} is missing from its files, or is unknown") from error

@@ -46,7 +46,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "memory": ("mem/peak_rank_bytes", size),
     "accuracy (%)": ("test/acc", in_percent),
 }
-"""The columns after the verdict: each one's key of `Variant.figures`, and the format of its values."""
+"""The columns after the verdict: each one's key in metrics.json, and the format of its values."""
 
 
 def show(comparison: Comparison, folder: Path) -> None:
@@ -64,16 +64,14 @@ def show(comparison: Comparison, folder: Path) -> None:
 
 def _table(comparison: Comparison) -> rich.table.Table:
     """Returns a table with a row for each variant. A cell lists the values of all seeds."""
-    filled = [
-        title for title, (key, _) in COLUMNS.items() if any(each.figures.get(key) for each in comparison.variants)
-    ]
+    filled = [title for title, (key, _) in COLUMNS.items() if any(each.numbers(key) for each in comparison.variants)]
     table = rich.table.Table("variant", "verdict", *filled)
     for variant in comparison.variants:
         style = "green" if variant.passed else "red"
         cells = [escape(variant.name), f"[{style}]{escape(variant.verdict)}[/]"]
         for title in filled:
             key, form = COLUMNS[title]
-            cells.append(", ".join(map(form, variant.figures.get(key, []))) or MISSING)
+            cells.append(", ".join(map(form, variant.numbers(key))) or MISSING)
         table.add_row(*cells)
     return table
 

@@ -46,7 +46,7 @@ class FinishedRun:
 
     folder: str
     seed: int
-    metrics: dict[str, Any]  # the content of metrics.json, and the size of the last checkpoint as checkpoint_bytes
+    metrics: dict[str, Any]  # the content of metrics.json
     settings: dict[str, Any]  # the options in config.yaml, by the names of the flags (see `settings.flat`)
     losses: dict[int, float]  # by optimizer step, from 1: mean over micro-batches and ranks
     check: dict[str, Any] | None = None  # the content of step_check.json; None if no steps were checked
@@ -63,9 +63,6 @@ class Variant:
     outcome: Outcome = "not judged"
     remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
-    figures: dict[str, list[float]] = field(default_factory=dict)
-    """Values of the runs, one per run, keyed by their names in metrics.json. If a metric has a number per rank, the
-    value is the largest one."""
     drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
 
     @property
@@ -78,6 +75,16 @@ class Variant:
         """The outcome, the remark and the drift in one line."""
         return ": ".join(filter(None, [f"{SIGNS[self.outcome]} {self.outcome}", self.remark, self.drift]))
 
+    def numbers(self, key: str) -> list[float]:
+        """Returns the number of each run under a key of metrics.json, or the largest number if each rank has one."""
+        numbers: list[float] = []
+        for run in self.runs:
+            value = run.metrics.get(key)
+            of_ranks = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+            if of_ranks:
+                numbers.append(max(of_ranks))
+        return numbers
+
     @property
     def by_seed(self) -> dict[int, FinishedRun]:
         """The runs of the variant by seed."""
@@ -88,7 +95,6 @@ class Variant:
 class Comparison:
     """The result of `cifar-zero compare`: the variants that were trained or read, with their verdicts."""
 
-    title: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
     variants: list[Variant]  # the reference first
     machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
@@ -127,11 +133,12 @@ class Comparison:
         for variant in self.variants:
             if not variant.passed:
                 continue
-            if "test/acc" not in variant.figures:
+            accuracies = variant.numbers("test/acc")
+            if not accuracies:
                 variant.outcome = "too inaccurate"
                 variant.remark = "the run lacks the test accuracy that --min_accuracy needs"
                 continue
-            accuracy = statistics.fmean(variant.figures["test/acc"])
+            accuracy = statistics.fmean(accuracies)
             if accuracy < least:
                 variant.outcome = "too inaccurate"
                 variant.remark = f"accuracy {accuracy:.2%} is less than --min_accuracy {least:.2%}"

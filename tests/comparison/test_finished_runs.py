@@ -108,5 +108,5 @@ def test_figures_are_those_of_each_seed_and_of_the_fullest_rank() -> None:
     ranks: dict[str, Any] = {"mem/peak_rank_bytes": [3_000_000, 4_000_000]}
     other: dict[str, Any] = {"mem/peak_rank_bytes": [6_000_000, None], "test/acc": 0.7}
     comparison = compared(variant("ddp", made_up(seed=0, **ranks), made_up(seed=1, **other)))
-    figures = comparison.variants[1].figures
-    assert (figures["mem/peak_rank_bytes"], figures["test/acc"]) == ([4_000_000, 6_000_000], [0.5, 0.7])
+    numbers = comparison.variants[1].numbers
+    assert (numbers("mem/peak_rank_bytes"), numbers("test/acc")) == ([4_000_000, 6_000_000], [0.5, 0.7])

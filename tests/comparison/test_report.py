@@ -1,6 +1,7 @@
 """Tests the table, the plot and the headline of a comparison, also where some of its parts are missing."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,16 +21,16 @@ def trained(name: str, outcome: Outcome = "bit-identical", seeds: int = 1, off: 
     runs = []
     for seed in range(seeds):
         losses = tuple(2.0 - 0.01 * step + seed + off * (step >= 8) for step in range(1, STEPS + 1))
-        runs.append(made_up(losses, seed=seed))
-    values = {"perf/images_per_second": [4000.0 if off else 2000.0] * seeds}
+        metrics: dict[str, Any] = {"perf/images_per_second": 4000.0 if off else 2000.0, "test/acc": None}
+        runs.append(made_up(losses, seed=seed, **metrics))
     command = f"python train.py --name '{name}'"
     remark = "step 8: gradient of net.fc1.weight off by 20 %" if outcome == "different" else ""
-    return Variant(name, name, 2, command=command, runs=runs, figures=values, outcome=outcome, remark=remark)
+    return Variant(name, name, 2, command=command, runs=runs, outcome=outcome, remark=remark)
 
 
 def comparison(*others: Variant, **fields) -> Comparison:
     reference = trained("baseline", "reference", seeds=len(others[0].runs) if others else 1)
-    common = {"title": "net", "machine": {"torch": "2.15.0"}, "recipe": {"model": "net"}}
+    common = {"machine": {"torch": "2.15.0"}, "recipe": {"model": "net"}}
     return Comparison(**{**common, **fields}, variants=[reference, *others])
 
 
@@ -52,7 +53,8 @@ def test_only_a_variant_that_was_judged_and_agrees_passes():
 def test_an_accuracy_that_is_too_low_fails():
     variants = comparison(trained("ddp", seeds=2), trained("fsdp2", "different", seeds=2))
     for variant in variants.variants[:2]:
-        variant.figures["test/acc"] = [0.08, 0.1228]
+        for run, accuracy in zip(variant.runs, (0.08, 0.1228), strict=True):
+            run.metrics["test/acc"] = accuracy
     variants.require(0.1)
     assert [variant.passed for variant in variants.variants] == [True, True, False]
     variants.require(0.5)
@@ -74,7 +76,7 @@ def test_the_headline_names_a_loss_that_did_not_fall():
 
 
 def test_the_table_and_the_plot_show_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    compared = comparison(trained(NASTY, off=0.5, seeds=2), failed("fsdp"), title=NASTY)
+    compared = comparison(trained(NASTY, off=0.5, seeds=2), failed("fsdp"))
     write_plot(compared, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     show(compared, tmp_path)
