@@ -53,7 +53,7 @@ class Bench:
         """The directory of decoded images that all runs share."""
         return self.directory / "cache"
 
-    def ours(self, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> dict[str, float]:
+    def train_py(self, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> dict[str, float]:
         """Runs train.py for `steps` timed steps and returns the figures of its metrics.json."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:

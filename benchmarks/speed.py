@@ -49,11 +49,11 @@ def tutorial(runner: Bench, arguments: Namespace) -> list[Case]:
     """Returns the comparison of train.py with the tutorial's loop and a bare loop, with the tutorial's recipe."""
     steps = arguments.steps or STEPS[4]
     contenders = {
-        "ours": partial(runner.ours, steps, "--config", "configs/tutorial.yaml"),
+        "train.py": partial(runner.train_py, steps, "--config", "configs/tutorial.yaml"),
         "tutorial loop": partial(runner.reference, "tutorial", steps),
         "bare loop": partial(runner.reference, "bare", steps),
     }
-    ratios = [("ours", "tutorial loop"), ("ours", "bare loop")]
+    ratios = [("train.py", "tutorial loop"), ("train.py", "bare loop")]
     return [Case(f"configs/tutorial.yaml, batch 4, {runner.accelerator}", contenders, ratios)]
 
 
@@ -63,11 +63,11 @@ def limit(runner: Bench, arguments: Namespace) -> list[Case]:
     for batch_size, default in STEPS.items():
         steps, batch = arguments.steps or default, ("--batch_size", str(batch_size))
         contenders = {
-            "ours": partial(runner.ours, steps, "--config", "configs/tutorial.yaml", *batch),
+            "train.py": partial(runner.train_py, steps, "--config", "configs/tutorial.yaml", *batch),
             "bare loop": partial(runner.reference, "bare", steps, *batch),
             "bare loop, tuned": partial(runner.reference, "bare", steps, *batch, "--tuned"),
         }
-        ratios = [("ours", "bare loop"), ("ours", "bare loop, tuned")]
+        ratios = [("train.py", "bare loop"), ("train.py", "bare loop, tuned")]
         cases.append(Case(f"batch {batch_size}, {runner.accelerator}", contenders, ratios))
     return cases
 
@@ -87,19 +87,19 @@ def at_stage(runner: Bench, stage: int, ranks: int, steps: int) -> Case:
     recipe = ["--config", "configs/deepspeed.yaml", "--precision", "32-true"]
     recipe += ["--strategy", f"deepspeed_stage_{stage}", "--devices", str(ranks)]
     loop = partial(runner.reference, "deepspeed_loop", steps, "--stage", str(stage), "--ranks", str(ranks))
-    contenders = {"ours": partial(runner.ours, steps, *recipe), "DeepSpeedExamples' loop": loop}
+    contenders = {"train.py": partial(runner.train_py, steps, *recipe), "DeepSpeedExamples' loop": loop}
     if ranks > 1 and runner.accelerator == "cpu":
         all_cores = {"OMP_NUM_THREADS": str(core_count())}
         contenders["its loop, all cores for each rank"] = partial(loop, extra_env=all_cores)
     name = f"ZeRO {stage}, {ranks} {'rank' if ranks == 1 else 'ranks'}, {runner.accelerator}"
-    return Case(name, contenders, [("ours", other) for other in contenders if other != "ours"])
+    return Case(name, contenders, [("train.py", other) for other in contenders if other != "train.py"])
 
 
 def data(runner: Bench, arguments: Namespace) -> list[Case]:
     """Returns the comparison of this project's loaders with torchvision's CIFAR10."""
     torchvision_loader = "torchvision CIFAR10"
-    contenders = {f"ours, {loader}": partial(epoch, runner, loader) for loader in ("memory", "torch")}
-    ratios = [(ours, torchvision_loader) for ours in contenders]
+    contenders = {f"train.py, {loader}": partial(epoch, runner, loader) for loader in ("memory", "torch")}
+    ratios = [(loader, torchvision_loader) for loader in contenders]
     contenders[torchvision_loader] = partial(epoch, runner, "torchvision")
     return [Case("50,000 synthetic images, batches of 64, without training", contenders, ratios)]
 

@@ -78,8 +78,8 @@ def newest(candidates: list[Path]) -> Path:
 
 
 def _run_of(checkpoint: Path) -> tuple[Path, int]:
-    """Returns two things about the run that wrote a checkpoint: the folder <out>/<name> of all runs with its name, and
-    its version. The version is -1 for a checkpoint outside of a run folder."""
+    """Returns the folder <out>/<name> and the version of the run that wrote a checkpoint. The version is -1 outside of
+    a run folder."""
     folder = checkpoint.absolute().parent.parent  # version_N, if the path is <name>/version_N/checkpoints/last.ckpt
     return folder.parent, _version(folder)
 

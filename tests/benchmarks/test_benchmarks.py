@@ -50,8 +50,8 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
     trainer.fit(module, datamodule=CIFARDataModule(config))
     for tuned in (False, True):
         net, _ = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)
-        for ours, reference in zip(module.parameters(), net.parameters(), strict=True):
-            torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6)
+        for actual, expected in zip(module.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_a_call_for_a_gpu_measures_failed_cells_last():
@@ -85,4 +85,4 @@ def test_a_second_call_for_a_gpu_measures_what_a_killed_one_has_not(tmp_path: Pa
 def test_tutorial_in_small():
     done = run_program("-m", "benchmarks.speed", "tutorial", "--repeats", "1", "--steps", "10", "--accelerator", "cpu")
     assert_ok(done)
-    assert re.search(r"ours / tutorial loop\*\* \| [\d.,]+ / [\d.,]+ / [\d.,]+", done.stdout)
+    assert re.search(r"train.py / tutorial loop\*\* \| [\d.,]+ / [\d.,]+ / [\d.,]+", done.stdout)
