@@ -88,7 +88,7 @@ class Cell:
     table: str
     name: str
     seconds: float  # time limit
-    measure: Callable[[Session], Row]  # raises RunFailed
+    measure: Callable[[Session], Row]
 
 
 def cells(session: Session) -> Iterator[Cell]:
@@ -172,8 +172,8 @@ def measure(cell: Cell, session: Session, results: Results, seconds: float) -> N
     session.deadline = started + seconds
     try:
         row = cell.measure(session)
-    except RunFailed as failure:
-        row = {"failed": str(failure)}
+    except Exception as failure:  # of any kind, because the other cells are still to be measured
+        row = {"failed": f"{type(failure).__name__}: {failure}"}
     if "failed" in row:
         row["tries"] = rows.get(cell.name, {}).get("tries", 0) + 1
     rows[cell.name] = {**row, "seconds": round(time.monotonic() - started, 1)}

@@ -16,6 +16,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.loops import bare
 from benchmarks.loops.common import WARMUP_STEPS
+from benchmarks.runs import Bench
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
 from cifar_zero.config import command_line
@@ -58,6 +59,15 @@ def test_a_call_for_a_gpu_measures_failed_cells_last():
     one, two, three, four = (gpu.Cell("part", name, 1, lambda place: {}) for name in ("1", "2", "3", "4"))
     results = {"part": {"1": {"failed": "", "tries": 2}, "2": {"failed": "", "tries": 1}, "3": {}}}
     assert gpu.in_order([one, two, three, four], results) == [four, two, one]
+
+
+def test_a_cell_that_fails_leaves_the_others_to_be_measured(tmp_path: Path):
+    results: gpu.Results = {}
+    broken = gpu.Cell("part", "broken", 1, lambda session: {"number": 1 / 0})
+    for tries in (1, 2):
+        gpu.measure(broken, gpu.Session(Bench("cpu", tmp_path), tmp_path, None), results, 1)
+        row = results["part"]["broken"]
+        assert (row["failed"], row["tries"]) == ("ZeroDivisionError: division by zero", tries)
 
 
 @of_test_all
