@@ -68,9 +68,8 @@ def config_of_checkpoint(
 
 def checkpoint_to_resume(settings: Settings) -> str:
     """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes unfinished
-    files that killed processes left next to the checkpoint. The checkpoint itself is not read, because rank 0 compares
-    it with the run later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such
-    checkpoint."""
+    files that killed processes left next to it. Does not read the checkpoint, which rank 0 does later (see
+    `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""

@@ -177,14 +177,8 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 
 def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
-    """Loads whole tensors into a model of which each rank may hold only its shards. Tensors of the model that are not
-    in `weights` stay as they are. All ranks must call this function.
-
-    Args:
-        net: the model.
-        weights: whole tensors, keyed by the model's own names.
-        write: function that overwrites a parameter or buffer, which the strategy may have sharded, with a whole tensor.
-    """
+    """Loads full tensors, keyed by the model's own names, into a model of which each rank may hold only its shards.
+    `write` overwrites a parameter or buffer, which may be sharded, with a full tensor. Collective."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             write(tensor, weights[name])
@@ -210,18 +204,9 @@ def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]
 
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
-    """Writes a delta, which contains only the weights that the checkpoint's run trained, and returns the names of these
-    weights.
-
-    Args:
-        checkpoint: content of the checkpoint.
-        output: path of the delta.
-        name: name of the checkpoint, for the delta's metadata and for error messages.
-
-    Raises:
-        UsageError: If the run froze nothing, or cifar-zero train did not write the checkpoint.
-        OSError: If the delta cannot be written.
-    """
+    """Writes a delta, which contains only the weights that the checkpoint's run trained, and returns their names.
+    `name` names the checkpoint in the metadata and in messages. Raises UsageError if the run froze nothing, or
+    cifar-zero train did not write the checkpoint."""
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe

@@ -271,11 +271,11 @@ def _content(models: Sequence[Any], experts: Sequence[Any], optimizers: Sequence
 def _as_torch(
     full: Mapping[str, Mapping[str, Any]], names: Mapping[int, Iterable[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns an optimizer state in the form of torch's `state_dict`, with DeepSpeed's parameter groups.
+    """Returns an optimizer state in the form of torch's `state_dict`.
 
     Args:
         full: the state of all parameters, keyed by the state's key and the parameter's name.
-        names: the names of the parameters in each flat tensor, keyed by the index of the flat tensor.
+        names: the names of the parameters in each flat tensor.
         groups: DeepSpeed's parameter groups, whose `params` are indices of flat tensors.
     """
     state: dict[int, dict[str, Any]] = {}

@@ -83,8 +83,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
 
 
 def _how_to_compare(folder: Path) -> str:
-    """Returns a hint to print if a comparison was stopped. The hint is the command that compares the finished runs, or
-    the folder of the runs if fewer than two are finished."""
+    """Returns the command that compares the finished runs of a stopped comparison, or names their folder if fewer than
+    two are finished."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"

@@ -41,9 +41,8 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
 
 
 def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Outcome, str]:
-    """Returns the outcome of a variant and its explanation in one line. A variant is bit-identical if its losses and
-    weights equal the reference's losses and weights. Otherwise the step check decides. This function also sets the
-    variant's `drift`."""
+    """Returns the outcome of a variant and its explanation in one line, and sets the variant's `drift`. A variant
+    without drift is bit-identical. Otherwise the step check decides."""
     reference = comparison.reference
     checks = [run.check or UNCHECKED for run in variant.runs]
     worst = max(checks, key=lambda check: OF_CHECKS.index(check["outcome"]))
@@ -81,15 +80,9 @@ UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was ch
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
-    """Describes how far the losses and the last weights of a run are from the losses and weights of the reference.
-    Returns an empty text if they are equal bit by bit.
-
-    Args:
-        reference: The reference's run with the same seed.
-        other: The run to compare with the reference.
-        trust: Whether to load checkpoints that could run code.
-        notes: Receives a note for each run whose weights cannot be read.
-    """
+    """Describes how far the losses and the last weights of a run are from those of the reference's run with the same
+    seed. Returns an empty text if they are equal bit by bit. `notes` gets a note for each run whose weights cannot be
+    read."""
     expected, losses = reference.losses, other.losses
     parts = []
     if expected.keys() != losses.keys():
@@ -113,9 +106,8 @@ def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[
 
 
 def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
-    """Returns the weights in a run's last checkpoint. If --ema stored an average of the weights, the weights themselves
-    are returned, not the average. If the checkpoint cannot be read, adds a note to `notes` and returns None. With
-    `trust`, a checkpoint that could run code is loaded too."""
+    """Returns the weights in a run's last checkpoint, not their average (--ema). If the checkpoint cannot be read, adds
+    a note to `notes` and returns None."""
     try:
         checkpoint = last_checkpoint(run)
         if not checkpoint.exists():

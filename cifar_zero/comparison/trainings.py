@@ -61,9 +61,8 @@ def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
 
 
 def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Path:
-    """Trains one run and returns its folder. The run has a separate process group, and no process of this group is left
-    afterwards. Raises RunError with the run's last error line if the run failed. KeyboardInterrupt and Stopped are
-    raised only after the run has ended.
+    """Trains one run and returns its folder. No process of the run is left afterwards, also if this process is
+    interrupted. Raises RunError with the run's last error line if the run failed.
 
     Args:
         name: Name of the run.
@@ -89,10 +88,9 @@ def plan_variants(
     rest: Sequence[str],
     launcher: Sequence[str] = (),
 ) -> list[Planned]:
-    """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. If one of
-    these arguments is empty, the default of the train command is used. The first variant is the reference. Its strategy
-    is baseline if baseline is among `strategies`, and the first strategy otherwise. It has the first entry of `devices`
-    and the first entry of `accumulate`.
+    """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. An empty
+    argument stands for the default of train. The first variant is the reference. Its strategy is baseline, if that is
+    among `strategies`. Raises UsageError if a variant cannot run on this machine, or there is nothing to compare.
 
     Args:
         strategies: Names of strategies, or DeepSpeed configurations.
@@ -100,11 +98,7 @@ def plan_variants(
         accumulate: Numbers of micro-batches per step.
         seeds: Number of runs of each variant.
         rest: Flags of train for all variants.
-        launcher: Command that starts the ranks. If some variants are on several nodes, it starts the ranks of these
-            variants only.
-
-    Raises:
-        UsageError: If a variant cannot run on this machine, or there is nothing to compare.
+        launcher: Command that starts the ranks. If some variants are on several nodes, it starts only their ranks.
     """
     common_flags = {flag.split("=")[0].removeprefix("--") for flag in rest}
     if "strategy" in common_flags:
@@ -145,14 +139,8 @@ def plan_variants(
 
 
 def _sizes(strategy: str, strategies: Sequence[str], common_flags: set[str]) -> list[str]:
-    """Returns flags that set the size options of other strategies to 0 for one strategy. A size option, such as
-    --tensor_parallel_size, belongs to one strategy, but is given for all variants.
-
-    Args:
-        strategy: The strategy that gets the flags.
-        strategies: All strategies of the comparison.
-        common_flags: Names of the flags that are given for all variants.
-    """
+    """Returns flags that set the size options of the other `strategies` to 0 for `strategy`. A size option, such as
+    --tensor_parallel_size, belongs to one strategy, but `common_flags` are given for all variants."""
     sizes = {STRATEGIES[name].size for name in strategies if name in STRATEGIES}
     own = STRATEGIES[strategy].size if strategy in STRATEGIES else None
     flags = []

@@ -74,20 +74,9 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def check(entry: models.Model, num_classes: int, images: Shape) -> None:
-    """Builds a model and runs it on one micro-batch of zeros in the shape of the training images.
-
-    Both happen on torch's meta device, where tensors have no values. A user's model that fails there is tried again on
-    the CPU, because what it computes may depend on values.
-
-    Args:
-        entry: the model and its options.
-        num_classes: number of scores that the model must return for each image.
-        images: shape of the micro-batch.
-
-    Raises:
-        ValueError: if the model cannot be built, does not accept images of this shape, or does not return (N,
-            num_classes) scores.
-    """
+    """Builds a model and runs it on one micro-batch of zeros on torch's meta device, where tensors have no values. A
+    user's model that fails there is tried again on the CPU. Raises ValueError if the model cannot be built, does not
+    accept images of this shape, or does not return (N, num_classes) scores."""
     try:
         _try_out(entry, num_classes, images, "meta")
     except ValueError:

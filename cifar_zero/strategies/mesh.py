@@ -40,17 +40,14 @@ class MeshHooks(Hooks):
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy, except that `shard` splits the model and checkpoints are plain files.
-
-    `shard` runs just before the optimizer is made. For a checkpoint, rank 0 gets full tensors one at a time, so that
-    no GPU ever holds the whole model. Lightning's own strategy (2.6.6) reads only checkpoints that it wrote itself.
+    """Lightning's ModelParallelStrategy, except that `shard` splits the model just before the optimizer is made, and
+    that checkpoints are plain files. Rank 0 gets full tensors one at a time for them, so that no GPU holds the whole
+    model.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`, the
     only name that Lightning has for the ranks of one model.
 
     Args:
-        placement: Where and how to train.
-        shard: Function that replaces the parameters of a model with this rank's shards.
         casts: Whether `shard` sets the precision.
         fuses: Whether all parameters are DTensors of one mesh, which torch's fused optimizers need.
         shards_module: Whether `shard` splits the whole LightningModule. Otherwise it splits the module's attribute

@@ -62,7 +62,6 @@ def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dic
     when it is complete. Returns the first error of any rank, or an empty string. Collective.
 
     Args:
-        engine: DeepSpeed's engine.
         final: Path of the folder.
         progress: What Lightning and the callbacks save in addition to the weights and the optimizer's state.
         layout: What a shard depends on. Only an engine with an equal layout can load a shard as it is.
@@ -116,7 +115,6 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
     """Loads a plain checkpoint into an engine of any ZeRO stage and number of ranks.
 
     Args:
-        engine: DeepSpeed's engine, which `checkpoint` is to continue.
         checkpoint: Content of the checkpoint, as `checkpoints.read.read` returns it.
         group_names: Names of the parameters in each of the optimizer's groups, for a checkpoint without names.
     """
