@@ -21,7 +21,7 @@ from cifar_zero.data.augment import memory_format, normalize
 from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import Gate, gates
 from cifar_zero.optimizers import OPTIMIZERS
-from cifar_zero.optimizers.groups import keep_own_options, lay_like_parameters, parameter_groups
+from cifar_zero.optimizers.groups import keep_own_options, match_strides, parameter_groups
 from cifar_zero.schedules import SCHEDULES, Constant, Schedule, with_total_steps
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.metrics import SplitMetrics, loss
@@ -165,7 +165,7 @@ class CIFARModule(LightningModule):
         implementation = hooks.optimizer_implementation(strategy.root_device.type, clips)
         optimizer = self.optimizer_options.build(groups, implementation)
         optimizer.register_load_state_dict_pre_hook(keep_own_options)
-        optimizer.register_load_state_dict_post_hook(lay_like_parameters)
+        optimizer.register_load_state_dict_post_hook(match_strides)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         if isinstance(self.schedule, Constant):
             return optimizer

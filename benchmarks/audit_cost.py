@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--weights_every", type=int, default=8)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore")
     torch.set_flush_denormal(True)
@@ -60,19 +60,19 @@ def main() -> None:
     model = Transformer()
     config = {
         "train_micro_batch_size_per_gpu": SEQUENCES,
-        "gradient_accumulation_steps": given.accumulate,
+        "gradient_accumulation_steps": arguments.accumulate,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "bf16": {"enabled": given.bf16},
-        "zero_optimization": {"stage": given.stage},
+        "bf16": {"enabled": arguments.bf16},
+        "zero_optimization": {"stage": arguments.stage},
     }
     engine: Any = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
-    audited = audit(engine, every=2, weights_every=given.weights_every)
+    audited = audit(engine, every=2, weights_every=arguments.weights_every)
     times: dict[bool, list[float]] = {True: [], False: []}
-    for step in range(1, given.steps + 5):
+    for step in range(1, arguments.steps + 5):
         start = time.process_time()
-        for _ in range(given.accumulate):
+        for _ in range(arguments.accumulate):
             ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH))
             engine.backward(F.cross_entropy(engine(ids).float().flatten(0, 1), ids.roll(-1, 1).flatten()))
             engine.step()
@@ -83,7 +83,7 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         hooks = audited.verdict.seconds / audited.verdict.steps
         print(
-            f"ZeRO {given.stage}, {'bfloat16' if given.bf16 else 'float32'}: {1000 * plain:.0f} ms a step, "
+            f"ZeRO {arguments.stage}, {'bfloat16' if arguments.bf16 else 'float32'}: {1000 * plain:.0f} ms a step, "
             f"with the audit {1000 * with_audit:.0f} ms ({100 * (with_audit / plain - 1):+.1f} %), "
             f"{1000 * hooks:.0f} ms in hooks; "
             f"peak {peak:.0f} MiB\n{audited.verdict}"

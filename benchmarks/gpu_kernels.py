@@ -52,14 +52,14 @@ def convolutions(device: torch.device) -> Row:
         x, weight = (torch.randn(64, inputs, size, size, device=device), torch.randn(outputs, inputs, kernel, kernel))
         weight = weight.to(device)
         exact = F.conv2d(x.double(), weight.double())
-        for allowed in (False, True):
-            cudnn.conv.fp32_precision = "tf32" if allowed else "ieee"
+        for tf32 in (False, True):
+            cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
             errors = [
                 float((F.conv2d(each, _moved(weight, offset)).double() - exact).norm() / exact.norm())
                 for each in (x, x.contiguous(memory_format=torch.channels_last))
                 for offset in (0, 16, 4)
             ]
-            name = f"{inputs} to {outputs}, {'TF32' if allowed else 'float32'}"
+            name = f"{inputs} to {outputs}, {'TF32' if tf32 else 'float32'}"
             row[name] = f"{min(errors):.1e} to {max(errors):.1e}"
     return row
 
@@ -148,12 +148,12 @@ def _step(net: nn.Module, precision: str, seed: int, size: int, device: torch.de
         loss = F.cross_entropy(output if dtype == torch.float64 else output.float(), labels)
     net.zero_grad()
     loss.backward()
-    found = Computed()
-    found.losses.append(loss.detach())
+    computed = Computed()
+    computed.losses.append(loss.detach())
     for name, parameter in net.named_parameters():
         if parameter.grad is not None:
-            found.add(name, parameter.grad)
-    return found
+            computed.add(name, parameter.grad)
+    return computed
 
 
 def _alarms_of(trained: nn.Module, plain: nn.Module, precision: str, steps: int, device: torch.device) -> str:
@@ -175,8 +175,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kernels", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU")
-    given = parser.parse_args()
-    print(json.dumps(PARTS[given.part](torch.device("cpu" if given.cpu else "cuda"))))
+    arguments = parser.parse_args()
+    print(json.dumps(PARTS[arguments.part](torch.device("cpu" if arguments.cpu else "cuda"))))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.runs import ROOT, RunFailed
+from cifar_zero.comparison.report import number
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import core_count, cpu_name, git_commit, gpu_count, versions
@@ -35,28 +36,28 @@ class Case:
 def parse(parser: exits.Parser) -> Namespace:
     """Parses the command line and resolves --accelerator to cpu or gpu. Raises UsageError if a number is less than 1,
     or if --accelerator is gpu and there is no GPU."""
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     for name in ("repeats", "steps"):
-        value = getattr(given, name, None)
+        value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise UsageError(f"--{name} must be at least 1, not {value}")
-    gpus = gpu_count() if given.accelerator != "cpu" else 0
-    if given.accelerator == "gpu" and not gpus:
+    gpus = gpu_count() if arguments.accelerator != "cpu" else 0
+    if arguments.accelerator == "gpu" and not gpus:
         raise UsageError("--accelerator gpu: torch finds no GPU on this machine")
-    given.accelerator = "gpu" if gpus else "cpu"
+    arguments.accelerator = "gpu" if gpus else "cpu"
     exits.install()
-    return given
+    return arguments
 
 
-def compare(name: str, cases: Sequence[Case], given: Namespace) -> int:
+def measure_cases(name: str, cases: Sequence[Case], arguments: Namespace) -> int:
     """Measures every case and prints its table. Progress is printed to the standard error. Returns the exit code, which
     is 1 if a run failed."""
-    print(heading(name, given.repeats, given.accelerator), flush=True)
-    total, done, has_failed = given.repeats * sum(len(case.contenders) for case in cases), 0, False
+    print(heading(name, arguments.repeats, arguments.accelerator), flush=True)
+    total, done, has_failed = arguments.repeats * sum(len(case.contenders) for case in cases), 0, False
     for case in cases:
         runs: dict[str, list[Figures | None]] = {contender: [] for contender in case.contenders}
         failed: dict[str, RunFailed] = {}
-        for repeat in range(given.repeats):
+        for repeat in range(arguments.repeats):
             # Every other round is in reverse order, so that a machine that warms up or slows down favours no contender.
             for contender in list(case.contenders)[:: -1 if repeat % 2 else 1]:
                 done += 1
@@ -81,8 +82,8 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
         import torch  # imported here, because other errors are reported without torch
 
         machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    found = versions()
-    shown = ", ".join(f"{package} {found[package]}" for package in ("python", "torch", "lightning", "deepspeed"))
+    numbers = versions()
+    shown = ", ".join(f"{package} {numbers[package]}" for package in ("python", "torch", "lightning", "deepspeed"))
     title = f"{name}; rounds: {rounds}; minimum / median / maximum; ratios are taken within a round"
     load = f"load average {os.getloadavg()[0]:.2f}"
     return f"{title}\n{machine}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
@@ -91,16 +92,16 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
 def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
     """Returns the rows of a comparison's table. `runs` has the figures of each contender in each round, or None for a
     run that failed."""
-    found: dict[str, dict[str, str]] = {}
+    table: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         known = [one for one in rounds if one is not None]
         failed = len(rounds) - len(known)
         label = f"{name}: {failed} of {len(rounds)} failed" if failed else name
-        found[label] = {UNITS[key]: spread([one[key] for one in known]) for key in UNITS if known and key in known[0]}
+        table[label] = {UNITS[key]: summary([one[key] for one in known]) for key in UNITS if known and key in known[0]}
     for over, under in ratios:
-        ratio = spread(paired_ratios(runs[over], runs[under]))
-        found[f"**{over} / {under}**"] = {UNITS["images_per_second"]: ratio}
-    return found
+        ratio = summary(paired_ratios(runs[over], runs[under]))
+        table[f"**{over} / {under}**"] = {UNITS["images_per_second"]: ratio}
+    return table
 
 
 def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
@@ -120,16 +121,8 @@ def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None
     return [first[key] / second[key] for first, second in pairs if first is not None and second is not None]
 
 
-def spread(values: Sequence[float]) -> str:
+def summary(values: Sequence[float]) -> str:
     """Returns "minimum / median / maximum", or "-" for no values."""
     if not values:
         return "-"
     return " / ".join(map(number, (min(values), statistics.median(values), max(values))))
-
-
-def number(value: float) -> str:
-    """Formats a figure with three digits or more: 0.812, 2.61, 34.2, 3,329."""
-    for bound, decimals in ((1, 3), (10, 2), (100, 1)):
-        if value < bound:
-            return f"{value:.{decimals}f}"
-    return f"{value:,.0f}"

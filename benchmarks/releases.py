@@ -16,21 +16,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
-
-from packaging.specifiers import SpecifierSet
 
 from benchmarks.runs import ROOT
 from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.hardware import git_commit, this_computer, versions
-from cifar_zero.diagnosis.software import FAULTS
 
-HEADING = "| DeepSpeed | strategies | verdict | first case that fails | upstream |\n|---|---|---|---|---|\n"
+HEADING = "| DeepSpeed | strategy | verdict | first case with this verdict |\n|---|---|---|---|\n"
 
 KINDS = ("passes", "not judged", "cannot run", "different")  # verdicts, the worst last
 
@@ -46,39 +42,40 @@ def main() -> int:
     add("--folder", type=Path, default=Path("comparisons/releases"), help=folder)
     add("--strategies", nargs="+", metavar="NAME", default=[], help="default: all")
     add("--quick", action="store_true", help="only the three most sensitive recipes")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     exits.install()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    results = given.folder / "results.json"
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    results = arguments.folder / "results.json"
     known: dict[str, dict[str, dict[str, Any]]] = json.loads(results.read_text()) if results.exists() else {}
-    flags = [*["--quick"] * given.quick, *(["--strategies", *given.strategies] if given.strategies else [])]
+    flags = [*["--quick"] * arguments.quick, *(["--strategies", *arguments.strategies] if arguments.strategies else [])]
     done = known.setdefault(shlex.join(flags), {})
     table = HEADING
-    for release in given.releases:
+    for release in arguments.releases:
         print(f"DeepSpeed {release}", file=sys.stderr)
         if release not in done:
             started = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
             machine = {**this_computer(), **versions(), "deepspeed": release, "commit": git_commit()}
-            rows = verdicts(release, given.folder.absolute(), flags)
+            rows = verdicts(release, arguments.folder.absolute(), flags)
             done[release] = {"date": started, "machine": machine, "strategies": rows}
             write_json(results, known)
-        table += "".join(lines(release, done[release]["strategies"]))
-        (given.folder / "releases.md").write_text(table)
+        for strategy, (verdict, reason) in done[release]["strategies"].items():
+            table += f"| {release} | {strategy} | {verdict} | {reason.replace('|', ' ')} |\n"
+        (arguments.folder / "releases.md").write_text(table)
     print(table, end="")
-    found = [kind for release in given.releases for kind, _ in done[release]["strategies"].values()]
-    return int(any(kind != "passes" for kind in found))
+    kinds = [kind for release in arguments.releases for kind, _ in done[release]["strategies"].values()]
+    return int(any(kind != "passes" for kind in kinds))
 
 
 def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
     """Installs a release, trains the cases with it, and returns the verdicts."""
-    if not (place := folder / release).exists() and (failure := installed(release, place)):
+    if not (target := folder / release).exists() and (failure := installed(release, target)):
         return {"all": ("cannot run", failure)}
     report = folder / "reports" / f"{release}.json"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "stepcheck", "accept", *flags, "--json", str(report)]
     # Operators that DeepSpeed compiles differ between releases, so each release has a folder for them.
-    environment = {"PYTHONPATH": str(place), "TORCH_EXTENSIONS_DIR": str(place / "torch_extensions")}
+    environment = {"PYTHONPATH": str(target), "TORCH_EXTENSIONS_DIR": str(target / "torch_extensions")}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     if not report.exists():
         return {"all": ("cannot run", last_line(done.stderr))}
@@ -99,29 +96,17 @@ def kind(case: dict[str, Any]) -> str:
     return "not judged" if case["steps"] else "cannot run"
 
 
-def installed(release: str, place: Path) -> str:
+def installed(release: str, target: Path) -> str:
     """Installs a release in a folder that does not exist yet. Returns the reason for a failure, or an empty string."""
-    staged = place.with_name(f"{release}.part")
+    staged = target.with_name(f"{release}.part")
     shutil.rmtree(staged, ignore_errors=True)
     # The source distribution imports torch when it is built, which an isolated build does not have.
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(staged), "--no-deps"]
     command += ["--no-build-isolation", f"deepspeed=={release}"]
     done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True)
     if done.returncode == 0:
-        staged.rename(place)
+        staged.rename(target)
     return last_line(done.stderr) if done.returncode else ""
-
-
-def lines(release: str, rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the table's lines for a release. Strategies with the same verdict and case share a line."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for strategy, (verdict, why) in rows.items():
-        known = [what for _, of, under, what in FAULTS if fnmatch(strategy, under) and release in SpecifierSet(of)]
-        urls = [what.split(": ")[1] for what in known if verdict == "different"]
-        links = ", ".join(f"[{url.split('/')[-1]}]({url})" for url in urls)
-        groups.setdefault((verdict, why.replace("|", " "), links), []).append(strategy)
-    names = (", ".join(strategies).replace("deepspeed_", "") for strategies in groups.values())
-    return [f"| {release} | {name} | {' | '.join(group)} |\n" for name, group in zip(names, groups, strict=True)]
 
 
 def last_line(text: str) -> str:

@@ -53,12 +53,12 @@ class Bench:
         """The directory of decoded images that all runs share."""
         return self.directory / "cache"
 
-    def ours(self, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> dict[str, float]:
+    def train_py(self, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> dict[str, float]:
         """Runs train.py for `steps` timed steps and returns the figures of its metrics.json."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
-            given = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
-            run("train.py", *given, extra_env=extra_env)
+            arguments = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
+            run("train.py", *arguments, extra_env=extra_env)
             (file,) = Path(out).glob("*/version_*/metrics.json")
             metrics = json.loads(file.read_text())
         return {figure: metrics[f"perf/{figure}"] for figure in FIGURES}
@@ -66,8 +66,8 @@ class Bench:
     def reference(self, loop: str, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> Any:
         """Runs a loop of benchmarks/loops for `steps` timed steps and returns the figures that it prints."""
         device = "cuda" if self.accelerator == "gpu" else "cpu"
-        given = ["--cache", str(self.cache), "--steps", str(steps), "--device", device]
-        return last_json(run("-m", f"benchmarks.loops.{loop}", *given, *flags, extra_env=extra_env))
+        arguments = ["--cache", str(self.cache), "--steps", str(steps), "--device", device]
+        return last_json(run("-m", f"benchmarks.loops.{loop}", *arguments, *flags, extra_env=extra_env))
 
 
 @contextmanager

@@ -36,79 +36,77 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), help="deepspeed: default 0 1 2 3")
     ranks = "deepspeed: numbers of ranks (default: 1, and also 2 on the CPU or with two GPUs)"
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), help=ranks)
-    given = harness.parse(parser)
-    make, options = CASES[given.name]
+    arguments = harness.parse(parser)
+    make, options = CASES[arguments.name]
     for option in ("steps", "stages", "ranks"):
-        if getattr(given, option) is not None and option not in options:
-            raise UsageError(f"--{option} does not work with {given.name}: leave it out")
-    with bench(given.accelerator) as place:
-        return harness.compare(given.name, make(place, given), given)
+        if getattr(arguments, option) is not None and option not in options:
+            raise UsageError(f"--{option} does not work with {arguments.name}: leave it out")
+    with bench(arguments.accelerator) as runner:
+        return harness.measure_cases(arguments.name, make(runner, arguments), arguments)
 
 
-def tutorial(place: Bench, given: Namespace) -> list[Case]:
+def tutorial(runner: Bench, arguments: Namespace) -> list[Case]:
     """Returns the comparison of train.py with the tutorial's loop and a bare loop, with the tutorial's recipe."""
-    steps = given.steps or STEPS[4]
+    steps = arguments.steps or STEPS[4]
     contenders = {
-        "ours": partial(place.ours, steps, "--config", "configs/tutorial.yaml"),
-        "tutorial loop": partial(place.reference, "tutorial", steps),
-        "bare loop": partial(place.reference, "bare", steps),
+        "train.py": partial(runner.train_py, steps, "--config", "configs/tutorial.yaml"),
+        "tutorial loop": partial(runner.reference, "tutorial", steps),
+        "bare loop": partial(runner.reference, "bare", steps),
     }
-    ratios = [("ours", "tutorial loop"), ("ours", "bare loop")]
-    return [Case(f"configs/tutorial.yaml, batch 4, {place.accelerator}", contenders, ratios)]
+    ratios = [("train.py", "tutorial loop"), ("train.py", "bare loop")]
+    return [Case(f"configs/tutorial.yaml, batch 4, {runner.accelerator}", contenders, ratios)]
 
 
-def limit(place: Bench, given: Namespace) -> list[Case]:
+def limit(runner: Bench, arguments: Namespace) -> list[Case]:
     """Returns the comparisons of train.py with the bare loop, one for each batch size of STEPS."""
-    return [limit_at(place, batch_size, given.steps or STEPS[batch_size]) for batch_size in STEPS]
+    cases = []
+    for batch_size, default in STEPS.items():
+        steps, batch = arguments.steps or default, ("--batch_size", str(batch_size))
+        contenders = {
+            "train.py": partial(runner.train_py, steps, "--config", "configs/tutorial.yaml", *batch),
+            "bare loop": partial(runner.reference, "bare", steps, *batch),
+            "bare loop, tuned": partial(runner.reference, "bare", steps, *batch, "--tuned"),
+        }
+        ratios = [("train.py", "bare loop"), ("train.py", "bare loop, tuned")]
+        cases.append(Case(f"batch {batch_size}, {runner.accelerator}", contenders, ratios))
+    return cases
 
 
-def limit_at(place: Bench, batch_size: int, steps: int) -> Case:
-    """Returns the comparison of train.py with the bare loop at a batch size."""
-    batch = ("--batch_size", str(batch_size))
-    contenders = {
-        "ours": partial(place.ours, steps, "--config", "configs/tutorial.yaml", *batch),
-        "bare loop": partial(place.reference, "bare", steps, *batch),
-        "bare loop, tuned": partial(place.reference, "bare", steps, *batch, "--tuned"),
-    }
-    ratios = [("ours", "bare loop"), ("ours", "bare loop, tuned")]
-    return Case(f"batch {batch_size}, {place.accelerator}", contenders, ratios)
-
-
-def deepspeed(place: Bench, given: Namespace) -> list[Case]:
+def deepspeed(runner: Bench, arguments: Namespace) -> list[Case]:
     """Returns the comparisons with DeepSpeedExamples' loop, one for each ZeRO stage and number of ranks."""
-    most = 2 if place.accelerator == "cpu" else min(2, gpu_count())
-    if max(given.ranks or [1]) > most:
+    most = 2 if runner.accelerator == "cpu" else min(2, gpu_count())
+    if max(arguments.ranks or [1]) > most:
         raise UsageError("--ranks 2 needs two GPUs: use --ranks 1, or --accelerator cpu")
-    numbers = given.ranks or range(1, most + 1)
-    stages = range(4) if given.stages is None else given.stages
-    return [at_stage(place, stage, ranks, given.steps or 300) for stage in stages for ranks in numbers]
+    numbers = arguments.ranks or range(1, most + 1)
+    stages = range(4) if arguments.stages is None else arguments.stages
+    return [at_stage(runner, stage, ranks, arguments.steps or 300) for stage in stages for ranks in numbers]
 
 
-def at_stage(place: Bench, stage: int, ranks: int, steps: int) -> Case:
+def at_stage(runner: Bench, stage: int, ranks: int, steps: int) -> Case:
     """Returns the comparison with DeepSpeedExamples' loop at a ZeRO stage on a number of ranks."""
     recipe = ["--config", "configs/deepspeed.yaml", "--precision", "32-true"]
     recipe += ["--strategy", f"deepspeed_stage_{stage}", "--devices", str(ranks)]
-    loop = partial(place.reference, "deepspeed_loop", steps, "--stage", str(stage), "--ranks", str(ranks))
-    contenders = {"ours": partial(place.ours, steps, *recipe), "DeepSpeedExamples' loop": loop}
-    if ranks > 1 and place.accelerator == "cpu":
+    loop = partial(runner.reference, "deepspeed_loop", steps, "--stage", str(stage), "--ranks", str(ranks))
+    contenders = {"train.py": partial(runner.train_py, steps, *recipe), "DeepSpeedExamples' loop": loop}
+    if ranks > 1 and runner.accelerator == "cpu":
         all_cores = {"OMP_NUM_THREADS": str(core_count())}
         contenders["its loop, all cores for each rank"] = partial(loop, extra_env=all_cores)
-    name = f"ZeRO {stage}, {ranks} {'rank' if ranks == 1 else 'ranks'}, {place.accelerator}"
-    return Case(name, contenders, [("ours", other) for other in contenders if other != "ours"])
+    name = f"ZeRO {stage}, {ranks} {'rank' if ranks == 1 else 'ranks'}, {runner.accelerator}"
+    return Case(name, contenders, [("train.py", other) for other in contenders if other != "train.py"])
 
 
-def data(place: Bench, given: Namespace) -> list[Case]:
+def data(runner: Bench, arguments: Namespace) -> list[Case]:
     """Returns the comparison of this project's loaders with torchvision's CIFAR10."""
-    theirs = "torchvision CIFAR10"
-    contenders = {f"ours, {loader}": partial(epoch, place, loader) for loader in ("memory", "torch")}
-    ratios = [(ours, theirs) for ours in contenders]
-    contenders[theirs] = partial(epoch, place, "torchvision")
+    torchvision_loader = "torchvision CIFAR10"
+    contenders = {f"train.py, {loader}": partial(epoch, runner, loader) for loader in ("memory", "torch")}
+    ratios = [(loader, torchvision_loader) for loader in contenders]
+    contenders[torchvision_loader] = partial(epoch, runner, "torchvision")
     return [Case("50,000 synthetic images, batches of 64, without training", contenders, ratios)]
 
 
-def epoch(place: Bench, loader: str) -> Any:
+def epoch(runner: Bench, loader: str) -> Any:
     """Runs benchmarks.loops.loaders and returns the figures that it measured."""
-    program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(place.cache))
+    program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(runner.cache))
     return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as in torch's worker processes
 
 

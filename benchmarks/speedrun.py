@@ -69,9 +69,9 @@ def main() -> int:
     """Measures the runs, prints their figures and returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.speedrun", description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="timed runs, with consecutive seeds (default: 5)")
-    given, flags = parser.parse_known_args()
-    if given.runs < 1:
-        raise UsageError(f"--runs must be at least 1, not {given.runs}")
+    arguments, flags = parser.parse_known_args()
+    if arguments.runs < 1:
+        raise UsageError(f"--runs must be at least 1, not {arguments.runs}")
     quieten()
     recipe = resolved([*RECIPE, *flags])
     # Each run's training and test compile the same function, and torch (2.15) keeps only eight compilations of a
@@ -79,11 +79,11 @@ def main() -> int:
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     train(recipe.changed(max_steps=3, epochs=1))  # warm-up: allocates, compiles, on a GPU tries cuDNN's algorithms
     results: list[Result] = []
-    for number in range(given.runs):
+    for number in range(arguments.runs):
         result = train(recipe.changed(seed=recipe.recipe.seed + number))
         results.append(result)
         figures = f"{result.accuracy:.2f} %, {result.seconds:.2f} s"
-        print(f"run {number + 1} of {given.runs}: {figures}", file=sys.stderr, flush=True)
+        print(f"run {number + 1} of {arguments.runs}: {figures}", file=sys.stderr, flush=True)
     show(recipe, results)
     return 0
 
@@ -92,9 +92,9 @@ def resolved(flags: Sequence[str]) -> Run:
     """Returns the resolved run on one device. It is checked as in train.py. Raises UsageError if a flag does nothing in
     this benchmark, or if the run is not on one device."""
     settings = command_line.parse(flags)
-    given, defaults = flat(settings), flat(make_settings())
+    values, defaults = flat(settings), flat(make_settings())
     for name in UNUSED:
-        if given[name] != defaults[name]:
+        if values[name] != defaults[name]:
             raise UsageError(f"--{name} does nothing in this benchmark: leave it out, or use train.py")
     run = resolve(settings)
     if run.placement.strategy != "baseline" or run.placement.world_size > 1:
@@ -129,11 +129,11 @@ def show(run: Run, results: Sequence[Result]) -> None:
     print(f"{len(results)} runs on {device}, {run.placement.precision}, torch {torch.__version__}")
     print(f"{images.dataset.name}: {images.num_train:,} images to train, {images.num_test:,} to test")
     print(f"{steps} steps of {batch_size} images, {flops:.3g} FLOPs of training")
-    print(f"accuracy {spread([result.accuracy for result in results])} %")
-    print(f"time {spread([result.seconds for result in results])} s: whitening, training and test")
+    print(f"accuracy {mean_and_deviation([result.accuracy for result in results])} %")
+    print(f"time {mean_and_deviation([result.seconds for result in results])} s: whitening, training and test")
 
 
-def spread(values: Sequence[float]) -> str:
+def mean_and_deviation(values: Sequence[float]) -> str:
     """Formats the mean and the standard deviation, or the value itself if there is only one."""
     if len(values) == 1:
         return f"{values[0]:.2f}"

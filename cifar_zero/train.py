@@ -11,7 +11,7 @@ from cifar_zero.config.run import Run, run_of_bytes
 from cifar_zero.core.console import quieten, torchrun
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import local_launcher, rank_environment
-from cifar_zero.planning import survey
+from cifar_zero.planning import estimates
 from cifar_zero.training import DATAMODULE, MODULE
 from cifar_zero.training.resolve import announce, resolve
 
@@ -28,7 +28,7 @@ def main() -> int:
         train(run)
         return 0
     rank_environment.adopt()
-    run = resolve(survey.without_auto(command_line.parse(earlier_run=resume.saved_config)))
+    run = resolve(estimates.without_auto(command_line.parse(earlier_run=resume.saved_config)))
     if rank_environment.global_rank() == 0:
         announce(run)
     if run.placement.world_size == 1 or rank_environment.is_rank():

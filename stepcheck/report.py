@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 from stepcheck.usage import UsageError
+
+NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
 
 def refuse_folders(options: argparse.Namespace, *flags: str) -> None:
@@ -52,8 +56,9 @@ def write_junit(file: Path, result: dict[str, Any]) -> None:
     for name, why in result.get("left_out", {}).items():
         case = ElementTree.SubElement(suite, "testcase", classname="stepcheck", name=name)
         ElementTree.SubElement(case, "skipped", message=why)
+    text = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True).decode()
     file.parent.mkdir(parents=True, exist_ok=True)
-    ElementTree.ElementTree(suite).write(file, encoding="utf-8", xml_declaration=True)
+    file.write_text(NOT_IN_XML.sub("", text), encoding="utf-8")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -24,7 +24,7 @@ SECONDS = 1.0  # whole epochs are timed until this many seconds have passed
 WORKERS = 2  # worker processes of torch's DataLoader, as in the tutorial
 
 
-def ours(config: DataConfig) -> Iterable[Any]:
+def own_loader(config: DataConfig) -> Iterable[Any]:
     """Returns this project's loader of the training images, which are decoded first if the cache is empty."""
     images = CIFARDataModule(make_settings(data=config, batch_size=BATCH_SIZE))
     images.prepare_data()
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     if options.loader == "torchvision":
         loader = of_torchvision(config)
     else:
-        loader = ours(replace(config, loader=options.loader, synthetic_size=options.size))
+        loader = own_loader(replace(config, loader=options.loader, synthetic_size=options.size))
     first, images, epoch_started = 0.0, 0, time.perf_counter()
     while (seconds := time.perf_counter() - epoch_started) < SECONDS:  # 50,000 images take 0.1 s
         for inputs, _ in loader:

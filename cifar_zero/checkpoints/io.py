@@ -15,7 +15,7 @@ from cifar_zero.core.console import say
 class AtomicCheckpointIO(CheckpointIO):
     """Writes checkpoints atomically. A failure to write is reported and does not end the training. Lightning's own
     plugin (2.6.6) writes to /tmp first, and copies from there to another file system. For `trust` see
-    `safe_load.load`."""
+    `safe_load.load_safely`."""
 
     failure = ""  # why the newest checkpoint could not be written; empty if it was written
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.checkpoints.safe_load import load_safely
 from cifar_zero.checkpoints.zero_folder import TAG, read_folder
 from cifar_zero.config.settings import settings_of, tree_of
 from cifar_zero.core.errors import UsageError, short
@@ -17,13 +17,13 @@ checkpoint."""
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns the content of a checkpoint: state_dict, optimizer_states and the progress of the run. The checkpoint is
-    a file that Lightning wrote or a folder that DeepSpeed wrote. For the arguments see `safe_load.load`. Raises
+    a file that Lightning wrote or a folder that DeepSpeed wrote. For the arguments see `safe_load.load_safely`. Raises
     UsageError if the checkpoint is damaged or would need `trust`."""
     if checkpoint.is_dir():
         return with_checked_record(read_folder(checkpoint / TAG, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
         raise UsageError(f"{checkpoint} contains only weights: give the checkpoint that they come from")
-    content = load(checkpoint, trust, verify, device)
+    content = load_safely(checkpoint, trust, verify, device)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise UsageError(f"{checkpoint} is not a checkpoint of a run: it has no state_dict")
     return with_checked_record(content, checkpoint)

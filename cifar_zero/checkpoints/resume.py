@@ -49,7 +49,7 @@ def config_of_checkpoint(
 
     Args:
         checkpoint: path of the checkpoint.
-        trust: see `safe_load.load`.
+        trust: see `safe_load.load_safely`.
         content: content of the checkpoint if it has been read already. The options are then taken from it and not from
             the run folder.
     """
@@ -67,9 +67,8 @@ def config_of_checkpoint(
 
 def checkpoint_to_resume(settings: Settings) -> str:
     """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes unfinished
-    files that killed processes left next to the checkpoint. The checkpoint itself is not read, because rank 0 compares
-    it with the run later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such
-    checkpoint."""
+    files that killed processes left next to it. Does not read the checkpoint, which rank 0 does later (see
+    `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -88,22 +87,22 @@ def _checkpoint_of(settings: Settings) -> Path | None:
     """
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures
-    given, out, name = settings.output.resume, Path(settings.output.out), settings.run_name
-    if given.endswith(".safetensors"):
-        raise UsageError(f"--resume {given} contains only weights: start a run from them with --weights {given}")
-    if not given and not requeued:
+    resume, out, name = settings.output.resume, Path(settings.output.out), settings.run_name
+    if resume.endswith(".safetensors"):
+        raise UsageError(f"--resume {resume} contains only weights: start a run from them with --weights {resume}")
+    if not resume and not requeued:
         return None
-    for folder in (Path(given or out / name), out / name, out / (name + FALLBACK_SUFFIX)):
+    for folder in (Path(resume or out / name), out / name, out / (name + FALLBACK_SUFFIX)):
         atomic.recover(folder)
-    if requeued or given in ("last", IF_ANY):
+    if requeued or resume in ("last", IF_ANY):
         try:
             return run_folder.last_checkpoint(str(out), name, requeued or settings.data.source == "digits")
         except UsageError:
-            if given == "last":
+            if resume == "last":
                 raise
-    if given in ("", IF_ANY):
+    if resume in ("", IF_ANY):
         return None
-    return run_folder.find_checkpoint(given)
+    return run_folder.find_checkpoint(resume)
 
 
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
@@ -113,7 +112,7 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
     node. `agents` are the names of torchrun's processes (see `rank_environment.torchrun_agent`).
     """
-    found: list[Path] = []
+    candidates: list[Path] = []
     for suffix in ("", FALLBACK_SUFFIX):
         for file in Path(out, name + suffix).glob(f"version_*/{run_folder.RANKS}"):
             try:
@@ -122,9 +121,9 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
                 continue
             if earlier.intersection(agents) - {""}:
                 atomic.recover(file.parent)
-                found += run_folder.checkpoints(file.parent)
-    if found:
-        return run_folder.newest(found)
+                candidates += run_folder.checkpoints(file.parent)
+    if candidates:
+        return run_folder.newest(candidates)
     return None
 
 

@@ -60,26 +60,26 @@ def keep_code(folder: Path, name: str) -> None:
 
 def newest_checkpoint(folder: Path) -> Path:
     """Returns the newest checkpoint under a folder. Raises UsageError if there is none."""
-    if found := checkpoints(folder):
-        return newest(found)
+    if candidates := checkpoints(folder):
+        return newest(candidates)
     raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
 
 
-def newest(found: list[Path]) -> Path:
+def newest(candidates: list[Path]) -> Path:
     """Returns the newest of several checkpoints.
 
     First selects the run name of the checkpoint that was written last. Then selects, among the runs with this name, the
     one with the highest version. Returns the last.ckpt of this run, or else the checkpoint of this run that was written
     last. Times alone are not enough, because copying a folder changes them.
     """
-    name, _ = _run_of(max(found, key=written))
-    of_name = [path for path in found if _run_of(path)[0] == name]
+    name, _ = _run_of(max(candidates, key=written))
+    of_name = [path for path in candidates if _run_of(path)[0] == name]
     return max(of_name, key=lambda path: (_run_of(path)[1], path.name == LAST, written(path)))
 
 
 def _run_of(checkpoint: Path) -> tuple[Path, int]:
-    """Returns two things about the run that wrote a checkpoint: the folder <out>/<name> of all runs with its name, and
-    its version. The version is -1 for a checkpoint outside of a run folder."""
+    """Returns the folder <out>/<name> and the version of the run that wrote a checkpoint. The version is -1 outside of
+    a run folder."""
     folder = checkpoint.absolute().parent.parent  # version_N, if the path is <name>/version_N/checkpoints/last.ckpt
     return folder.parent, _version(folder)
 
@@ -105,35 +105,35 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
     `out`. With `fallback`, runs that fell back from CIFAR-10 to the digits count too. Raises UsageError if there is
     none."""
     own, digits = Path(out, name), Path(out, name + FALLBACK_SUFFIX)
-    found = checkpoints(own)
+    candidates = checkpoints(own)
     if fallback:
-        found += checkpoints(digits)
+        candidates += checkpoints(digits)
     elif digits.is_dir() and not own.is_dir():
         raise UsageError(
             f"--resume last: the only run named {name} under {out} was trained on the embedded digits, not CIFAR-10: "
             f"continue it with --resume {digits}"
         )
-    if not found:
+    if not candidates:
         raise UsageError(
             f"--resume last: no run named {name} under {out} has a checkpoint: name the run with --name (by default "
             "<model>-<strategy>), or give its folder to --resume"
         )
-    return newest(found)
+    return newest(candidates)
 
 
 def find_checkpoint(path: str) -> Path:
     """Returns the checkpoint that a path on the command line names, such as the value of `--resume`. The path may be
     the checkpoint itself (a file or DeepSpeed's folder), something inside it, or a folder whose newest checkpoint is
     returned. Raises UsageError if there is none."""
-    given = Path(path)
-    if not given.exists():
+    named = Path(path)
+    if not named.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
-    for folder in (given, *given.absolute().parents[:2]):  # users confuse these paths: Lightning issues 20453 and 17763
+    for folder in (named, *named.absolute().parents[:2]):  # users confuse these paths: Lightning issues 20453 and 17763
         if is_checkpoint_folder(folder):
             return folder
-    if given.is_file():
-        return given
-    return newest_checkpoint(given)
+    if named.is_file():
+        return named
+    return newest_checkpoint(named)
 
 
 def written(checkpoint: Path) -> int:

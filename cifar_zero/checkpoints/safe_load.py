@@ -19,7 +19,7 @@ HARMLESS = (
 """Classes that DeepSpeed (0.19.8) puts into its checkpoints and that only hold data."""
 
 
-def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> Any:
+def load_safely(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> Any:
     """Returns the content of a file written by torch.save.
 
     Args:
@@ -38,8 +38,8 @@ def load(file: Path, trust: bool = False, verify: bool = True, device: str = "cp
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         unknown = sorted(set(names).difference(HARMLESS, ["builtins.getattr"] if STAGE in names else []))
         if unknown and not trust:
-            wanted = ", ".join(unknown[:3])
-            raise UsageError(f"{file} loads {wanted}, which could run any code: add --trust if you know who wrote it")
+            classes = ", ".join(unknown[:3])
+            raise UsageError(f"{file} loads {classes}, which could run any code: add --trust if you know who wrote it")
         allowed = [pkgutil.resolve_name(name) for name in HARMLESS if name in names]
         with torch.serialization.safe_globals([*allowed, (_stage, "builtins.getattr")]):
             return torch.load(file, map_location=device, mmap=device == "meta", weights_only=not trust)

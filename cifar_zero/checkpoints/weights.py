@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cifar_zero.build_model import create_meta_model, merged, trained_names
 from cifar_zero.checkpoints.read import RECORD, of_another_version, read, with_checked_record
-from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.checkpoints.safe_load import load_safely
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.config.settings import DataConfig, settings_of
 from cifar_zero.core import atomic, plain_data
@@ -131,10 +131,10 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     """Returns the weights of a checkpoint of any strategy, a safetensors file or a state_dict, with adapters merged.
     Raises UsageError if the file is damaged, of another kind, or would need `trust`."""
     if file.suffix == ".safetensors":
-        return read_whole(file)[0]
+        return read_full_safetensors(file)[0]
     if file.is_dir():
         return merged_weights(read(file, trust))
-    content: Any = load(file, trust)
+    content: Any = load_safely(file, trust)
     if isinstance(content, dict):
         if RECORD in content:
             return merged_weights(with_checked_record(content, file))
@@ -146,7 +146,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     raise UsageError(f"{file} contains no weights: it must be a checkpoint, a safetensors file or a dict of tensors")
 
 
-def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the weights and the metadata of a safetensors file. Raises UsageError if the file is damaged or a
     delta."""
     weights, metadata = read_safetensors(file)
@@ -159,27 +159,25 @@ def read_whole(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
     """Returns the weights that have the name and shape of a tensor in `net`, and the names of all other tensors. Raises
     UsageError if no weight fits. `file` names the file in the message."""
-    wanted = net.state_dict()
-    loaded = {name: value for name, value in weights.items() if name in wanted and value.shape == wanted[name].shape}
+    expected = net.state_dict()
+    loaded = {
+        name: value for name, value in weights.items() if name in expected and value.shape == expected[name].shape
+    }
     if not loaded:
         has = _few([*weights]) if weights else "nothing"
-        raise UsageError(f"--weights {file}: no name and shape fits the model ({_few([*wanted])}); the file has {has}")
+        raise UsageError(
+            f"--weights {file}: no name and shape fits the model ({_few([*expected])}); the file has {has}"
+        )
     return Match(
         loaded,
-        [_with_shape(name, value) for name, value in wanted.items() if name not in loaded],
+        [_with_shape(name, value) for name, value in expected.items() if name not in loaded],
         [_with_shape(name, value) for name, value in weights.items() if name not in loaded],
     )
 
 
 def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
-    """Loads whole tensors into a model of which each rank may hold only its shards. Tensors of the model that are not
-    in `weights` stay as they are. All ranks must call this function.
-
-    Args:
-        net: the model.
-        weights: whole tensors, keyed by the model's own names.
-        write: function that overwrites a parameter or buffer, which the strategy may have sharded, with a whole tensor.
-    """
+    """Loads full tensors, keyed by the model's own names, into a model of which each rank may hold only its shards.
+    `write` overwrites a parameter or buffer, which may be sharded, with a full tensor. Collective."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             write(tensor, weights[name])
@@ -205,18 +203,9 @@ def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]
 
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
-    """Writes a delta, which contains only the weights that the checkpoint's run trained, and returns the names of these
-    weights.
-
-    Args:
-        checkpoint: content of the checkpoint.
-        output: path of the delta.
-        name: name of the checkpoint, for the delta's metadata and for error messages.
-
-    Raises:
-        UsageError: If the run froze nothing, or cifar-zero train did not write the checkpoint.
-        OSError: If the delta cannot be written.
-    """
+    """Writes a delta, which contains only the weights that the checkpoint's run trained, and returns their names.
+    `name` names the checkpoint in the metadata and in messages. Raises UsageError if the run froze nothing, or
+    cifar-zero train did not write the checkpoint."""
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
@@ -262,9 +251,9 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
 
 def checksum(weights: Mapping[str, Tensor]) -> str:
     """Returns the SHA-256 of the names, dtypes, shapes and values of all weights, in the order of their names."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(weights):
         value = weights[name].detach().cpu().contiguous()
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -30,7 +30,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.checkpoints.safe_load import load_safely
 from cifar_zero.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,10 +83,11 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
     with state_dict, optimizer_states and progress.
 
     If DeepSpeed keeps float32 master weights in addition to the model's own weights, the state_dict has the master
-    weights. For the arguments see `safe_load.load`. Raises UsageError if a file is missing, damaged or of another kind.
+    weights. For the arguments see `safe_load.load_safely`. Raises UsageError if a file is missing, damaged or of
+    another kind.
     """
     paths = files_of(folder)
-    files = [[load(file, trust, verify, device) for file in kind] for kind in paths]
+    files = [[load_safely(file, trust, verify, device) for file in kind] for kind in paths]
     models, experts, shards, of_expert_ranks = files
     main = models[0]
     if PROGRESS not in main:
@@ -107,7 +108,7 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
 def layout_of(folder: Path, trust: bool = False) -> Any:
     """Returns what the shards in a folder of DeepSpeed's files depend on, such as the number of ranks, as the strategy
     recorded it under LAYOUT. Returns None if there is no such record. Raises UsageError if the file cannot be read."""
-    return load(files_of(folder)[0][0], trust, verify=False, device="meta").get(LAYOUT)
+    return load_safely(files_of(folder)[0][0], trust, verify=False, device="meta").get(LAYOUT)
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
@@ -117,12 +118,12 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
     `names` are the names of one rank, whose index among the ranks that share the experts of a mixture is `rank`. They
     may also be the names of all weights, with the experts of all ranks.
     """
-    found = {name: EXPERT.fullmatch(name) for name in names}
+    matches = {name: EXPERT.fullmatch(name) for name in names}
     numbers: dict[str, set[str]] = {}
-    for expert in filter(None, found.values()):
+    for expert in filter(None, matches.values()):
         numbers.setdefault(expert[1], set()).add(expert[2])
     plain: dict[str, str] = {}
-    for name, expert in found.items():
+    for name, expert in matches.items():
         plain[name] = name.replace(".deepspeed_moe.gate.", ".gate.")
         if expert:
             number = rank * len(numbers[expert[1]]) + int(expert[2])
@@ -134,14 +135,14 @@ def files_of(folder: Path) -> tuple[list[Path], ...]:
     """Returns four lists of files: the model's files, its experts' files, the optimizer's shards, and the `expp_rank`
     files, which exist only at stage 0 with experts. Raises UsageError if no file of the model exists."""
 
-    def found(pattern: str) -> list[Path]:
+    def sorted_files(pattern: str) -> list[Path]:
         return sorted(folder.glob(pattern), key=lambda file: [*map(int, re.findall(r"\d+", file.stem))])
 
-    models = found("mp_rank_*model_states.pt") or found("zero_pp_rank_*model_states.pt")
+    models = sorted_files("mp_rank_*model_states.pt") or sorted_files("zero_pp_rank_*model_states.pt")
     if not models:
         raise UsageError(f"{folder} contains no checkpoint: *model_states.pt is missing")
-    experts = found("layer_*_expert_*model_states.pt")
-    return models, experts, found("*zero_pp_rank_*optim_states.pt"), found("expp_rank_*optim_states.pt")
+    experts = sorted_files("layer_*_expert_*model_states.pt")
+    return models, experts, sorted_files("*zero_pp_rank_*optim_states.pt"), sorted_files("expp_rank_*optim_states.pt")
 
 
 def _check_complete(folder: Path, stage: int, files: Sequence[Sequence[Any]]) -> None:
@@ -270,11 +271,11 @@ def _content(models: Sequence[Any], experts: Sequence[Any], optimizers: Sequence
 def _as_torch(
     full: Mapping[str, Mapping[str, Any]], names: Mapping[int, Iterable[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns an optimizer state in the form of torch's `state_dict`, with DeepSpeed's parameter groups.
+    """Returns an optimizer state in the form of torch's `state_dict`.
 
     Args:
         full: the state of all parameters, keyed by the state's key and the parameter's name.
-        names: the names of the parameters in each flat tensor, keyed by the index of the flat tensor.
+        names: the names of the parameters in each flat tensor.
         groups: DeepSpeed's parameter groups, whose `params` are indices of flat tensors.
     """
     state: dict[int, dict[str, Any]] = {}

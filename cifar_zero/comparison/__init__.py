@@ -1,1 +1,1 @@
-"""Trains one recipe under several strategies, reads the runs back, judges whether they agree, and writes the report."""
+"""Trains one recipe under several strategies, reads the runs back, and judges whether they agree."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
 from cifar_zero.comparison.options import parse
-from cifar_zero.comparison.reading import grouped, load
+from cifar_zero.comparison.reading import grouped, load_run
 from cifar_zero.comparison.result import Comparison
-from cifar_zero.comparison.trainings import plan, prepare, train_variants
+from cifar_zero.comparison.trainings import plan_variants, prepare, train_variants
 from cifar_zero.config import ds_config
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, Stopped, UsageError
@@ -34,19 +34,19 @@ def main() -> int:
         folder, comparison = of_trainings(arguments, rest)
     if arguments.min_accuracy:
         comparison.require(arguments.min_accuracy)
-    from cifar_zero.comparison.page import write_page  # here, because it imports matplotlib
+    from cifar_zero.comparison.plot import write_plot  # here, because it imports matplotlib
 
     report.show(comparison, folder)
     report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
         report.write_junit(comparison, Path(arguments.junit))
-    write_page(comparison, folder)
+    write_plot(comparison, folder / "losses.png")
     return 0 if comparison.passed else 1
 
 
 def of_runs(arguments: Namespace) -> tuple[Path, Comparison]:
     """Compares finished runs, which --runs names. Returns the folder of the report, and the comparison."""
-    runs = [load(run_folder.newest_run(Path(run))) for run in arguments.runs]
+    runs = [load_run(run_folder.newest_run(Path(run))) for run in arguments.runs]
     if len({Path(run.folder).resolve() for run in runs}) < len(runs):
         raise UsageError(f"--runs {' '.join(arguments.runs)}: give each run once")
     variants = grouped(runs)
@@ -66,7 +66,7 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
         rest = [*rest, "--trust"]
     launcher = () if arguments.launcher is None else words_of("--launcher", arguments.launcher)
     axes = strategies, arguments.devices or [], arguments.accumulate or []
-    planned = plan(*axes, arguments.seeds or 1, rest, launcher)
+    planned = plan_variants(*axes, arguments.seeds or 1, rest, launcher)
     prepare(planned)
     from cifar_zero.comparison.finished_runs import summarize
 
@@ -83,8 +83,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
 
 
 def _how_to_compare(folder: Path) -> str:
-    """Returns a hint to print if a comparison was stopped. The hint is the command that compares the finished runs, or
-    the folder of the runs if fewer than two are finished."""
+    """Returns the command that compares the finished runs of a stopped comparison, or names their folder if fewer than
+    two are finished."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"

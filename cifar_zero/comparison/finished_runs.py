@@ -1,7 +1,7 @@
-"""Judges finished runs of `train`, and builds a comparison with their figures, recipe, differences and verdicts."""
+"""Judges finished runs of `train`, and builds a comparison with their recipe, differences and verdicts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import net_weights
-from cifar_zero.comparison.reading import differences, hindering, last_checkpoint, shared
+from cifar_zero.comparison.reading import blocking_settings, differences, last_checkpoint, shared
 from cifar_zero.comparison.result import OF_CHECKS, Comparison, FinishedRun, Outcome, Variant
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.results import FALLBACK
@@ -21,10 +21,10 @@ Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain mod
 
 
 def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
-    """Returns the comparison of the variants, with their figures and verdicts. The first variant is the reference. With
+    """Returns the comparison of the variants, with their verdicts. The first variant is the reference. With
     `trust`, checkpoints that could run code are loaded too."""
     reference = variants[0]
-    comparison = Comparison("", {}, variants, differences=differences(variants))
+    comparison = Comparison({}, variants, differences=differences(variants))
     if reference.runs:
         run = reference.runs[0]
         about, settings = run.metrics, shared(run)
@@ -32,20 +32,17 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
         common = [key for key in RECIPE if key in settings and key not in comparison.differences]
         comparison.recipe = {key: str(settings[key]) for key in common}
         comparison.recipe["seeds"] = ", ".join(map(str, reference.by_seed))
-    comparison.title = f"{comparison.recipe.get('model', 'several models')}: {len(variants)} variants"
     for variant in variants:
-        variant.figures = _figures(variant.runs)
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
         comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
         if variant.outcome != "not trained":
-            variant.judge(*_verdict(comparison, variant, trust))
+            variant.outcome, variant.remark = _verdict(comparison, variant, trust)
     return comparison
 
 
 def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Outcome, str]:
-    """Returns the outcome of a variant and its explanation in one line. A variant is bit-identical if its losses and
-    weights equal the reference's losses and weights. Otherwise the step check decides. This function also sets the
-    variant's `drift`."""
+    """Returns the outcome of a variant and its explanation in one line, and sets the variant's `drift`. A variant
+    without drift is bit-identical. Otherwise the step check decides."""
     reference = comparison.reference
     checks = [run.check or UNCHECKED for run in variant.runs]
     worst = max(checks, key=lambda check: OF_CHECKS.index(check["outcome"]))
@@ -53,7 +50,7 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Out
         return "different", worst["summary"]
     if variant is reference:
         return "reference", worst["summary"]
-    if settings := hindering(comparison.differences, reference.name, variant.name):
+    if settings := blocking_settings(comparison.differences, reference.name, variant.name):
         return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(settings)})"
     if reference.outcome == "not trained":
         return "not judged", "the reference did not train"
@@ -63,10 +60,10 @@ def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Out
     drifts = []
     for seed in seeds:
         one, other = reference.by_seed[seed], variant.by_seed[seed]
-        expected, first = one.losses.values[0], other.losses.values[0]
+        expected, first = (next(iter(run.losses.values())) for run in (one, other))
         if not math.isclose(expected, first, rel_tol=FIRST_LOSS):
-            found = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
-            return "different", found
+            reason = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
+            return "different", reason
         drifts.append(_drift(one, other, trust, comparison.notes))
     variant.drift = max(drifts, key=len)
     if not any(drifts):
@@ -83,24 +80,18 @@ UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was ch
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
-    """Describes how far the losses and the last weights of a run are from the losses and weights of the reference.
-    Returns an empty text if they are equal bit by bit.
-
-    Args:
-        reference: The reference's run with the same seed.
-        other: The run to compare with the reference.
-        trust: Whether to load checkpoints that could run code.
-        notes: Receives a note for each run whose weights cannot be read.
-    """
-    expected, steps = reference.losses.steps, other.losses.steps
+    """Describes how far the losses and the last weights of a run are from those of the reference's run with the same
+    seed. Returns an empty text if they are equal bit by bit. `notes` gets a note for each run whose weights cannot be
+    read."""
+    expected, losses = reference.losses, other.losses
     parts = []
-    if expected != steps:
-        parts.append(f"{len(expected):,} steps in the reference, but {len(steps):,} in the variant")
-    differences = reference.losses.difference(other.losses).by_step
-    unequal = [step for step, difference in differences.items() if difference]
+    if expected.keys() != losses.keys():
+        parts.append(f"{len(expected):,} steps in the reference, but {len(losses):,} in the variant")
+    unequal = [step for step in expected if step in losses and expected[step] != losses[step]]
     if unequal:
         last = unequal[-1]
-        parts.append(f"losses differ from step {unequal[0]:,} on, by {differences[last]:.1e} at step {last:,}")
+        error = abs(expected[last] - losses[last])
+        parts.append(f"losses differ from step {unequal[0]:,} on, by {error:.1e} at step {last:,}")
     one, two = _weights(reference, trust, notes), _weights(other, trust, notes)
     if one is None or two is None:
         parts.append("weights were not compared")
@@ -115,9 +106,8 @@ def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[
 
 
 def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
-    """Returns the weights in a run's last checkpoint. If --ema stored an average of the weights, the weights themselves
-    are returned, not the average. If the checkpoint cannot be read, adds a note to `notes` and returns None. With
-    `trust`, a checkpoint that could run code is loaded too."""
+    """Returns the weights in a run's last checkpoint, not their average (--ema). If the checkpoint cannot be read, adds
+    a note to `notes` and returns None."""
     try:
         checkpoint = last_checkpoint(run)
         if not checkpoint.exists():
@@ -126,16 +116,3 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
     except UsageError as error:
         notes.append(f"The weights of {run.folder} were not compared: {error}.")
         return None
-
-
-def _figures(runs: Sequence[FinishedRun]) -> dict[str, list[float]]:
-    """Returns the numbers in the metrics of the runs. Each key of metrics.json has a list with one number per run. If a
-    run has a number per rank, its largest one is returned."""
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        for key, value in run.metrics.items():
-            values = value if isinstance(value, list) else [value]
-            numbers = [float(each) for each in values if type(each) in (int, float)]
-            if numbers:
-                found.setdefault(key, []).append(max(numbers))
-    return found

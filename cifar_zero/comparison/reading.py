@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.comparison.result import OF_CHECKS, Curve, FinishedRun, Variant
+from cifar_zero.comparison.result import OF_CHECKS, FinishedRun, Variant
 from cifar_zero.config.settings import flat, owner_of
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
@@ -26,7 +26,7 @@ judged all the same, because a comparison tests the effect of these differences.
 PLACEMENT = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
 
 
-def load(folder: Path) -> FinishedRun:
+def load_run(folder: Path) -> FinishedRun:
     """Reads the folder of a finished run. Raises UsageError if the run has not finished, or a file is damaged."""
     config, results, per_step = folder / run_folder.CONFIG, folder / run_folder.METRICS, folder / run_folder.LOSSES
     if not config.is_file():
@@ -42,15 +42,11 @@ def load(folder: Path) -> FinishedRun:
         for key in ("seed", *PLACEMENT):
             if not isinstance(metrics[key], str if key == "strategy" else int):
                 raise ValueError(f"{results.name} has {key} {json.dumps(metrics[key])}")
-        seed, losses = metrics["seed"], read_losses(per_step)
-        run = FinishedRun(str(folder), seed, metrics, settings, losses, read_curves(folder))
+        run = FinishedRun(str(folder), metrics["seed"], metrics, settings, read_losses(per_step))
         check = folder / run_folder.STEP_CHECK
         run.check = read_json(check, str(check)) if check.is_file() else None
         if run.check and (run.check["outcome"] not in OF_CHECKS or not run.check["summary"]):
             raise ValueError(f"{check.name} has the unknown outcome {json.dumps(run.check['outcome'])}")
-        checkpoint = last_checkpoint(run)
-        files = [checkpoint, *checkpoint.rglob("*")]
-        metrics["checkpoint_bytes"] = sum(file.stat().st_size for file in files if file.is_file()) or None
         return run
     except KeyError as error:
         raise UsageError(f"{folder} cannot be read: {error} is missing from its files, or is unknown") from error
@@ -63,39 +59,16 @@ def last_checkpoint(run: FinishedRun) -> Path:
     return Path(run.folder, run_folder.CHECKPOINTS, "last.ckpt")
 
 
-def read_losses(file: Path) -> Curve:
+def read_losses(file: Path) -> dict[int, float]:
     """Returns the loss of each optimizer step from a file of losses, without rounding. Raises ValueError if the file
     has no losses, is damaged or is cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
-    curve = Curve([], [])
-    for row in csv.DictReader(text.splitlines()):
-        curve.steps.append(int(row["step"]))
-        curve.values.append(float(row["loss"]))
-    if not curve.steps:
+    losses = {int(row["step"]): float(row["loss"]) for row in csv.DictReader(text.splitlines())}
+    if not losses:
         raise ValueError(f"{file.name} has no losses")
-    return curve
-
-
-def read_curves(folder: Path) -> dict[str, Curve]:
-    """Returns TensorBoard's curves of a run, keyed by tag, or an empty dictionary if another logger was used. The times
-    of a curve, in seconds, are measured from the start of the event file, which Lightning opens when training
-    begins."""
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    if not any(folder.glob("events.out.tfevents.*")):
-        return {}
-    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0}).Reload()
-    start = events.FirstEventTimestamp() or 0.0
-    curves: dict[str, Curve] = {}
-    for tag in events.Tags()[SCALARS]:
-        curve = curves[tag] = Curve([], [])
-        for point in events.Scalars(tag):
-            curve.steps.append(point.step)
-            curve.values.append(point.value)
-            curve.seconds.append(point.wall_time - start)
-    return curves
+    return losses
 
 
 def shared(run: FinishedRun) -> dict[str, Any]:
@@ -109,22 +82,22 @@ def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
     """Returns the settings in which the first runs of the variants differ. Each setting has a dictionary of its values,
     keyed by the variants' names."""
     runs = {variant.name: shared(variant.runs[0]) for variant in variants if variant.runs}
-    found = {}
+    differing = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
         values = {name: str(settings.get(key, "missing")) for name, settings in runs.items()}
         if len({*values.values()}) > 1:
-            found[key] = values
-    return found
+            differing[key] = values
+    return differing
 
 
-def hindering(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
+def blocking_settings(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
     """Returns the names of the settings in `differences` that differ between the variants `one` and `other` and make a
     verdict on the two variants meaningless. Settings in ENVIRONMENT may differ and are never returned."""
-    found = []
+    blocking = []
     for setting, values in differences.items():
         if setting.split(".")[0] not in ENVIRONMENT and values.get(one) != values.get(other):
-            found.append(setting)
-    return found
+            blocking.append(setting)
+    return blocking
 
 
 def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
@@ -132,13 +105,13 @@ def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
     values that vary between the variants. If none varies, the name is the strategy."""
     named: list[tuple[str, ...]] = []
     for strategy, ranks, nodes, micro_batches in placements:
-        sizes = counted(ranks, "rank", "ranks"), counted(nodes, "node", "nodes")
-        named.append((strategy, *sizes, counted(micro_batches, "micro-batch", "micro-batches")))
+        sizes = with_unit(ranks, "rank", "ranks"), with_unit(nodes, "node", "nodes")
+        named.append((strategy, *sizes, with_unit(micro_batches, "micro-batch", "micro-batches")))
     varies = [len({*values}) > 1 for values in zip(*named, strict=True)]
     return [", ".join(compress(parts, varies)) or parts[0] for parts in named]
 
 
-def counted(number: int, one: str, many: str) -> str:
+def with_unit(number: int, one: str, many: str) -> str:
     """Returns a number with its unit, which is `one` in the singular and `many` in the plural."""
     return f"{number} {one}" if number == 1 else f"{number} {many}"
 

@@ -1,9 +1,8 @@
-"""Prints the result of a comparison, writes it as comparison.json and JUnit XML, and builds the tables of the page.
-Importing this module does not import torch."""
+"""Prints the result of a comparison, and writes it as comparison.json and JUnit XML. Importing this module does not
+import torch."""
 
 import math
-import re
-import xml.etree.ElementTree as ET
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,19 +12,14 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
+import stepcheck.report
 from cifar_zero.comparison.result import Comparison
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.console import curves
-from cifar_zero.training.results import IN_EFFECT
 
 SCHEMA = 4  # version of comparison.json; keys may be added within a version, but existing keys keep their meaning
 
-NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
-
 MISSING = "-"  # text for an unknown number
-
-Table = dict[str, list[str]]  # the cells of each column by its title, in the order of the variants
 
 
 def number(value: float) -> str:
@@ -46,75 +40,39 @@ def size(count: float) -> str:
     return decimal(round(count), precision=2)
 
 
-Form = Callable[[float], str]
-Figures = dict[str, tuple[str, Form]]  # title of a column -> key of `Variant.figures`, and the format of its values
-
-ACCURACY: Figures = {
-    "test accuracy (%)": ("test/acc", in_percent),
-    "test loss": ("test/loss", "{:.4f}".format),
-    "validation accuracy (%)": ("val/acc", in_percent),
-    "training loss, last interval": ("train/loss", "{:.4f}".format),
-}
-SPEED: Figures = {
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "images/s": ("perf/images_per_second", number),
     "step (ms)": ("perf/step_time_ms", number),
-    "start to first step (s)": ("perf/seconds_to_first_step", number),
-    "training (s)": ("perf/fit_seconds", number),
+    "memory": ("mem/peak_rank_bytes", size),
+    "accuracy (%)": ("test/acc", in_percent),
 }
-MEMORY: Figures = {
-    "parameters": ("mem/parameter_rank_bytes", size),
-    "gradients": ("mem/gradient_rank_bytes", size),
-    "optimizer": ("mem/optimizer_rank_bytes", size),
-    "model states": ("mem/model_state_rank_bytes", size),
-    "peak": ("mem/peak_rank_bytes", size),
-    "checkpoint": ("checkpoint_bytes", size),
-}
-ON_THE_CONSOLE: Figures = {title: SPEED[title] for title in ("images/s", "step (ms)")}
-ON_THE_CONSOLE |= {"memory": MEMORY["peak"], "accuracy (%)": ACCURACY["test accuracy (%)"]}
-
-
-def figures(comparison: Comparison, columns: Figures) -> Table:
-    """Returns a table of the variants' figures. `columns` defines its columns. A cell lists the values of all seeds.
-    Columns without values are left out."""
-    table: Table = {}
-    for title, (key, form) in columns.items():
-        found = [variant.figures.get(key, []) for variant in comparison.variants]
-        if any(found):
-            table[title] = [", ".join(map(form, values)) or MISSING for values in found]
-    return table
-
-
-def settings(comparison: Comparison) -> Table:
-    """Returns a table of the settings that were actually in effect in each variant."""
-    table: Table = {}
-    for key in IN_EFFECT:
-        cells = []
-        for variant in comparison.variants:
-            values = dict.fromkeys(run.metrics.get(key) for run in variant.runs)
-            cells.append(", ".join(MISSING if value is None else str(value) for value in values))
-        table[key.replace("_", " ")] = cells
-    return table
+"""The columns after the verdict: each one's key in metrics.json, and the format of its values."""
 
 
 def show(comparison: Comparison, folder: Path) -> None:
-    """Prints the settings that differ, the verdicts, and the path of the report in `folder`."""
+    """Prints the settings that differ, the verdicts, and where the files are."""
     console = Console(highlight=False, soft_wrap=True, width=None if Console().is_terminal else 160)
     for setting, values in comparison.differences.items():
-        given = "; ".join(f"{value} ({name})" for name, value in values.items())
-        console.print(f"[bold]not the same: {escape(setting)}[/] {escape(given)}")
+        listed = "; ".join(f"{value} ({name})" for name, value in values.items())
+        console.print(f"[bold]not the same: {escape(setting)}[/] {escape(listed)}")
     console.print(_table(comparison), soft_wrap=False)
     console.print(f"[bold]{escape(comparison.headline)}[/]", *map(escape, comparison.notes), sep="\n")
-    console.print(f"[dim]report  [/]{escape(str(folder / 'report.html'))}")
+    console.print(f"[dim]losses  [/]{escape(str(folder / 'losses.png'))}")
     if any(folder.glob("*/version_*/events.out.tfevents.*")):  # not with --runs
         console.print(f"[dim]curves  [/]{escape(curves(folder))}")
 
 
 def _table(comparison: Comparison) -> rich.table.Table:
-    found = figures(comparison, ON_THE_CONSOLE)
-    table = rich.table.Table("variant", "verdict", *found)
-    for variant, *cells in zip(comparison.variants, *found.values(), strict=True):
+    """Returns a table with a row for each variant. A cell lists the values of all seeds."""
+    filled = [title for title, (key, _) in COLUMNS.items() if any(each.numbers(key) for each in comparison.variants)]
+    table = rich.table.Table("variant", "verdict", *filled)
+    for variant in comparison.variants:
         style = "green" if variant.passed else "red"
-        table.add_row(escape(variant.name), f"[{style}]{escape(variant.verdict)}[/]", *cells)
+        cells = [escape(variant.name), f"[{style}]{escape(variant.verdict)}[/]"]
+        for title in filled:
+            key, form = COLUMNS[title]
+            cells.append(", ".join(map(form, variant.numbers(key))) or MISSING)
+        table.add_row(*cells)
     return table
 
 
@@ -124,22 +82,12 @@ def write_comparison(comparison: Comparison, file: Path) -> None:
 
 
 def write_junit(comparison: Comparison, file: Path) -> None:
-    """Writes a test suite for CI systems (format: https://github.com/testmoapp/junitxml) with a test case per variant.
-    A variant that did not train or does not agree is a failure. Creates the folder of the file if necessary."""
-    failures = sum(not variant.passed for variant in comparison.variants)
-    counts = {"tests": str(len(comparison.variants)), "failures": str(failures), "errors": "0"}
-    timestamp = comparison.created.removesuffix("Z")
-    root = ET.Element("testsuites")
-    suite = ET.SubElement(root, "testsuite", counts, name=comparison.title, timestamp=timestamp)
+    """Writes a test case for each variant, for CI systems. A variant that did not train or does not agree is a
+    failure."""
+    cases = []
     for variant in comparison.variants:
         seconds = sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
-        case = ET.SubElement(suite, "testcase", classname="compare", name=variant.name, time=f"{seconds:.3f}")
-        if variant.passed:
-            ET.SubElement(case, "system-out").text = variant.verdict
-        else:
-            failure = ET.SubElement(case, "failure", message=variant.verdict)
-            failure.text = f"{variant.verdict}\nagain: {variant.command}"
-    ET.indent(root)
-    text = ET.tostring(root, encoding="utf-8", xml_declaration=True).decode()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(NOT_IN_XML.sub("", text), encoding="utf-8")
+        command = shlex.split(variant.command)
+        case = {"engine": variant.name, "passed": variant.passed, "summary": variant.verdict, "command": command}
+        cases.append({**case, "findings": [{"text": variant.verdict}], "training_seconds": seconds})
+    stepcheck.report.write_junit(file, {"engines": cases, "command": []})

@@ -1,4 +1,4 @@
-"""Defines the result of a comparison, which comparison.json and the report contain. Importing this module does not
+"""Defines the result of a comparison, which comparison.json contains. Importing this module does not
 import torch."""
 
 import statistics
@@ -41,35 +41,14 @@ def has_fallen(losses: Sequence[float]) -> bool:
 
 
 @dataclass
-class Curve:
-    """The values of one metric of one run, at some of its optimizer steps."""
-
-    steps: list[int]  # optimizer steps, from 1
-    values: list[float]
-    seconds: list[float] = field(default_factory=list)  # since the start of training; empty for losses
-
-    @property
-    def by_step(self) -> dict[int, float]:
-        """The values by optimizer step."""
-        return dict(zip(self.steps, self.values, strict=True))
-
-    def difference(self, other: "Curve") -> "Curve":
-        """Returns the absolute difference of this curve and another one, at the steps that both have."""
-        mine, others = self.by_step, other.by_step
-        steps = [step for step in mine if step in others]
-        return Curve(steps, [abs(mine[step] - others[step]) for step in steps])
-
-
-@dataclass
 class FinishedRun:
     """The content of one run folder."""
 
     folder: str
     seed: int
-    metrics: dict[str, Any]  # the content of metrics.json, and the size of the last checkpoint as checkpoint_bytes
+    metrics: dict[str, Any]  # the content of metrics.json
     settings: dict[str, Any]  # the options in config.yaml, by the names of the flags (see `settings.flat`)
-    losses: Curve  # loss of each optimizer step, mean over micro-batches and ranks
-    curves: dict[str, Curve]  # TensorBoard's curves by tag: train/loss, val/acc, val/loss, ...
+    losses: dict[int, float]  # by optimizer step, from 1: mean over micro-batches and ranks
     check: dict[str, Any] | None = None  # the content of step_check.json; None if no steps were checked
 
 
@@ -84,9 +63,6 @@ class Variant:
     outcome: Outcome = "not judged"
     remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
     runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
-    figures: dict[str, list[float]] = field(default_factory=dict)
-    """Values of the runs, one per run, keyed by their names in metrics.json. If a metric has a number per rank, the
-    value is the largest one."""
     drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
 
     @property
@@ -99,9 +75,15 @@ class Variant:
         """The outcome, the remark and the drift in one line."""
         return ": ".join(filter(None, [f"{SIGNS[self.outcome]} {self.outcome}", self.remark, self.drift]))
 
-    def judge(self, outcome: Outcome, remark: str = "") -> None:
-        """Sets the outcome and its remark."""
-        self.outcome, self.remark = outcome, remark
+    def numbers(self, key: str) -> list[float]:
+        """Returns the number of each run under a key of metrics.json, or the largest number if each rank has one."""
+        numbers: list[float] = []
+        for run in self.runs:
+            value = run.metrics.get(key)
+            of_ranks = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+            if of_ranks:
+                numbers.append(max(of_ranks))
+        return numbers
 
     @property
     def by_seed(self) -> dict[int, FinishedRun]:
@@ -113,7 +95,6 @@ class Variant:
 class Comparison:
     """The result of `cifar-zero compare`: the variants that were trained or read, with their verdicts."""
 
-    title: str
     recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
     variants: list[Variant]  # the reference first
     machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
@@ -141,7 +122,7 @@ class Comparison:
         agree = sum(outcome in PASSING for outcome in outcomes)
         counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in SIGNS if outcome in outcomes)
         sentence = f"{agree} of {len(outcomes)} agree with {self.reference.name}: {counts}"
-        losses = [run.losses.values for variant in self.variants for run in variant.runs if run.losses.values]
+        losses = [[*run.losses.values()] for variant in self.variants for run in variant.runs if run.losses]
         if losses and not any(map(has_fallen, losses)):
             sentence += f"; no variant has learned (the loss did not fall by {FLAT:.0%}): agreement is not evidence"
         return sentence
@@ -152,10 +133,12 @@ class Comparison:
         for variant in self.variants:
             if not variant.passed:
                 continue
-            if "test/acc" not in variant.figures:
-                variant.judge("too inaccurate", "the run lacks the test accuracy that --min_accuracy needs")
+            accuracies = variant.numbers("test/acc")
+            if not accuracies:
+                variant.outcome = "too inaccurate"
+                variant.remark = "the run lacks the test accuracy that --min_accuracy needs"
                 continue
-            accuracy = statistics.fmean(variant.figures["test/acc"])
+            accuracy = statistics.fmean(accuracies)
             if accuracy < least:
-                reason = f"accuracy {accuracy:.2%} is less than --min_accuracy {least:.2%}"
-                variant.judge("too inaccurate", reason)
+                variant.outcome = "too inaccurate"
+                variant.remark = f"accuracy {accuracy:.2%} is less than --min_accuracy {least:.2%}"

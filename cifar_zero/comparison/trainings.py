@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from cifar_zero.comparison.reading import load, variant_names
+from cifar_zero.comparison.reading import load_run, variant_names
 from cifar_zero.comparison.result import Variant
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
@@ -49,21 +49,20 @@ def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
         name = each.run_name(seed)
         say(f"[{number}/{len(trainings)}] {name}: training, see {folder / name}.log")
         try:
-            run = load(train_run(name, each.flags_of(seed), folder, each.launcher))
+            run = load_run(train_run(name, each.flags_of(seed), folder, each.launcher))
             ranks = run.metrics["world_size"]
             if ranks != each.variant.world_size:
                 raise UsageError(f"--launcher started {ranks} ranks, not {each.variant.world_size}")
             each.variant.runs.append(run)
         except (RunError, UsageError) as error:
             say(f"{name}: {error}")
-            each.variant.judge("not trained", str(error))
+            each.variant.outcome, each.variant.remark = "not trained", str(error)
     return [each.variant for each in planned]
 
 
 def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> Path:
-    """Trains one run and returns its folder. The run has a separate process group, and no process of this group is left
-    afterwards. Raises RunError with the run's last error line if the run failed. KeyboardInterrupt and Stopped are
-    raised only after the run has ended.
+    """Trains one run and returns its folder. No process of the run is left afterwards, also if this process is
+    interrupted. Raises RunError with the run's last error line if the run failed.
 
     Args:
         name: Name of the run.
@@ -75,13 +74,13 @@ def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[
     where = ["--out", str(folder), "--name", name]
     with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
         child.wait()
-    found = run_process.folders(folder, name)
-    if child.returncode or not found:
+    run_folders = run_process.folders(folder, name)
+    if child.returncode or not run_folders:
         raise RunError(run_process.failure(log, child.returncode))
-    return found[0]
+    return run_folders[0]
 
 
-def plan(
+def plan_variants(
     strategies: Sequence[str],
     devices: Sequence[str],
     accumulate: Sequence[str],
@@ -89,10 +88,9 @@ def plan(
     rest: Sequence[str],
     launcher: Sequence[str] = (),
 ) -> list[Planned]:
-    """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. If one of
-    these arguments is empty, the default of the train command is used. The first variant is the reference. Its strategy
-    is baseline if baseline is among `strategies`, and the first strategy otherwise. It has the first entry of `devices`
-    and the first entry of `accumulate`.
+    """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. An empty
+    argument stands for the default of train. The first variant is the reference. Its strategy is baseline, if that is
+    among `strategies`. Raises UsageError if a variant cannot run on this machine, or there is nothing to compare.
 
     Args:
         strategies: Names of strategies, or DeepSpeed configurations.
@@ -100,14 +98,10 @@ def plan(
         accumulate: Numbers of micro-batches per step.
         seeds: Number of runs of each variant.
         rest: Flags of train for all variants.
-        launcher: Command that starts the ranks. If some variants are on several nodes, it starts the ranks of these
-            variants only.
-
-    Raises:
-        UsageError: If a variant cannot run on this machine, or there is nothing to compare.
+        launcher: Command that starts the ranks. If some variants are on several nodes, it starts only their ranks.
     """
-    given = {flag.split("=")[0].removeprefix("--") for flag in rest}
-    if "strategy" in given:
+    common_flags = {flag.split("=")[0].removeprefix("--") for flag in rest}
+    if "strategy" in common_flags:
         raise UsageError("--strategy does not work with cifar-zero compare: give --strategies")
     if max(len(strategies), len(devices), len(accumulate)) < 2:
         raise UsageError("nothing to compare: give two or more --strategies, --devices or --accumulate, or --runs")
@@ -118,7 +112,7 @@ def plan(
     ordered = sorted(strategies, key=lambda name: name != "baseline")
     planned = []
     for strategy, ranks, parts in product(ordered or [""], devices or [""], accumulate or [""]):
-        flags = [*common, *_sizes(strategy, strategies, given)]
+        flags = [*common, *_sizes(strategy, strategies, common_flags)]
         if strategy:
             flags += command_line.strategy_flags(strategy)
         if ranks:
@@ -144,19 +138,13 @@ def plan(
     return planned
 
 
-def _sizes(strategy: str, strategies: Sequence[str], given: set[str]) -> list[str]:
-    """Returns flags that set the size options of other strategies to 0 for one strategy. A size option, such as
-    --tensor_parallel_size, belongs to one strategy, but is given for all variants.
-
-    Args:
-        strategy: The strategy that gets the flags.
-        strategies: All strategies of the comparison.
-        given: Names of the flags that are given for all variants.
-    """
+def _sizes(strategy: str, strategies: Sequence[str], common_flags: set[str]) -> list[str]:
+    """Returns flags that set the size options of the other `strategies` to 0 for `strategy`. A size option, such as
+    --tensor_parallel_size, belongs to one strategy, but `common_flags` are given for all variants."""
     sizes = {STRATEGIES[name].size for name in strategies if name in STRATEGIES}
     own = STRATEGIES[strategy].size if strategy in STRATEGIES else None
     flags = []
-    for size in sizes & given:
+    for size in sizes & common_flags:
         if size != own:
             flags += [f"--{size}", "0"]
     return flags

@@ -7,7 +7,7 @@ To add a source, add its class names to `CLASSES`, add one line to `_MODULES`, a
   should be kept at the same time need different names.
 - `fingerprint(config)` returns a string that changes if the decoded images would change. A cache with another
   fingerprint is out of date and is replaced.
-- `build(config, directory)` fills the arrays that `cache.allocate(directory, ...)` creates for train and for test.
+- `write_arrays(config, directory)` fills the arrays that `cache.allocate(directory, ...)` creates for train and test.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def prepare(config: DataConfig) -> SourceName:
         from cifar_zero.data import cache
 
         source, classes = _module(config), class_names(config)
-        build = partial(source.build, config)
+        build = partial(source.write_arrays, config)
         cache.ensure(_directory(config), config.source, classes, source.fingerprint(config), build)
         return config.source
     from cifar_zero.core.console import say

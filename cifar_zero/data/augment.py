@@ -76,14 +76,14 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
         # changes no bit, because 0.5 is a power of two.
         images = images.float()
         if inputs.mean == inputs.std == (0.5,):
-            images = images.div_(spread((127.5,), images, channels)).sub_(1)
+            images = images.div_(filled_like((127.5,), images, channels)).sub_(1)
         else:
-            mean, std = (spread(values, images, channels) for values in (inputs.mean, inputs.std))
-            images = images.div_(spread((255.0,), images, channels)).sub_(mean).div_(std)
+            mean, std = (filled_like(values, images, channels) for values in (inputs.mean, inputs.std))
+            images = images.div_(filled_like((255.0,), images, channels)).sub_(mean).div_(std)
     return images.to(dtype)
 
 
-def spread(values: tuple[float, ...], images: Tensor, channels: int) -> Tensor:
+def filled_like(values: tuple[float, ...], images: Tensor, channels: int) -> Tensor:
     """Returns an image float32 that is filled with one value, or with one value per channel, in the shape and memory
     layout of an image of `images`. With a tensor of three values instead, torch's inner loop would run over three
     values only and take 5 times as long."""

@@ -60,19 +60,14 @@ class Dataset:
 def ensure(
     directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
 ) -> None:
-    """Ensures that `directory` holds the decoded images of `source`, made from inputs with this `fingerprint`.
-
-    If the cache is missing, out of date or damaged, it is built again. Any number of processes may call this at once:
-    one builds, and the others wait. Errors of `build` are passed on. A note is printed if the cache belongs to another
-    user.
+    """Builds the cache of decoded images in `directory` again if it is missing, out of date or damaged. Any number of
+    processes may call this at once: one builds, and the others wait. Raises UsageError if the place cannot be written
+    to, and RunError if writing fails, for example on a full disk.
 
     Args:
         classes: name of each class, in the order of the labels.
+        fingerprint: text that changes with the inputs.
         build: fills an empty directory with the arrays that `allocate` creates in it.
-
-    Raises:
-        UsageError: if the place cannot be written to.
-        RunError: if writing fails, for example because the disk is full.
     """
     expected = {"schema": SCHEMA, "source": source, "fingerprint": fingerprint, "classes": [*classes]}
     if _is_ready(directory, expected):
@@ -96,13 +91,9 @@ def ensure(
 
 
 def locked(path: Path, work: str) -> AcquireReturnProxy:
-    """Takes the lock file at `path` until the end of a `with` block. The operating system releases the lock when its
-    holder ends in any way, so a killed run blocks nobody. The lock file is never removed, because two processes could
-    then hold the lock at the same time.
-
-    Args:
-        work: what the holder of the lock does, such as "prepares x", for the message to a process that waits.
-    """
+    """Takes the lock file at `path` until the end of a `with` block, or until the process ends. The file is never
+    removed, because two processes could then hold the lock at the same time. `work` says what the holder does, such as
+    "prepares x", for the message to a process that waits."""
     lock = FileLock(path)
     try:
         return lock.acquire(timeout=1.0)  # seconds until the user gets a message
@@ -194,12 +185,12 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
 def _checksums(directory: Path) -> dict[str, int]:
     """Returns the checksum of each array's elements, of which all bytes count. A gigabyte in memory takes less
     than a second."""
-    found: dict[str, int] = {}
+    checksums: dict[str, int] = {}
     for name in ARRAYS:
         array, checksum = _open(directory, name), 0
         with (directory / f"{name}.npy").open("rb") as file:
             file.seek(array.offset)
             while part := file.read(READ_BYTES):
                 checksum = zlib.crc32(part, checksum)
-        found[name] = checksum
-    return found
+        checksums[name] = checksum
+    return checksums

@@ -38,7 +38,7 @@ def fingerprint(config: DataConfig) -> str:
     return "archive as published"  # always the same images
 
 
-def build(config: DataConfig, directory: Path) -> None:
+def write_arrays(config: DataConfig, directory: Path) -> None:
     """Finds or downloads the archive and decodes it. Raises DownloadError if the archive cannot be downloaded, and
     RunError if it does not contain the published files."""
     published = {"cifar10": CIFAR10, "cifar100": CIFAR100}[config.source]
@@ -67,17 +67,17 @@ def _extracted(published: type[CIFAR10], root: Path) -> dict[str, bytes]:
 
 def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
     """Returns the content of the files in an archive by path, as far as they can be read."""
-    names, found = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
+    names, contents = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
     try:
         with tarfile.open(archive) as members:
             for member in members:
                 if member.name in names and member.isreg():
                     content = members.extractfile(member)
                     assert content is not None  # a regular file
-                    found[member.name] = content.read()
+                    contents[member.name] = content.read()
     except (tarfile.TarError, EOFError, zlib.error):
         pass
-    return found
+    return contents
 
 
 def _decoded(published: type[CIFAR10], files: Mapping[str, bytes]) -> list[list[dict[str, Any]]] | None:

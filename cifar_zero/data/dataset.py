@@ -88,17 +88,14 @@ class TrainOrder(Order):
     """Shuffles the images in each epoch, like torch's DistributedSampler with drop_last. Replica r takes the
     shuffled images r, r + replicas, r + 2 * replicas and so on.
 
-    An epoch has only whole optimizer steps, and their number is floor(count / batch_size). DeepSpeed counts the
-    micro-batches until the next step itself and would carry a remainder into the next epoch, whereas DDP steps at the
-    end of the epoch. Because the replicas take turns, step k sees the same set of images for every number of replicas
-    and every accumulation.
+    An epoch has floor(count / batch_size) optimizer steps, because DeepSpeed would carry remaining micro-batches into
+    the next epoch, whereas DDP steps at the end of the epoch. Step k sees the same set of images for every number of
+    replicas and every accumulation. Raises UsageError if the batch size cannot be divided into micro-batches, or is
+    more than the number of images.
 
     Args:
         batch_size: images of one optimizer step over all replicas, in `accumulate` micro-batches per replica.
         shuffle: whether to shuffle; if not, every epoch has the stored order.
-
-    Raises:
-        UsageError: if the batch size cannot be divided into micro-batches, or is more than the number of images.
     """
 
     def __init__(
@@ -129,8 +126,7 @@ class EvalOrder(Order):
 
     All replicas get the same number of batches of the same size, because ZeRO 3 gathers weights in every forward pass
     and would hang if one rank had more batches. Missing images are padded with position `count`, the split's ignored
-    entry. A replica's batch has at most `max_batch_size` images. The number of batches is as small as this limit
-    allows, and the images are distributed evenly over the batches.
+    entry. There are as few batches as `max_batch_size` images per replica allow.
     """
 
     def __init__(self, count: int, max_batch_size: int, replicas: int, replica: int) -> None:

@@ -50,7 +50,7 @@ def fingerprint(config: DataConfig) -> str:
     return f"version {VERSION}"
 
 
-def build(config: DataConfig, directory: Path) -> None:
+def write_arrays(config: DataConfig, directory: Path) -> None:
     """Renders both splits into `directory` (about 5 s on one core)."""
     with np.load(ORIGINALS) as content:
         originals = (content["pixels"] / 16).astype(np.float32).reshape(-1, 8, 8)

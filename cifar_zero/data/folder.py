@@ -43,10 +43,10 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     """
     train, test = (_folders(Path(config.root) / split) for split in SPLITS)
     if len(train) < 2:
-        found = "none"
+        actual = "none"
         if train:
-            found = f"only {train[0]}"
-        raise UsageError(f"{config.root}/train needs two or more classes, found {found}: {_LAYOUT}")
+            actual = f"only {train[0]}"
+        raise UsageError(f"{config.root}/train needs two or more classes, but has {actual}: {_LAYOUT}")
     if train != test:
         differing = ", ".join(sorted({*train} ^ {*test}))
         raise UsageError(f"{config.root}/train and test must have the same classes; in one only: {differing}")
@@ -80,7 +80,7 @@ def fingerprint(config: DataConfig) -> str:
     return digest.hexdigest()
 
 
-def build(config: DataConfig, directory: Path) -> None:
+def write_arrays(config: DataConfig, directory: Path) -> None:
     """Decodes every image, on all cores. Raises UsageError for the first unreadable image."""
     for split in SPLITS:
         files = _labelled_files(config, split)
@@ -90,10 +90,10 @@ def build(config: DataConfig, directory: Path) -> None:
 
 
 def _labelled_files(config: DataConfig, split: str) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
+    files: list[tuple[str, int]] = []
     for label, name in enumerate(class_names(config)):
-        found += [(path, label) for path in sorted(_image_files(Path(config.root) / split / name))]
-    return found
+        files += [(path, label) for path in sorted(_image_files(Path(config.root) / split / name))]
+    return files
 
 
 def _folders(directory: Path) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def fingerprint(config: DataConfig) -> str:
     return f"seed {SEED}"
 
 
-def build(config: DataConfig, directory: Path) -> None:
+def write_arrays(config: DataConfig, directory: Path) -> None:
     """Writes uniformly random pixels, with labels 0, 1, ..., 9, 0, ..."""
     rng = np.random.default_rng(SEED)
     for split, count in (("train", config.synthetic_size), ("test", min(10_000, config.synthetic_size))):

@@ -16,7 +16,7 @@ from cifar_zero.checkpoints.weights import (
     load_weights,
     merged_weights,
     metadata_of,
-    read_whole,
+    read_full_safetensors,
     read_with_delta,
     write_delta,
 )
@@ -64,7 +64,7 @@ def load_export(file: Path, suffix: str) -> Classifier:
     damaged, has another format, or does not fit the model that it names."""
     if suffix == ".onnx":
         return _load_onnx(file)
-    return create_classifier(*read_whole(file), file)[1]
+    return create_classifier(*read_full_safetensors(file), file)[1]
 
 
 def create_classifier(

@@ -26,15 +26,15 @@ def checkpoint_blocks(net: nn.Module) -> None:
     Only `forward` methods are replaced, not modules, so that parameters keep their names. Losses and weights stay the
     same bit for bit. Raises UsageError if the model has no blocks.
     """
-    found = False
+    has_blocks = False
     for layers in _outermost_lists(net):
         blocks = [child for child in layers if [*child.children()]]
         if not blocks and isinstance(layers, nn.Sequential) and len(pieces := _pieces(layers)) > 1:
             blocks, layers.forward = pieces, nn.Sequential(*pieces).forward
         for block in blocks:
             block.forward = partial(_checkpointed, block, block.forward)
-        found = found or bool(blocks)
-    if not found:
+        has_blocks = has_blocks or bool(blocks)
+    if not has_blocks:
         raise UsageError(f"--activation_checkpointing: {type(net).__name__} has no list of blocks to recompute")
 
 

@@ -25,9 +25,9 @@ def external(num_classes: int, options: models.External) -> nn.Module:
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)
         raise ValueError(f"torchvision has no classifier of this name, {closest}")
-    given = {"num_classes": num_classes, **options.kwargs}
+    arguments = {"num_classes": num_classes, **options.kwargs}
     try:  # options that are set in this function too raise TypeError
-        net = built(lambda: torchvision.models.get_model(options.architecture, weights=None, **given))
+        net = built(lambda: torchvision.models.get_model(options.architecture, weights=None, **arguments))
     except TypeError as error:
         raise ValueError(f"kwargs do not fit: {short(error)}") from error
     if not options.image_size:
@@ -74,20 +74,9 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def check(entry: models.Model, num_classes: int, images: Shape) -> None:
-    """Builds a model and runs it on one micro-batch of zeros in the shape of the training images.
-
-    Both happen on torch's meta device, where tensors have no values. A user's model that fails there is tried again on
-    the CPU, because what it computes may depend on values.
-
-    Args:
-        entry: the model and its options.
-        num_classes: number of scores that the model must return for each image.
-        images: shape of the micro-batch.
-
-    Raises:
-        ValueError: if the model cannot be built, does not accept images of this shape, or does not return (N,
-            num_classes) scores.
-    """
+    """Builds a model and runs it on one micro-batch of zeros on torch's meta device, where tensors have no values. A
+    user's model that fails there is tried again on the CPU. Raises ValueError if the model cannot be built, does not
+    accept images of this shape, or does not return (N, num_classes) scores."""
     try:
         _try_out(entry, num_classes, images, "meta")
     except ValueError:

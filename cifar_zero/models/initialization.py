@@ -35,16 +35,11 @@ class DrawnOnCPU(TorchDispatchMode):
 
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
-    """Draws the weights of all convolutions and linear layers again, and sets their biases to zero. With the scheme
-    `default`, nothing is changed, so that all weights stay as torch's layers drew them.
+    """Draws the weights of all convolutions and linear layers again by a scheme of SCHEMES, and sets their biases to
+    zero. The scheme `default` changes nothing.
 
     `Module.apply` also initialises sharded layers, because DeepSpeed's zero.Init replaces it by a function that gathers
-    each layer, applies the given function to it, and shards it again (DeepSpeed 0.19.8,
-    deepspeed/runtime/zero/partition_parameters.py).
-
-    Args:
-        scheme: `default`, or a key of SCHEMES.
-        seed: seed of torch's generators for the new weights.
+    each layer first (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
     """
     if scheme == "default":
         return

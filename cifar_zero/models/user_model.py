@@ -37,18 +37,12 @@ class UserModel(ThirdParty):
 
 
 def register_user_model(name: str) -> None:
-    """Adds a model of the user to the registry. The model is given by a class, or by a function that returns a module.
+    """Adds a model of the user to the registry: the class or function FILE.py:NAME or PACKAGE.MODULE:NAME, which makes
+    a module that maps images (N, 3, H, W) to scores (N, classes).
 
-    The model maps images (N, 3, H, W) to scores (N, classes). The arguments of the class or function become options,
-    except those whose default is not a plain value, such as a class. An argument `num_classes` does not become an
-    option. It receives the number of classes. A user's model is loaded only if the command line names it,
-    because loading it runs code. It is not enough that a recipe or a checkpoint names it.
-
-    Args:
-        name: FILE.py:NAME or PACKAGE.MODULE:NAME.
-
-    Raises:
-        UsageError: if the model cannot be imported, or if one of its arguments has no default or is called `name`.
+    Its arguments with plain defaults become options, and `num_classes` receives the number of classes. Only the command
+    line may name a user's model, because loading it runs code. Raises UsageError if the model cannot be imported, or if
+    one of its arguments has no default or is called `name`.
     """
     make = user_code.load(name, "--model")
     arguments = dict(inspect.signature(make).parameters)

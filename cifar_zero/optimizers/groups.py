@@ -64,17 +64,19 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
     options, because a schedule has changed them. If a group has no `param_names`, the saved groups are assumed to match
     the optimizer's groups in order and content."""
     own_groups = optimizer.param_groups
-    wanted: list[Any] = [group.get("param_names") for group in own_groups]
-    found = [group.get("param_names") for group in state["param_groups"]]
-    if None not in (*wanted, *found) and found != wanted:  # groups without names may hold ZeRO's flat parameters
-        state = _regrouped(state, wanted)
+    expected_names: list[Any] = [group.get("param_names") for group in own_groups]
+    saved_names = [group.get("param_names") for group in state["param_groups"]]
+    if (
+        None not in (*expected_names, *saved_names) and saved_names != expected_names
+    ):  # groups without names may hold ZeRO's flat parameters
+        state = _regrouped(state, expected_names)
     groups: list[dict[str, Any]] = []
     for own, saved in zip(own_groups, state["param_groups"], strict=True):
         groups.append({**own, **{key: saved[key] for key in ("lr", "initial_lr", "params") if key in saved}})
     return {**state, "param_groups": groups}
 
 
-def lay_like_parameters(optimizer: Optimizer) -> None:
+def match_strides(optimizer: Optimizer) -> None:
     """Gives each tensor in an optimizer's loaded state the strides of the parameter that it belongs to, because torch's
     fused updates read both in memory order. Tensors of another shape than their parameter stay as they are."""
     for parameter, state in optimizer.state.items():
@@ -86,20 +88,19 @@ def lay_like_parameters(optimizer: Optimizer) -> None:
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Returns the group and the state of each parameter in a checkpoint's optimizer state, keyed by parameter name. The
     state of a parameter is empty before the first step."""
-    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    entries: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for group in state["param_groups"]:
         for name, number in zip(group["param_names"], group["params"], strict=True):
-            found[name] = group, state["state"].get(number, {})
-    return found
+            entries[name] = group, state["state"].get(number, {})
+    return entries
 
 
-def _regrouped(state: dict[str, Any], wanted: list[list[str]]) -> dict[str, Any]:
-    """Returns a saved optimizer state with its parameters divided into new groups. `wanted` has the parameter names of
-    each new group."""
+def _regrouped(state: dict[str, Any], new_names: list[list[str]]) -> dict[str, Any]:
+    """Returns a saved optimizer state with its parameters divided into the groups that `new_names` lists."""
     saved = by_name(state)
     groups: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
-    for names in wanted:
+    for names in new_names:
         group, _ = saved[names[0]]
         groups.append({**group, "params": [*range(len(entries), len(entries) + len(names))]})
         entries += [saved[name][1] for name in names]

@@ -82,10 +82,8 @@ class TorchAdagrad(GroupOptimizer):
 
 class TorchLion(GroupOptimizer):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2). It updates all parameters
-    of a group at once.
-
-    The options are lr, weight_decay and betas. betas[0] is the weight of the momentum in the update's direction, and
-    betas[1] is the decay of the momentum.
+    of a group at once. betas[0] is the weight of the momentum in the update's direction, and betas[1] is the decay of
+    the momentum.
 
     torch (2.15) has no Lion. DeepSpeed's implementations (0.19.8, csrc/lion) take the sign of 0 as 1 or -1. A weight
     whose gradient is always 0, behind a dead ReLU for example, therefore drifts by the learning rate in each step.
@@ -112,10 +110,8 @@ class TorchMuon(GroupOptimizer):
     Jordan's own programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py).
     torch.optim.Muon (2.15) orthogonalises one matrix after the other and accepts no convolutions.
 
-    Muon's groups hold weights of two and more dimensions. All groups have the options lr and weight_decay, and Muon's
-    groups also have momentum and ns_steps (Newton-Schulz iterations). If the groups have AdamW's option betas, Muon's
-    steps are scaled to the size of AdamW's steps. If they have SGD's option sgd_momentum, Muon's weights are scaled to
-    the length sqrt(out) before each step.
+    If the groups have AdamW's option betas, Muon's steps are scaled to the size of AdamW's steps. If they have SGD's
+    option sgd_momentum, Muon's weights are scaled to the length sqrt(out) before each step.
 
     Args:
         fused: whether SGD updates all parameters of a group in one call, on CUDA.
@@ -213,7 +209,7 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
 def _stacks(weights: list[Tensor]) -> Iterable[list[int]]:
     """Groups weights that have the same shape as matrices, and returns the indices of each group. The matrices of a
     group are orthogonalised at once."""
-    found: dict[tuple[int, int], list[int]] = {}
+    stacks: dict[tuple[int, int], list[int]] = {}
     for number, weight in enumerate(weights):
-        found.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
-    return found.values()
+        stacks.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)
+    return stacks.values()

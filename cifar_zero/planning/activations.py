@@ -82,7 +82,7 @@ class ActivationTracker(TorchDispatchMode):
         self.now -= size
 
 
-def counted(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
+def count_activations(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the peak bytes of one forward and backward pass of a micro-batch of images of side x side pixels.
 
     Temporary tensors of operations are counted, but parameters and gradients are not. `net` must be built in the
@@ -129,17 +129,17 @@ def fake(net: nn.Module) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns what `counted` returns, but runs fewer blocks if all blocks of the model are identical. The model is then
-    run with two blocks and again with three, because each further block adds the same bytes. This is exact to the byte
-    for vit_13b, and counting all 41 of its blocks would take 15 times as long."""
+    """Returns what `count_activations` returns. If all blocks of the model are identical, it counts only two and then
+    three blocks, because each further block adds the same bytes. This is exact to the byte for vit_13b, and counting
+    all 41 of its blocks would take 15 times as long."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
-        return counted(net, images, computes, side)
+        return count_activations(net, images, computes, side)
     try:
         net.blocks = blocks[:2]
-        two = counted(net, images, computes, side)
+        two = count_activations(net, images, computes, side)
         net.blocks = blocks[:3]
-        three = counted(net, images, computes, side)
+        three = count_activations(net, images, computes, side)
     finally:
         net.blocks = blocks
     return two + (len(blocks) - 2) * (three - two)

@@ -69,7 +69,7 @@ class Network:
     weights: tuple[Weight, ...]
     blocks: tuple[int, ...]
     """Elements of each block that fsdp2 shards separately."""
-    built_whole: bool = False
+    built_unsharded: bool = False
     """Whether the model is built whole on the host before ZeRO 3 shards it."""
 
     @property
@@ -149,29 +149,31 @@ def predicted(
     # DeepSpeed updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) keeps
     # them only if the model itself is not float32.
     masters = spec.family == "deepspeed" and (spec.stage > 0 or size < FLOAT32)
-    resting = whole = trained = 0  # elements of a rank's shards, of parameters kept whole, and of trained shards
+    stored = persistent = trained = (
+        0  # elements of a rank's shards, of parameters that stay gathered, and of trained shards
+    )
     for weight in weights:
         kept = weight.elements // weight.ranks_that_share
         # Experts are sharded among the ranks that have the same experts. A shard has as many bytes as with all ranks.
         shard = kept if spec.stage == 0 and spec.family != "fsdp2" else math.ceil(weight.elements / ranks)
         if spec.stage == 3 and weight.elements <= zero.param_persistence_threshold:
-            whole += kept
-        resting += kept if spec.stage in (1, 2) else shard
+            persistent += kept
+        stored += kept if spec.stage in (1, 2) else shard
         trained += shard * weight.trained
-    whole, resting, gradients = whole * size, resting * size, trained * size
+    persistent, stored, gradients = persistent * size, stored * size, trained * size
     state = _state_size(optimizer, FLOAT32 if masters else size)
     update = round(trained * (state + FLOAT32 * masters))
     if not spec.offload_optimizer:
-        return Prediction(States(whole + resting, gradients, update))
+        return Prediction(States(persistent + stored, gradients, update))
     if spec.offload_optimizer == "nvme":
-        return Prediction(States(whole), States(0, gradients))
+        return Prediction(States(persistent), States(0, gradients))
     if spec.stage < 3:
-        return Prediction(States(resting), States(0, trained * FLOAT32, update))
+        return Prediction(States(stored), States(0, trained * FLOAT32, update))
     # At stage 3 gradients arrive in the model's format and are copied to float32 for the update.
     gradients += trained * FLOAT32
     if spec.offload_parameters:
-        return Prediction(States(whole), States(resting, gradients, update))
-    return Prediction(States(whole + resting), States(0, gradients, update))
+        return Prediction(States(persistent), States(stored, gradients, update))
+    return Prediction(States(persistent + stored), States(0, gradients, update))
 
 
 def parameter_size(spec: Spec, precision: str) -> int:
@@ -275,7 +277,7 @@ def built_on_host(run: Run, network: Network) -> int:
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0
     size = network.elements * (2 if run.placement.precision == "bf16-true" else FLOAT32)
-    if run.spec.family == "fsdp2" or network.built_whole:
+    if run.spec.family == "fsdp2" or network.built_unsharded:
         return size
     if run.spec.offload_parameters == "cpu" or (run.on_cpu and not run.spec.offload_parameters):
         return math.ceil(size / run.placement.world_size)

@@ -8,8 +8,8 @@ from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.planning.activations import LinearFit, format_of
+from cifar_zero.planning.estimates import MemoryBudget, estimate_all
 from cifar_zero.planning.formulas import REUSE_ELEMENTS, network_of, parameter_size
-from cifar_zero.planning.survey import MemoryBudget, survey
 from cifar_zero.training.resolve import make_run
 
 MODELS = ("vit_tiny", "vit_small", "vit_base", "vit_large", "vit_1b", "vit_13b")
@@ -32,7 +32,7 @@ def write_page(file: Path, settings: Settings) -> None:
         fits: dict[str, LinearFit] = {}
         for precision, devices in product(PRECISIONS, DEVICES):
             run = make_run(settings.changed(precision=precision, devices=devices, batch_size=IMAGES * devices))
-            for need in survey(run, network, budget, fits):
+            for need in estimate_all(run, network, budget, fits):
                 if need.refused or need.strategy not in SHOWN:
                     continue
                 spec = STRATEGIES[need.strategy]

@@ -14,8 +14,8 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
+from cifar_zero.planning.estimates import RULE, MemoryEstimate, available, estimate_all, gigabytes, recommended
 from cifar_zero.planning.formulas import network_of
-from cifar_zero.planning.survey import RULE, MemoryEstimate, available, gigabytes, recommended, survey
 from cifar_zero.training.resolve import make_run, resolve_devices
 
 EPILOG = """\
@@ -42,7 +42,7 @@ def main() -> int:
     if config.placement.devices == "auto" and (any_batch_size or not here):
         config = config.changed(devices=max(1, gpu_count()) if here and config.placement.accelerator != "cpu" else 1)
     config = resolve_devices(config) if here else with_accelerator(config, config.placement.accelerator != "cpu")
-    room = available(config, arguments.device_memory, arguments.host_memory)
+    budget = available(config, arguments.device_memory, arguments.host_memory)
     if any_batch_size:
         config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
         flags += ["--batch_size", str(config.recipe.batch_size)]
@@ -56,8 +56,8 @@ def main() -> int:
     run = make_run(config)
     rules.check_model(run)
     net = network_of(run)
-    needs = survey(run, net, room, {})
-    choice, reason = recommended(needs, room)
+    estimates = estimate_all(run, net, budget, {})
+    choice, reason = recommended(estimates, budget)
     start = ""
     if choice is not None:
         flags += ["--strategy", choice.strategy]
@@ -66,25 +66,27 @@ def main() -> int:
             start = f"{torchrun('train', run.placement.num_nodes, run.placement.devices)} {shlex.join(flags)}"
     if arguments.json:
         plan = {
-            "schema": 1,
+            "schema": 2,
             "parameters": net.elements,
             "trained_parameters": net.trained,
             "ranks": run.placement.world_size,
             "micro_batch": run.micro_batch,
-            "room": {"device": room.device, "host": room.host},
+            "budget": {"device": budget.device, "host": budget.host},
             "recommended": choice and choice.strategy,
             "reason": reason,
             "command": start,
-            "strategies": [{**asdict(need), "device": need.device, "host": need.host} for need in needs],
+            "strategies": [
+                {**asdict(estimate), "device": estimate.device, "host": estimate.host} for estimate in estimates
+            ],
         }
         print(json.dumps(plan, indent=1))  # all sizes in bytes
         return int(choice is None)
     print(
         f"{run.recipe.model.name}, {net.elements:,} parameters ({net.trained:,} trained), {run.recipe.optimizer.name}, "
         f"{run.placement.precision}, micro-batches of {run.micro_batch} on each of {run.placement.world_size} "
-        f"ranks; {gigabytes(room.device)} GB available to a rank\n"
+        f"ranks; {gigabytes(budget.device)} GB available to a rank\n"
     )
-    print_plan(needs)
+    print_plan(estimates)
     print(f"recommended ({RULE}):\n{reason}")
     if start:
         print(start)
@@ -112,20 +114,20 @@ def _parse() -> tuple[Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def print_plan(needs: Sequence[MemoryEstimate]) -> None:
+def print_plan(estimates: Sequence[MemoryEstimate]) -> None:
     """Prints a row for each strategy, in GB on the rank with the most bytes, and the reasons why strategies are
     refused."""
     row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}"
     print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch"))
-    for need in needs:
-        parts = (need.states.device.total, need.buckets, need.activations, need.device, need.host)
+    for estimate in estimates:
+        parts = (estimate.states.device.total, estimate.buckets, estimate.activations, estimate.device, estimate.host)
         fits = "no"
-        if need.refused:
+        if estimate.refused:
             fits = "-"
-        elif need.fits:
+        elif estimate.fits:
             fits = "yes"
-        print(row.format(need.strategy, *map(gigabytes, parts), fits, f"{need.most_images:,}"))
+        print(row.format(estimate.strategy, *map(gigabytes, parts), fits, f"{estimate.most_images:,}"))
     print("states: on the device; device, host: the peak; batch: the largest micro-batch that fits")
-    for need in needs:
-        if need.refused:
-            print(f"{need.strategy}: {need.refused}")
+    for estimate in estimates:
+        if estimate.refused:
+            print(f"{estimate.strategy}: {estimate.refused}")

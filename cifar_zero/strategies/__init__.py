@@ -21,21 +21,15 @@ if TYPE_CHECKING:
 def build(
     placement: Placement, num_parameters: int, largest_parameter: int = 0, run: Run | None = None
 ) -> Strategy | str:
-    """Returns the strategy for Lightning's Trainer, for any LightningModule with `num_parameters` parameters.
-
-    The placement must be resolved: devices is a number, accelerator is cpu or gpu, and precision is a format. Clipping
-    and accumulation are left to the Trainer.
+    """Returns the strategy for Lightning's Trainer. Clipping and accumulation are left to the Trainer. Raises
+    UsageError if the placement's DeepSpeed configuration cannot be used.
 
     Args:
-        placement: Where and how to train.
+        placement: Where and how to train. It must be resolved: no value is "auto".
         num_parameters: Number of elements of all parameters. DeepSpeed's communication buckets are no larger.
         largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers. 0 if
             unknown.
         run: The run whose own model and optimizer are trained; None for another LightningModule.
-
-    Raises:
-        UsageError: If the ranks cannot be divided as the placement requires, or its DeepSpeed configuration cannot be
-            used.
     """
     spec = ds_config.spec_of(placement)
     if spec.family == "baseline":
@@ -44,7 +38,7 @@ def build(
     if spec.family == "deepspeed":
         return family.build(placement, spec, num_parameters, largest_parameter, run)
     if spec.family == "fsdp2":
-        return family.build(placement, whole_module=run is None)
+        return family.build(placement, shards_module=run is None)
     return family.build(placement)
 
 
@@ -65,9 +59,8 @@ def _plain(placement: Placement) -> Strategy | str:
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
-    """Returns the hooks of a strategy. Lightning's own DeepSpeedStrategy gets the hooks of DeepSpeed's engine too. Any
-    other strategy gets an instance of the class in its attribute `hooks`, or of the default class `Hooks` if it has no
-    such attribute."""
+    """Returns the hooks of a strategy: those of DeepSpeed's engine, of the class in the strategy's attribute `hooks`,
+    or the default ones."""
     # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
     # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy

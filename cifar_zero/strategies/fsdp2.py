@@ -23,21 +23,21 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule, in addition to `forward`, during which its parameters are gathered."""
 
 
-def build(placement: Placement, whole_module: bool = False) -> MeshStrategy:
+def build(placement: Placement, shards_module: bool = False) -> MeshStrategy:
     """Returns the strategy that shards parameters, gradients and optimizer state over all ranks.
 
     Args:
         placement: Where and how to train.
-        whole_module: Whether to shard a whole LightningModule, as `shard_module` does. Otherwise its attribute `net` is
-            sharded, as `shard` does.
+        shards_module: Whether to shard the LightningModule with `shard_module`. Otherwise `shard` shards its attribute
+            `net`.
     """
     mixed = placement.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy()
     if mixed:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    own = partial(shard_module if whole_module else shard, policy=policy)
+    shard_fn = partial(shard_module if shards_module else shard, policy=policy)
     fuses = placement.ranks_per_model == 1
-    return MeshStrategy(placement, own, casts=mixed, fuses=fuses, whole_module=whole_module)
+    return MeshStrategy(placement, shard_fn, casts=mixed, fuses=fuses, shards_module=shards_module)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

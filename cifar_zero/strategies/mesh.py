@@ -40,20 +40,17 @@ class MeshHooks(Hooks):
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy, except that `shard` splits the model and checkpoints are plain files.
-
-    `shard` runs just before the optimizer is made. For a checkpoint, rank 0 gets full tensors one at a time, so that
-    no GPU ever holds the whole model. Lightning's own strategy (2.6.6) reads only checkpoints that it wrote itself.
+    """Lightning's ModelParallelStrategy, except that `shard` splits the model just before the optimizer is made, and
+    that checkpoints are plain files. Rank 0 gets full tensors one at a time for them, so that no GPU holds the whole
+    model.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`, the
     only name that Lightning has for the ranks of one model.
 
     Args:
-        placement: Where and how to train.
-        shard: Function that replaces the parameters of a model with this rank's shards.
         casts: Whether `shard` sets the precision.
         fuses: Whether all parameters are DTensors of one mesh, which torch's fused optimizers need.
-        whole_module: Whether `shard` splits the whole LightningModule. Otherwise it splits the module's attribute
+        shards_module: Whether `shard` splits the whole LightningModule. Otherwise it splits the module's attribute
             `net`, which must hold all parameters.
     """
 
@@ -66,7 +63,7 @@ class MeshStrategy(ModelParallelStrategy):
         *,
         casts: bool = False,
         fuses: bool = False,
-        whole_module: bool = False,
+        shards_module: bool = False,
     ):
         super().__init__(
             data_parallel_size=placement.replicas,
@@ -75,7 +72,7 @@ class MeshStrategy(ModelParallelStrategy):
         )
         self.casts = casts
         self.fuses = fuses
-        self._whole_module = whole_module
+        self._shards_module = shards_module
         self._shard = shard
         self._sharded = False
 
@@ -86,11 +83,11 @@ class MeshStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         if not self._sharded:  # once for the fit and the test after it
             module: Any = self.model
-            self._shard(module if self._whole_module else module.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
+            self._shard(module if self._shards_module else module.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
             self._sharded = True
         super().setup(trainer)
         precision = self.precision_plugin
-        if self._whole_module and self.casts:
+        if self._shards_module and self.casts:
             precision.convert_input = HalfPrecision("bf16-true").convert_input
         hooks = self.hooks(self)
         precision.clip_grad_by_norm = lambda optimizer, clip_val: hooks.clip(precision.main_params(optimizer), clip_val)

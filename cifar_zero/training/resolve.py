@@ -1,7 +1,7 @@
 """Turns the settings of a user into the resolved run. This module decides accelerator, devices and nodes. Other modules
 decide the other open options.
 
-`planning/survey.py` decides --strategy auto, `config/run.py` --precision auto, and `checkpoints/resume.py` --resume
+`planning/estimates.py` decides --strategy auto, `config/run.py` --precision auto, and `checkpoints/resume.py` --resume
 last and auto. `training/starting.py` decides --data.source auto, and for several nodes or torchrun the checkpoint."""
 
 import os

@@ -16,6 +16,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.loops import bare
 from benchmarks.loops.common import WARMUP_STEPS
+from benchmarks.runs import Bench
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
 from cifar_zero.config import command_line
@@ -50,14 +51,23 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
     trainer.fit(module, datamodule=CIFARDataModule(config))
     for tuned in (False, True):
         net, _ = bare.train(images, 64, trainer.global_step - WARMUP_STEPS, torch.device("cpu"), tuned)
-        for ours, theirs in zip(module.parameters(), net.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        for actual, expected in zip(module.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_a_call_for_a_gpu_measures_failed_cells_last():
     one, two, three, four = (gpu.Cell("part", name, 1, lambda place: {}) for name in ("1", "2", "3", "4"))
     results = {"part": {"1": {"failed": "", "tries": 2}, "2": {"failed": "", "tries": 1}, "3": {}}}
     assert gpu.in_order([one, two, three, four], results) == [four, two, one]
+
+
+def test_a_cell_that_fails_leaves_the_others_to_be_measured(tmp_path: Path):
+    results: gpu.Results = {}
+    broken = gpu.Cell("part", "broken", 1, lambda session: {"number": 1 / 0})
+    for tries in (1, 2):
+        gpu.measure(broken, gpu.Session(Bench("cpu", tmp_path), tmp_path, None), results, 1)
+        row = results["part"]["broken"]
+        assert (row["failed"], row["tries"]) == ("ZeroDivisionError: division by zero", tries)
 
 
 @of_test_all
@@ -85,4 +95,4 @@ def test_a_second_call_for_a_gpu_measures_what_a_killed_one_has_not(tmp_path: Pa
 def test_tutorial_in_small():
     done = run_program("-m", "benchmarks.speed", "tutorial", "--repeats", "1", "--steps", "10", "--accelerator", "cpu")
     assert_ok(done)
-    assert re.search(r"ours / tutorial loop\*\* \| [\d.,]+ / [\d.,]+ / [\d.,]+", done.stdout)
+    assert re.search(r"train.py / tutorial loop\*\* \| [\d.,]+ / [\d.,]+ / [\d.,]+", done.stdout)

@@ -34,13 +34,13 @@ def test_tensors_that_fit_are_loaded_and_the_rest_is_listed(net: nn.Module, tmp_
     torch.manual_seed(0)
     wider = models.build("net", 100)
     before = {name: value.clone() for name, value in wider.state_dict().items()}
-    found = match(wider, weights, "net.pt")
-    assert found.summary(tmp_path) == (
+    actual = match(wider, weights, "net.pt")
+    assert actual.summary(tmp_path) == (
         "loaded 8 of 10 tensors; initialised: fc3.weight (100x84), fc3.bias (100); "
         "not used: fc3.weight (10x84), fc3.bias (10), ema.step (scalar)"
     )
     assert not (tmp_path / FILE).exists()
-    wider.load_state_dict(found.loaded, strict=False)
+    wider.load_state_dict(actual.loaded, strict=False)
     for name, value in wider.state_dict().items():
         assert torch.equal(value, before[name] if name.startswith("fc3") else weights[name])
 

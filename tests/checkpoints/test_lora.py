@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero.build_model import adapt, build, merged
+from cifar_zero.build_model import adapt, create_model, merged
 from cifar_zero.config.recipe import Choice, LoRAConfig, Recipe
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import Layout
@@ -41,4 +41,4 @@ def test_an_adapted_model_starts_as_the_plain_model_and_merges_into_one():
 )
 def test_a_layer_that_cannot_have_an_adapter_is_refused(model: str, target: str, expected: str):
     with pytest.raises(UsageError, match=expected):
-        build(Recipe(model=Choice(model), lora=LoRAConfig(rank=1, target=[target])), 10)
+        create_model(Recipe(model=Choice(model), lora=LoRAConfig(rank=1, target=[target])), 10)

@@ -130,8 +130,8 @@ def test_a_run_that_chose_its_images_continues_on_them(source: SourceName):
     """This holds whether or not CIFAR-10 has become available."""
     config = command_line.parse(["--resume", "last.ckpt", "--data.source", "auto"])
     check_same_run(config, tree_of(command_line.parse(["--data.source", source])))
-    found = config.with_images_of(source)
-    assert (found.data.source, found.fell_back) == (source, source == "digits")
+    actual = config.with_images_of(source)
+    assert (actual.data.source, actual.fell_back) == (source, source == "digits")
 
 
 def test_a_run_on_a_folder_does_not_continue_on_other_images():

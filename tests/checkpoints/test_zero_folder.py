@@ -56,11 +56,11 @@ def folder(tmp_path: Path) -> Path:
 
 def test_experts_that_deepspeed_has_split_into_two_groups_are_assembled(folder: Path):
     """DeepSpeed splits groups of 178,956,971 or more parameters, even in the middle of a mixture."""
-    found = read_folder(folder)
-    assert [*found["state_dict"]] == NAMES
+    actual = read_folder(folder)
+    assert [*actual["state_dict"]] == NAMES
     expected = dict(zip(NAMES, map(float, range(-1, LOCAL * RANKS)), strict=True))
-    assert {name: value.item() - 100 for name, value in found["state_dict"].items()} == expected
-    states = by_name(found["optimizer_states"][0])
+    assert {name: value.item() - 100 for name, value in actual["state_dict"].items()} == expected
+    states = by_name(actual["optimizer_states"][0])
     assert {name: state["exp_avg"].item() for name, (_, state) in states.items()} == expected
 
 

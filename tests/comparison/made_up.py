@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cifar_zero.comparison.result import Curve, FinishedRun
+from cifar_zero.comparison.result import FinishedRun
 from cifar_zero.config.settings import flat
 
 SETTINGS: dict[str, Any] = {
@@ -28,6 +28,5 @@ def made_up(
     **metrics: Any,
 ) -> FinishedRun:
     """Returns a made-up run with the given differences from the default one."""
-    steps = list(range(1, len(losses) + 1))
     measured, asked = {**METRICS, **metrics}, flat({**SETTINGS, **(settings or {})})
-    return FinishedRun(folder, measured["seed"], measured, asked, Curve(steps, [*losses]), {}, check)
+    return FinishedRun(folder, measured["seed"], measured, asked, dict(enumerate(losses, 1)), check)

@@ -61,7 +61,7 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
 def test_a_mistake_is_refused_before_anything_is_trained(
     flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "load", lambda run: made_up(folder=str(run), seed=len(str(run))))
+    monkeypatch.setattr(compare, "load_run", lambda run: made_up(folder=str(run), seed=len(str(run))))
     monkeypatch.setattr(compare, "train_variants", lambda *arguments: pytest.fail("it was trained"))
     with pytest.raises(UsageError, match=re.escape(expected)):
         run(monkeypatch, *flags.split())
@@ -80,9 +80,9 @@ def test_the_verdicts_are_kept_if_the_report_fails(
     def broken(*_: Any) -> None:
         raise OSError("no fonts")
 
-    monkeypatch.setattr(compare, "load", lambda run: made_up(strategy=str(run), folder=str(run)))
+    monkeypatch.setattr(compare, "load_run", lambda run: made_up(strategy=str(run), folder=str(run)))
     monkeypatch.setattr("cifar_zero.comparison.finished_runs._weights", lambda *arguments: {})
-    monkeypatch.setattr("cifar_zero.comparison.page.write_page", broken)
+    monkeypatch.setattr("cifar_zero.comparison.plot.write_plot", broken)
     with pytest.raises(OSError, match="no fonts"):
         run(monkeypatch, "--runs", "baseline", "ddp", "--out", str(tmp_path), "--junit", str(tmp_path / "compare.xml"))
     assert "bit-identical" in capsys.readouterr().out

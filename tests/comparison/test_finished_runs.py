@@ -30,7 +30,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def variant(name: str, *runs: FinishedRun, error: str = "") -> Variant:
     made = Variant(name, name, 2, command=f"train.py --strategy {name}", runs=list(runs))
     if error:
-        made.judge("not trained", error)
+        made.outcome, made.remark = "not trained", error
     return made
 
 
@@ -81,8 +81,8 @@ def test_a_reference_that_did_not_train_leaves_the_others_without_a_verdict() ->
 
 
 def test_the_drift_of_losses_and_weights_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [{"a": torch.tensor([1.0, -2.0])}, {"a": torch.tensor([1.0, -2.5])}]
-    monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: found.pop(0))
+    weights = [{"a": torch.tensor([1.0, -2.0])}, {"a": torch.tensor([1.0, -2.5])}]
+    monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: weights.pop(0))
     other = variant("other", made_up((2.0, 1.00003), check=AGREES))
     summarize([variant("baseline", made_up()), other])
     assert other.drift == "losses differ from step 2 on, by 3.0e-05 at step 2; weights differ by up to 5.0e-01"
@@ -90,14 +90,14 @@ def test_the_drift_of_losses_and_weights_is_described(monkeypatch: pytest.Monkey
 
 def test_versions_differ_but_not_a_precision_that_was_not_in_effect() -> None:
     newer = made_up(settings={"precision": "bf16-mixed"}, versions={"torch": "3"})
-    found = differences([variant("one", made_up()), variant("other", newer)])
-    assert found == {"versions.torch": {"one": "2", "other": "3"}}
+    actual = differences([variant("one", made_up()), variant("other", newer)])
+    assert actual == {"versions.torch": {"one": "2", "other": "3"}}
 
 
 def test_junit_has_a_case_for_each_variant(tmp_path: Path) -> None:
     far, broken = variant("far <&>", made_up(check=DIFFERS)), variant("broken", error="out of \x1b\x00memory")
     write_junit(compared(far, broken), tmp_path / "compare.xml")
-    (suite,) = ET.parse(tmp_path / "compare.xml").getroot()
+    suite = ET.parse(tmp_path / "compare.xml").getroot()
     assert (suite.get("tests"), suite.get("failures")) == ("3", "2")
     assert [case.get("name") for case in suite] == ["baseline", "far <&>", "broken"]
     messages = [failure.get("message") for failure in suite.iter("failure")]
@@ -108,5 +108,5 @@ def test_figures_are_those_of_each_seed_and_of_the_fullest_rank() -> None:
     ranks: dict[str, Any] = {"mem/peak_rank_bytes": [3_000_000, 4_000_000]}
     other: dict[str, Any] = {"mem/peak_rank_bytes": [6_000_000, None], "test/acc": 0.7}
     comparison = compared(variant("ddp", made_up(seed=0, **ranks), made_up(seed=1, **other)))
-    figures = comparison.variants[1].figures
-    assert (figures["mem/peak_rank_bytes"], figures["test/acc"]) == ([4_000_000, 6_000_000], [0.5, 0.7])
+    numbers = comparison.variants[1].numbers
+    assert (numbers("mem/peak_rank_bytes"), numbers("test/acc")) == ([4_000_000, 6_000_000], [0.5, 0.7])

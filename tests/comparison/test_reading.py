@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cifar_zero.comparison.reading import grouped, load
+from cifar_zero.comparison.reading import grouped, load_run
 from cifar_zero.comparison.result import FinishedRun
 from cifar_zero.core.errors import UsageError
 from tests.comparison.made_up import METRICS, SETTINGS, made_up
@@ -28,11 +28,11 @@ def write_run(folder: Path, changes: dict[str, str] | None = None) -> Path:
 
 
 def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
-    run = load(write_run(tmp_path))
-    assert (run.losses.values, run.check) == ([2.5, 1.25], None)
+    run = load_run(write_run(tmp_path))
+    assert (run.losses, run.check) == ({1: 2.5, 2: 1.25}, None)
     assert (run.settings["model"], run.settings["optimizer.lr"]) == ("net", 0.1)
     check = {"outcome": "agrees", "summary": "20 steps audited"}
-    assert load(write_run(tmp_path, {"step_check.json": json.dumps(check)})).check == check
+    assert load_run(write_run(tmp_path, {"step_check.json": json.dumps(check)})).check == check
 
 
 @pytest.mark.parametrize(
@@ -47,23 +47,22 @@ def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
         ({"step_check.json": '{"outcome": "fine"}'}, "unknown outcome"),
         ({"step_check.json": '{"outcome": "agrees"}'}, "'summary' is missing"),
         ({"metrics.json": '{"seed"'}, "is not JSON"),
-        ({"events.out.tfevents.1": ""}, "cannot be read"),
     ],
 )
 def test_a_damaged_file_is_reported_in_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as refused:
-        load(write_run(tmp_path, changes))
+        load_run(write_run(tmp_path, changes))
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run folder"):
-        load(tmp_path)
+        load_run(tmp_path)
     write_run(tmp_path)
     (tmp_path / "metrics.json").unlink()
     with pytest.raises(UsageError, match=r"has no metrics\.json, because the run has not finished"):
-        load(tmp_path)
+        load_run(tmp_path)
 
 
 LOADER = {"data": {"source": "digits", "root": "data", "loader": "torch"}}

@@ -1,19 +1,19 @@
-"""Tests the page of a report, its plots and its tables, also for comparisons that lack some of their parts."""
+"""Tests the table, the plot and the headline of a comparison, also where some of its parts are missing."""
 
-import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from markupsafe import escape
+import pytest
 
-from cifar_zero.comparison.page import loss_plot, write_page
-from cifar_zero.comparison.report import MEMORY, SPEED, figures, settings
-from cifar_zero.comparison.result import SIGNS, Comparison, Curve, Outcome, Variant
+from cifar_zero.comparison.plot import loss_plot, write_plot
+from cifar_zero.comparison.report import show
+from cifar_zero.comparison.result import SIGNS, Comparison, Outcome, Variant
 from tests.comparison.made_up import made_up
 
 STEPS = 30
-NASTY = '<script src="http://host/x.js">|`*&$\\x$'
-"""A name that is markup in HTML and in matplotlib."""
+NASTY = "[red]name[/] `*&$\\x$"
+"""A name that is markup in rich and in matplotlib."""
 
 
 def trained(name: str, outcome: Outcome = "bit-identical", seeds: int = 1, off: float = 0.0) -> Variant:
@@ -21,38 +21,22 @@ def trained(name: str, outcome: Outcome = "bit-identical", seeds: int = 1, off: 
     runs = []
     for seed in range(seeds):
         losses = tuple(2.0 - 0.01 * step + seed + off * (step >= 8) for step in range(1, STEPS + 1))
-        run = made_up(losses, seed=seed, compute_dtype="float32", reduce_bucket_size=50_000_000 + seed)
-        run.curves["val/acc"] = Curve([10, 20, 30], [0.1, 0.2, 0.3], [1.0, 2.0, 3.0])
-        runs.append(run)
-    means = {"perf/images_per_second": 4000.0 if off else 2000.0, "mem/model_state_rank_bytes": 1.4e6}
-    values = {key: [mean] * seeds for key, mean in means.items()}
+        metrics: dict[str, Any] = {"perf/images_per_second": 4000.0 if off else 2000.0, "test/acc": None}
+        runs.append(made_up(losses, seed=seed, **metrics))
     command = f"python train.py --name '{name}'"
     remark = "step 8: gradient of net.fc1.weight off by 20 %" if outcome == "different" else ""
-    return Variant(name, name, 2, command=command, runs=runs, figures=values, outcome=outcome, remark=remark)
+    return Variant(name, name, 2, command=command, runs=runs, outcome=outcome, remark=remark)
 
 
 def comparison(*others: Variant, **fields) -> Comparison:
     reference = trained("baseline", "reference", seeds=len(others[0].runs) if others else 1)
-    common = {"title": "net", "machine": {"torch": "2.15.0"}, "recipe": {"model": "net"}}
+    common = {"machine": {"torch": "2.15.0"}, "recipe": {"model": "net"}}
     return Comparison(**{**common, **fields}, variants=[reference, *others])
 
 
 def failed(name: str) -> Variant:
     command = f"python train.py --name {name}"
     return Variant(name, name, 2, command=command, outcome="not trained", remark="error: <no> GPU")
-
-
-def test_the_page_asks_for_nothing_and_shows_names_as_they_are(tmp_path: Path):
-    differing = {NASTY: {"baseline": "1", NASTY: "2"}}
-    nasty = trained(NASTY)
-    whole = comparison(nasty, failed("fsdp"), differences=differing, title=NASTY, notes=["Bounds & all."])
-    write_page(whole, tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"report.html", "losses.png", "accuracy.png"}
-    text = (tmp_path / "report.html").read_text()
-    assert re.findall(r'(?:src|srcset|href|data|poster)="(.{22})', text) == ["data:image/png;base64,"] * 2
-    assert not re.search(r"<(?:script|link|iframe|object|base)\b|url\(|@import", text)
-    for shown in (NASTY, "error: <no> GPU", "Bounds & all."):
-        assert escape(shown) in text
 
 
 def test_the_headline_counts_each_outcome():
@@ -69,7 +53,8 @@ def test_only_a_variant_that_was_judged_and_agrees_passes():
 def test_an_accuracy_that_is_too_low_fails():
     variants = comparison(trained("ddp", seeds=2), trained("fsdp2", "different", seeds=2))
     for variant in variants.variants[:2]:
-        variant.figures["test/acc"] = [0.08, 0.1228]
+        for run, accuracy in zip(variant.runs, (0.08, 0.1228), strict=True):
+            run.metrics["test/acc"] = accuracy
     variants.require(0.1)
     assert [variant.passed for variant in variants.variants] == [True, True, False]
     variants.require(0.5)
@@ -84,32 +69,33 @@ def test_an_accuracy_that_is_too_low_fails():
 def test_the_headline_names_a_loss_that_did_not_fall():
     flat = comparison(trained("ddp"))
     for variant in flat.variants:
-        variant.runs[0].losses.values[:] = [2.303 - 0.0001 * step for step in variant.runs[0].losses.steps]
+        variant.runs[0].losses |= {step: 2.303 - 0.0001 * step for step in range(1, STEPS + 1)}
     assert flat.headline.endswith("; no variant has learned (the loss did not fall by 1%): agreement is not evidence")
-    flat.variants[1].runs[0].losses.values[-1] = 0.1
+    flat.variants[1].runs[0].losses[STEPS] = 0.1
     assert "learned" not in flat.headline
 
 
-def test_a_table_has_what_any_variant_has():
-    compared = comparison(trained("ddp", off=0.5, seeds=2), failed("fsdp"))
-    assert figures(compared, SPEED) == {"images/s": ["2,000, 2,000", "4,000, 4,000", "-"]}
-    memory = figures(compared, MEMORY)
-    assert (list(memory), memory["model states"][1]) == (["model states"], "1.40 MB, 1.40 MB")
-    in_effect = settings(comparison(trained("ddp", seeds=2)))
-    row = {title: cells[1] for title, cells in in_effect.items()}
-    assert (row["skipped steps"], row["allgather bucket size"]) == ("0", "-")
-    assert (row["compute dtype"], row["reduce bucket size"]) == ("float32", "50000000, 50000001")
+def test_the_table_and_the_plot_show_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    compared = comparison(trained(NASTY, off=0.5, seeds=2), failed("fsdp"))
+    write_plot(compared, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    show(compared, tmp_path)
+    table = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    assert [row[2:] for row in rows] == [["2,000, 2,000"], ["4,000, 4,000"], ["-"]]
+    assert rows[1][0] == NASTY
+    assert rows[2][1] == "✗ not trained: error: <no> GPU"
 
 
 def test_infinite_losses_are_not_drawn():
     diverged = trained("ddp", "different")
-    diverged.runs[0].losses.values[-1] = float("inf")
+    diverged.runs[0].losses[STEPS] = float("inf")
     assert loss_plot(comparison(diverged)).axes[0].get_ylim()[1] < 4
 
 
 def test_the_second_panel_has_the_difference_of_each_seed_and_gaps_where_there_is_none():
     other = trained("ddp", "different", seeds=2, off=0.25)
-    other.runs[1].losses.values[-1] += 1.0
+    other.runs[1].losses[STEPS] += 1.0
     figure = loss_plot(comparison(other, trained("fsdp2", seeds=2)))
     _, below = figure.axes
     one, two = (np.asarray(line.get_ydata(), dtype=float) for line in below.lines)

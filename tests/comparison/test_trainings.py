@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.comparison.trainings import plan, train_run, train_variants
+from cifar_zero.comparison.trainings import plan_variants, train_run, train_variants
 from cifar_zero.core.errors import RunError
 from cifar_zero.training import run_process
 from tests.support.helpers import has_ended, wait_until
@@ -17,24 +17,28 @@ SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "
 
 
 def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
-    one, two = plan(["ddp"], ["2", "2x1"], [], 1, SMALL, ["srun"])
+    one, two = plan_variants(["ddp"], ["2", "2x1"], [], 1, SMALL, ["srun"])
     names = one.variant.name, two.variant.name
     assert (names, one.launcher, two.launcher) == (("1 node", "2 nodes"), (), ["srun"])
-    assert [variant.launcher for variant in plan(["ddp", "fsdp2"], [], [], 1, SMALL, ["srun"])] == [["srun"]] * 2
+    assert [variant.launcher for variant in plan_variants(["ddp", "fsdp2"], [], [], 1, SMALL, ["srun"])] == [
+        ["srun"]
+    ] * 2
 
 
 def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     file = "cifar_zero/config/deepspeed_examples.json"
-    baseline, theirs = (each.run for each in plan([file, "baseline"], ["2"], [], 1, SMALL))
-    assert (baseline.placement.ds_config, theirs.placement.ds_config) == ("", file)
-    assert baseline.recipe == theirs.recipe
+    baseline, deepspeed = (each.run for each in plan_variants([file, "baseline"], ["2"], [], 1, SMALL))
+    assert (baseline.placement.ds_config, deepspeed.placement.ds_config) == ("", file)
+    assert baseline.recipe == deepspeed.recipe
     recipe, precision = baseline.recipe, baseline.placement.precision
     assert (recipe.batch_size, recipe.gradient_clip_val, precision) == (16, 1.0, "bf16-mixed")
 
 
 def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
     rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
-    baseline, fsdp2, pipeline = (variant.run for variant in plan(["baseline", "fsdp2", "pipeline"], [], [], 1, rest))
+    baseline, fsdp2, pipeline = (
+        variant.run for variant in plan_variants(["baseline", "fsdp2", "pipeline"], [], [], 1, rest)
+    )
     assert [run.placement.ranks_per_model for run in (baseline, fsdp2, pipeline)] == [1, 2, 4]
 
 
@@ -62,7 +66,7 @@ def test_a_failed_run_is_reported_with_its_last_error_or_its_signal(
 
 
 def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    planned = plan(["baseline", "ddp"], ["1"], [], 1, [*SMALL, "--max_steps", "1"])
+    planned = plan_variants(["baseline", "ddp"], ["1"], [], 1, [*SMALL, "--max_steps", "1"])
     planned[0].flags += ["--optimizer.lr", "fast"]
     variants = train_variants(planned, tmp_path)
     assert [variant.outcome for variant in variants] == ["not trained", "not judged"]

@@ -9,7 +9,7 @@ import pytest
 
 from cifar_zero.checkpoints.resume import check_same_run
 from cifar_zero.comparison import reading
-from cifar_zero.comparison.result import Curve, FinishedRun, Variant
+from cifar_zero.comparison.result import FinishedRun, Variant
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run, run_of_bytes
 from cifar_zero.config.settings import flat, may_change_on_resume, owner_of
@@ -31,15 +31,15 @@ def other(value: Any) -> Any:
 def finished(**changes: Any) -> FinishedRun:
     """Returns a finished run with these options. Its metrics.json lacks them."""
     metrics = {"dataset": "digits", "num_train": 100, "strategy": "ddp", "world_size": 1, "num_nodes": 1}
-    return FinishedRun("runs/x", 0, {**metrics, "accumulate": 1}, {**EVERY, **changes}, Curve([], []), {})
+    return FinishedRun("runs/x", 0, {**metrics, "accumulate": 1}, {**EVERY, **changes}, {})
 
 
 def test_runs_of_one_recipe_are_compared_and_of_two_are_not():
     for option, value in EVERY.items():
         runs = {"a": finished(), "b": finished(**{option: other(value)})}
         differences = reading.differences([Variant(name, "ddp", 1, runs=[run]) for name, run in runs.items()])
-        hindered = reading.hindering(differences, "a", "b")
-        assert hindered == ([option] if owner_of(option) == "recipe" and option != "seed" else []), option
+        blocking = reading.blocking_settings(differences, "a", "b")
+        assert blocking == ([option] if owner_of(option) == "recipe" and option != "seed" else []), option
 
 
 def test_a_resumed_run_keeps_its_recipe():

@@ -59,14 +59,14 @@ def by_position(
     split: Split, config: AugmentConfig, epoch: int, world_size: int = 1, accumulate: int = 1
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Returns the image and label at each position that an epoch visits, over all ranks."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    actual: dict[int, tuple[Tensor, Tensor]] = {}
     for rank in range(world_size):
         ranks_loader = make_loader(split, config, world_size, rank, accumulate)
         ranks_loader.batch_sampler.sampler.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess]
         images, labels = (torch.cat(parts) for parts in zip(*ranks_loader, strict=True))
         positions = ranks_loader.batch_sampler.positions().flatten().tolist()
-        found |= dict(zip(positions, zip(images, labels, strict=True), strict=True))
-    return found
+        actual |= dict(zip(positions, zip(images, labels, strict=True), strict=True))
+    return actual
 
 
 def expected(split: Split, config: AugmentConfig, draws: Draws, position: int) -> tuple[NDArray[np.float32], Tensor]:
@@ -120,9 +120,9 @@ def alone(split: Split, config: AugmentConfig, draws: Draws, position: int) -> N
 def test_blocks_get_what_plain_indexing_gives_each_image(config: AugmentConfig):
     split = noise()
     draws = draw(config, COUNT, SEED, epoch=1)
-    found = by_position(split, config, epoch=1)
-    assert len(found) == COUNT // BATCH * BATCH
-    for position, (image, label) in found.items():
+    actual = by_position(split, config, epoch=1)
+    assert len(actual) == COUNT // BATCH * BATCH
+    for position, (image, label) in actual.items():
         expected_image, expected_label = expected(split, config, draws, position)
         assert np.array_equal(image, expected_image)
         torch.testing.assert_close(label, expected_label)

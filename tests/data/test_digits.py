@@ -37,7 +37,7 @@ def test_train_and_test_come_from_different_originals(tmp_path: Path, monkeypatc
         return iter(())
 
     monkeypatch.setattr(digits, "render", render)
-    digits.build(DataConfig("digits"), tmp_path)
+    digits.write_arrays(DataConfig("digits"), tmp_path)
     train, test = ({image.tobytes() for image in originals} for originals in rendered)
     assert not train & test
     assert len(train) > 4 * len(test) > 4 * 280

@@ -49,8 +49,10 @@ def test_every_command_sees_the_images_that_were_trained_on(tmp_path: Path):
     assert f" all   │ {100 * accuracy:>16.2f}% " in done.stdout
     formats.export(checkpoint, export, "safetensors")
     for path in (folder, export):
-        for number, (_, found) in enumerate(predict.predict(formats.load_classifier(str(path)), files, 2)):
-            assert not isinstance(found, UsageError)
+        for number, (_, actual) in enumerate(predict.predict(formats.load_classifier(str(path)), files, 2)):
+            assert not isinstance(actual, UsageError)
             best = expected[number].topk(2)
-            assert [name for name, _ in found] == [("dark", "light")[label] for label in best.indices]
-            assert [value for _, value in found] == pytest.approx(best.values.tolist(), abs=1e-2)  # Pillow scales bytes
+            assert [name for name, _ in actual] == [("dark", "light")[label] for label in best.indices]
+            assert [value for _, value in actual] == pytest.approx(
+                best.values.tolist(), abs=1e-2
+            )  # Pillow scales bytes

@@ -92,13 +92,13 @@ def test_averaged_weights_have_the_statistics_of_all_ranks_images(folder: Path, 
     assert checkpoint[AVERAGE]["count"] == 2
     data = command_line.parse([*small_data, "--data.synthetic_size", "160"]).data
     images = torch.from_numpy(np.array(sources.load(data, "synthetic").train_images)).permute(0, 3, 1, 2)
-    found = []
+    states = []
     for rank in range(2):
         net = MLP([16], batch_norm=True).build(10)
         net.load_state_dict(averaged)
         update_bn((normalize(images[rows]) for rows in TrainOrder(160, 16, 1, 2, rank, 0).positions()), net)
-        found.append(net.state_dict())
+        states.append(net.state_dict())
     for name in ("2.running_mean", "2.running_var"):
-        torch.testing.assert_close(averaged[name], (found[0][name] + found[1][name]) / 2, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(averaged[name], (states[0][name] + states[1][name]) / 2, rtol=1e-5, atol=1e-6)
         assert not torch.allclose(averaged[name], newest[name], rtol=1e-3, atol=1e-3)
-        assert not torch.allclose(found[0][name], found[1][name], rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(states[0][name], states[1][name], rtol=1e-3, atol=1e-3)

@@ -80,6 +80,6 @@ def test_the_plain_model_repeats_the_metrics_of_the_spread_one(runs: dict[Run, P
     """evaluate uses the experts of all ranks."""
     run = run_folder_of(runs["top 2", "deepspeed_stage_2", 2, 2])
     metrics = metrics_of(run)
-    found = evaluate.evaluate(run / "checkpoints" / "last.ckpt", read_arguments(["--accelerator", "cpu"]))
-    assert found["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-4)
+    actual = evaluate.evaluate(run / "checkpoints" / "last.ckpt", read_arguments(["--accelerator", "cpu"]))
+    assert actual["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-4)
     assert metrics["parameters"] == sum(value.numel() for value in last_weights(run).values())

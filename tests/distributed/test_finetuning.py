@@ -17,13 +17,13 @@ RECIPE = ["--lora.rank", "2", "--lora.target", "fc1", "fc2", "--trainable", "fc3
 TRAINED = {"fc1.lora_a", "fc1.lora_b", "fc2.lora_a", "fc2.lora_b", "fc3.weight", "fc3.bias"}
 
 RUNS = ["ddp", "deepspeed_stage_3"]
-GONE_ON = [("deepspeed_stage_3", "ddp")]
+RESUMES = [("deepspeed_stage_3", "ddp")]
 """The strategy of a run that is resumed, and the strategy that resumes it."""
 if WHOLE:
     STAGES = [f"deepspeed_stage_{stage}" for stage in range(4)]
     RUNS = ["ddp", *STAGES, "deepspeed_stage_3_offload"]
-    GONE_ON += [("deepspeed_stage_1", "deepspeed_stage_3")]
-    GONE_ON += [(start, stage) for stage in STAGES for start in ("ddp", stage)]
+    RESUMES += [("deepspeed_stage_1", "deepspeed_stage_3")]
+    RESUMES += [(start, stage) for stage in STAGES for start in ("ddp", stage)]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def out(base: Path, small_data: list[str], tmp_path_factory: pytest.TempPathFact
     same += [*RECIPE, "--max_steps"]
     flags = {out / name: [*same, "8", "--weights", str(base), "--strategy", name] for name in RUNS}
     flags[out / "uninterrupted"] = [*same, "14", "--weights", str(base), "--strategy", "ddp"]
-    for start, name in GONE_ON:
+    for start, name in RESUMES:
         flags[out / f"{start} to {name}"] = [*same, "14", "--resume", str(out / start), "--strategy", name]
     train_all(flags)
     return out
@@ -69,7 +69,7 @@ def test_trains_only_the_named_parameters(strategy: str, base: Path, out: Path):
     assert metrics["parameters"] == sum(value.numel() for value in end.values())
 
 
-@pytest.mark.parametrize(("start", "strategy"), GONE_ON)
+@pytest.mark.parametrize(("start", "strategy"), RESUMES)
 def test_resumes_in_any_shape(start: str, strategy: str, out: Path):
-    found, expected = last_weights(out / f"{start} to {strategy}"), last_weights(out / "uninterrupted")
-    assert largest_difference(found, expected) < 1e-6
+    actual, expected = last_weights(out / f"{start} to {strategy}"), last_weights(out / "uninterrupted")
+    assert largest_difference(actual, expected) < 1e-6

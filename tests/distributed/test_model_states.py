@@ -26,9 +26,9 @@ def predicted_of(flags: list[str]) -> States:
     as `mem/*_rank_bytes` of a run measures them."""
     config = command_line.parse(flags)
     place, weights = config.placement, network_of(make_run(config)).weights
-    found = predicted(place.strategy, weights, 2, place.precision, config.recipe.optimizer, place.zero)
-    assert found is not None
-    device, host = found.device, found.host
+    actual = predicted(place.strategy, weights, 2, place.precision, config.recipe.optimizer, place.zero)
+    assert actual is not None
+    device, host = actual.device, actual.host
     return States(
         device.parameters + host.parameters, device.gradients + host.gradients, device.optimizer + host.optimizer
     )

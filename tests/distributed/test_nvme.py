@@ -13,7 +13,7 @@ from cifar_zero.core.errors import UsageError
 from tests.support.helpers import largest_difference, last_weights, of_test_all, train_all
 
 
-def lacking() -> str:
+def missing_requirement() -> str:
     """Returns what this machine lacks for offloading to a disk, or an empty string if it lacks nothing."""
     try:
         check_nvme("/tmp")
@@ -23,7 +23,10 @@ def lacking() -> str:
     return "" if built else "compiling DeepSpeed's async_io takes minutes"
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(lacking()), reason=lacking() or "there is all")]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(bool(missing_requirement()), reason=missing_requirement() or "there is all"),
+]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=of_test_all)])

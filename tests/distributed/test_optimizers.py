@@ -44,15 +44,15 @@ def test_strategies_agree(name: str, strategy: str, runs: Path):
     """Weights and optimizer state agree bit for bit, because each element has its own update, however parameters are
     sharded. Muon updates whole matrices, which no strategy here shards. DeepSpeed's C++ optimizers round differently
     from torch's."""
-    found, expected = (last_checkpoint(runs / f"{name}-{used}") for used in (strategy, "ddp"))
-    one, other = (checkpoint["optimizer_states"][0] for checkpoint in (found, expected))
+    actual, expected = (last_checkpoint(runs / f"{name}-{used}") for used in (strategy, "ddp"))
+    one, other = (checkpoint["optimizer_states"][0] for checkpoint in (actual, expected))
     for mine, plain in zip(one["param_groups"], other["param_groups"], strict=True):
         assert plain["lr"] == 0.0  # The schedule has reached the end of the run.
         for key in ("params", "param_names", "weight_decay", "lr"):
             assert mine[key] == plain[key]
     assert one["state"].keys() == other["state"].keys()
     by_deepspeed = strategy.endswith("offload") and OFFLOADED_BY[name] == BY_DEEPSPEED
-    allowed = 1e-4 if by_deepspeed else 0
+    tolerance = 1e-4 if by_deepspeed else 0
     for number, state in one["state"].items():
-        assert largest_difference(state, other["state"][number]) <= allowed
-    assert largest_difference(net_weights(found), net_weights(expected)) <= allowed
+        assert largest_difference(state, other["state"][number]) <= tolerance
+    assert largest_difference(net_weights(actual), net_weights(expected)) <= tolerance

@@ -46,7 +46,7 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
         runs[out] = [*same, *before, *accumulate, "--strategy", *name.split(), "--max_steps", str(number + 1)]
     train_all(runs, small_vit)
 
-    (whole, expected), (ended, found) = (
+    (whole, expected), (ended, actual) = (
         (last_checkpoint(out), metrics_of(out)) for out in (tmp_path / "whole", outs[-1])
     )
     assert ended["global_step"] == whole["global_step"] == len(relay)
@@ -55,7 +55,7 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
     one, other = (checkpoint["optimizer_states"][0] for checkpoint in (ended, whole))
     assert one["param_groups"] == other["param_groups"]
     torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=1e-5)
-    assert found["test/loss"] == pytest.approx(expected["test/loss"], abs=1e-5)
+    assert actual["test/loss"] == pytest.approx(expected["test/loss"], abs=1e-5)
     for out, name in zip(outs[1:-1], relay[1:-1], strict=True):
         content, metrics = last_checkpoint(out), metrics_of(out)
         assert {type(value) for value in content["state_dict"].values()} == {torch.Tensor}, name

@@ -71,10 +71,10 @@ def test_trains(recipe: Path, runs: tuple[int, Path]):
     """The loss starts near the loss of a guess among ten classes, and does not rise. debug_overfit overfits its
     batch."""
     ranks, folder = runs
-    metrics, found = metrics_of(folder / recipe.stem), [*losses(folder / recipe.stem).values()]
+    metrics, actual = metrics_of(folder / recipe.stem), [*losses(folder / recipe.stem).values()]
     assert (metrics["strategy"], metrics["world_size"]) == (strategy_of(recipe, ranks), ranks)
-    assert len(found) == metrics["steps"] >= STEPS
-    assert 0.8 * GUESS < found[0] < 3 * GUESS  # a deep model's scores are large at first under --init he
-    assert all(map(math.isfinite, found))
-    assert mean(found[-4:]) < (0.01 if recipe.stem == "debug_overfit" else 1.1 * mean(found[:4]))
+    assert len(actual) == metrics["steps"] >= STEPS
+    assert 0.8 * GUESS < actual[0] < 3 * GUESS  # a deep model's scores are large at first under --init he
+    assert all(map(math.isfinite, actual))
+    assert mean(actual[-4:]) < (0.01 if recipe.stem == "debug_overfit" else 1.1 * mean(actual[:4]))
     assert math.isfinite(metrics["test/loss"])

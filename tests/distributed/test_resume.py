@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,6 @@ ACCUMULATING: Shape = ("ddp", 2, 0)
 """Takes two micro-batches per step, and the other shapes take one. The middle of an epoch must be at the same step."""
 
 PAIRS: list[tuple[Shape, Shape]] = [
-    (("deepspeed_stage_3", 2, 0), ONE_RANK),
     (ONE_RANK, ("deepspeed_stage_2", 2, 0)),
     (("deepspeed_stage_3", 2, 0), ACCUMULATING),
     (("deepspeed_stage_0", 2, 2), ("deepspeed_stage_2", 2, 1)),
@@ -67,7 +67,7 @@ if WHOLE:
     PLAIN: list[Shape] = [ONE_RANK, *((stage, ranks, 0) for stage in STAGES for ranks in (1, 2, 4))]
     SPREAD: list[Shape] = [("baseline", 1, 1)]
     SPREAD += [(stage, ranks, ep) for stage in STAGES[:3] for ranks, ep in ((1, 1), (2, 2), (4, 2))]
-    PAIRS = [PAIRS[2], (("deepspeed_stage_2", 1, 0), ("deepspeed_stage_3_offload", 2, 0))]
+    PAIRS = [PAIRS[1], (("deepspeed_stage_2", 1, 0), ("deepspeed_stage_3_offload", 2, 0))]
     PAIRS += [(one, other) for shapes in (PLAIN, SPREAD) for one in shapes for other in shapes]
 
 STOPPED_AT, STEPS = 20, 45
@@ -139,8 +139,8 @@ def test_resumes_twice_from_the_last_step_of_an_epoch(
     saved = next(run_folder_of(begun).rglob("epoch=0-step=36.ckpt"))
     train_all({middle: [*same, "--max_steps", "38", "--resume", str(saved)]})
     train_all({ended: [*same, "--resume", str(middle)]})
-    found = losses(middle) | losses(ended)
-    assert found == {step: loss for step, loss in uninterrupted[0].items() if step > 36}
+    actual = losses(middle) | losses(ended)
+    assert actual == {step: loss for step, loss in uninterrupted[0].items() if step > 36}
 
 
 @of_test_all
@@ -172,19 +172,6 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_weights(shape: Shape,
     assert largest_difference(ended, last_weights(tmp_path / "whole")) == 0
 
 
-@pytest.mark.parametrize("strategy", ["baseline", pytest.param("deepspeed_stage_0", marks=of_test_all)])
-def test_each_group_resumes_with_its_own_learning_rate(strategy: str, folder: Path, small_data: list[str]):
-    """The schedule is constant, so that only the checkpoint can restore the learning rates."""
-    rates = ["--optimizer", "muon_sgd", "--optimizer.lr", "0.01", "--optimizer.bias_lr", "0.002"]
-    same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", *rates, "--optimizer.head_lr", "0.05"]
-    begun, ended, whole = (folder / f"muon-{strategy}-{name}" for name in ("begun", "ended", "whole"))
-    train_all({begun: [*same, "--max_steps", "3"], whole: [*same, "--max_steps", "6"]})
-    train_all({ended: [*same, "--max_steps", "6", "--strategy", strategy, "--resume", str(begun)]})
-    assert largest_difference(last_weights(whole), last_weights(ended)) < 1e-6
-    groups = last_checkpoint(ended)["optimizer_states"][0]["param_groups"]
-    assert [group["lr"] for group in groups] == [0.01, 0.002, 0.05]
-
-
 def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: Path, small_data: list[str]):
     """A cosine run ends at the rate 0."""
     same = [*small_data, "--batch_size", "16", "--accelerator", "cpu", "--optimizer.lr", "0.1", "--log_interval", "1"]
@@ -198,21 +185,6 @@ def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: P
         assert rates == pytest.approx({step: schedule.rate(step - 1, 0.1) for step in (4, 5, 6)})
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), pytest.param(1, 2, marks=of_test_all)])
-def test_the_torch_loader_resumes_with_the_next_images(ranks: int, workers: int, folder: Path, small_data: list[str]):
-    """One run stops at the end of an epoch of 8 steps, and another run in the middle of the second epoch."""
-    loader = ["--data.loader", "torch", "--data.workers", str(workers), "--augment.flip", "none"]
-    same = [*small_data, "--data.synthetic_size", "160", *RECIPE, *loader]
-    same += ["--devices", str(ranks), "--strategy", "baseline" if ranks == 1 else "ddp"]
-    whole, boundary, middle = (folder / f"torch-{ranks}-{name}" for name in ("whole", "boundary", "middle"))
-    train_all({whole: same, boundary: [*same, "--epochs", "1"], middle: [*same, "--max_steps", "13"]})
-    expected = losses(whole)
-    begun = {out.with_name(f"{out.name}-ended"): run_folder_of(out) for out in (boundary, middle)}
-    train_all({out: [*same, "--resume", str(run)] for out, run in begun.items()})
-    for out, before in zip(begun, (8, 13), strict=True):
-        assert losses(out) == {step: loss for step, loss in expected.items() if step > before}
-
-
 SENT_IN = 14
 """The step in which an interruption comes. A run saves every four steps, and an epoch has nine. The newest checkpoint
 before the interruption is therefore in the middle of the second epoch too."""
@@ -224,13 +196,15 @@ READS_LENGTH = ["--trainer.callbacks.plans", "true"]
 
 RESUMED: dict[str, list[str]] = {
     **{f"schedule {name}": ["--schedule", name] for name in SCHEDULES},
-    **{f"optimizer {name}": ["--optimizer", name] for name in OPTIMIZERS},
     "a callback reads the length": READS_LENGTH,
     "Lightning's loop": ["--schedule", "cosine", "--fast_loop", "false"],
-    "torch loader": ["--schedule", "cosine", "--data.loader", "torch", "--augment.flip", "none"],
+    "torch loader": ["--schedule", "cosine", "--data.loader", "torch", "--data.workers", "1", "--augment.flip", "none"],
     "accumulation": ["--schedule", "cosine", "--accumulate", "2"],
 }
 """Flags of runs that are interrupted in mid-epoch."""
+
+OF_SCHEDULE = dict(zip(SCHEDULES, cycle(OPTIMIZERS), strict=False))
+"""The optimizer with which each schedule is interrupted on one rank. Every optimizer has a schedule."""
 
 INTERRUPTED: list[Any] = []
 for strategy in ("baseline", "deepspeed_stage_1", "deepspeed_stage_3", "fsdp2"):
@@ -263,6 +237,8 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
     """Batches, losses, and all that the last checkpoint restores are the same as without the interruption."""
     ranks = 1 if strategy == "baseline" else 2
     same = [*small_data, *SHORT, "--strategy", strategy, "--devices", str(ranks), *RECORDS, *RESUMED[name]]
+    if ranks == 1:
+        same += ["--optimizer", OF_SCHEDULE.get(name.removeprefix("schedule "), "sgd")]
     whole, begun, ended = (tmp_path / part for part in ("whole", "begun", "ended"))
     stop = ["--trainer.callbacks.step", str(SENT_IN), "--trainer.callbacks.number", str(number.value)]
     if number == signal.SIGKILL:
@@ -274,9 +250,9 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
     assert saved == (12 if number == signal.SIGKILL else SENT_IN)
     assert batches(ended) == {step: seen for step, seen in batches(whole).items() if step > saved}
     assert losses(ended) == {step: loss for step, loss in losses(whole).items() if step > saved}
-    expected, found = restored(whole), restored(ended)
-    assert found.keys() == expected.keys()
-    assert [key for key, value in expected.items() if not same_value(found[key], value)] == []
+    expected, actual = restored(whole), restored(ended)
+    assert actual.keys() == expected.keys()
+    assert [key for key, value in expected.items() if not same_value(actual[key], value)] == []
 
 
 @pytest.mark.parametrize("length", [["--epochs", "2"], ["--max_steps", "13"]], ids=" ".join)
@@ -285,9 +261,9 @@ def test_a_run_without_a_step_left_reports_its_training(length: list[str], tmp_p
     same = [*small_data, *SHORT, *length]
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     train_all({whole: same, ended: [*same, "--resume", str(whole)]})
-    found, expected = metrics_of(ended), metrics_of(whole)
+    actual, expected = metrics_of(ended), metrics_of(whole)
     for key in ("epochs", "steps", "train/loss", "val/acc", "test/acc"):
-        assert found[key] == expected[key] is not None, key
+        assert actual[key] == expected[key] is not None, key
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=of_test_all)])
@@ -304,11 +280,11 @@ def test_the_shards_that_were_checked_are_loaded(stage: int, tmp_path: Path, sma
 
 def batches(out: Path) -> dict[int, list[str]]:
     """Returns the checksums of rank 0's batches by optimizer step."""
-    found: dict[int, list[str]] = {}
+    checksums: dict[int, list[str]] = {}
     for line in (run_folder_of(out) / "batches").read_text().splitlines():
         step, checksum = line.split()
-        found.setdefault(int(step), []).append(checksum)
-    return found
+        checksums.setdefault(int(step), []).append(checksum)
+    return checksums
 
 
 def restored(out: Path) -> dict[str, Any]:

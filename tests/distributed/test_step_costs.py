@@ -77,12 +77,12 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Costs]
         if strategy == "deepspeed_stage_3":
             runs[folder / name] += ["--zero.param_persistence_threshold", "0"]  # shards all parameters
     train_all(runs, counted_costs)
-    found = {f"{model} bare": costs_of_bare_loop(model, images) for model in MODELS}
+    all_costs = {f"{model} bare": costs_of_bare_loop(model, images) for model in MODELS}
     for path in runs:
-        found[path.name] = json.loads((run_folder_of(path) / COSTS_FILE).read_text())
-    yield found
+        all_costs[path.name] = json.loads((run_folder_of(path) / COSTS_FILE).read_text())
+    yield all_costs
     print("\n| run | waits | operators | collectives | bytes copied |\n|---|---|---|---|---|")
-    for name, totals in sorted(found.items()):
+    for name, totals in sorted(all_costs.items()):
         print(f"| {name} |", " | ".join(f"{total / len(COUNTED):,g}" for total in totals.values()), "|")
 
 
@@ -112,6 +112,6 @@ def test_a_step_waits_calls_and_copies_no_more(name: str, costs: dict[str, Costs
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_of_the_baseline_costs_no_more_than_one_of_the_bare_loop(model: str, costs: dict[str, Costs]):
-    ours, theirs = costs[f"{model} baseline"], costs[f"{model} bare"]
-    for name in theirs:
-        assert ours[name] <= theirs[name], (name, ours, theirs)
+    baseline_costs, bare_costs = costs[f"{model} baseline"], costs[f"{model} bare"]
+    for name in bare_costs:
+        assert baseline_costs[name] <= bare_costs[name], (name, baseline_costs, bare_costs)

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from cifar_zero import models
 from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import gates
-from cifar_zero.planning.activations import ActivationTracker, counted
+from cifar_zero.planning.activations import ActivationTracker, count_activations
 
 STEPS = 5
 
@@ -84,10 +84,10 @@ def counted_transformer(checkpointed: bool) -> tuple[int, int]:
         net = models.build("vit_tiny", 10)
         if checkpointed:
             checkpoint_blocks(net)
-        with ActivationTracker(net) as held:
+        with ActivationTracker(net) as tracker:
             loss = F.cross_entropy(net(torch.randn(16, 3, 32, 32)), torch.zeros(16, dtype=torch.int64))
         assert loss.requires_grad
-        return held.now, counted(net, 16, "float32")
+        return tracker.now, count_activations(net, 16, "float32")
 
 
 def test_memory_of_a_transformer():

@@ -24,8 +24,8 @@ def test_resnets_are_torchvisions_but_for_the_stem(name: str):
 def test_vgg_is_torchvisions():
     """Names and shapes are equal at width 1, and scores are equal at another width."""
     with torch.device("meta"):
-        ours, theirs = models.build("vgg16", 10), torchvision.models.vgg16_bn(num_classes=10)
-    theirs.load_state_dict(ours.state_dict(), assign=True)
+        ours, reference = models.build("vgg16", 10), torchvision.models.vgg16_bn(num_classes=10)
+    reference.load_state_dict(ours.state_dict(), assign=True)
     torch.manual_seed(0)
     net: Any = models.build("vgg16", 3, width=1 / 16).eval()
     expected: Any = torchvision.models.VGG(net.features, num_classes=3, init_weights=False).eval()

@@ -53,7 +53,7 @@ class Case:
     """Options of this project's gate, additional arguments of DeepSpeed's gate, and whether tokens are dropped."""
 
     options: dict[str, Any]
-    theirs: dict[str, Any] = field(default_factory=dict)
+    deepspeed_arguments: dict[str, Any] = field(default_factory=dict)
     training: bool = True
     drops: bool = False
 
@@ -84,14 +84,16 @@ def test_the_gate_routes_as_deepspeeds_does(case: Case, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: uniform)
     monkeypatch.setattr(moe, "gumbel", lambda like: noise)
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
-    their_logits = logits.detach().clone().requires_grad_()
+    deepspeed_logits = logits.detach().clone().requires_grad_()
 
     routing = transparent_gate(**case.options).train(case.training)(logits)
     same = {name: value for name, value in case.options.items() if name not in ("top_k", "eval_capacity_factor")}
     function = sharded_moe.top2gating if case.options.get("top_k") == 2 else sharded_moe.top1gating
-    copy_of_logits = their_logits * 1  # it writes to its input in place
-    found: Any = function(copy_of_logits, **{"min_capacity": 0, **same, **case.theirs}, sparse_routes=True)
-    loss, capacity, _, experts, slots, weights, sent = found
+    copy_of_logits = deepspeed_logits * 1  # it writes to its input in place
+    actual: Any = function(
+        copy_of_logits, **{"min_capacity": 0, **same, **case.deepspeed_arguments}, sparse_routes=True
+    )
+    loss, capacity, _, experts, slots, weights, sent = actual
 
     kept = experts >= 0
     assert kept.all() != case.drops
@@ -105,7 +107,7 @@ def test_the_gate_routes_as_deepspeeds_does(case: Case, monkeypatch: pytest.Monk
     share = torch.randn_like(weights)
     for a_loss, a_weights in ((routing.load_balance_loss, routing.weights), (loss, weights)):
         (a_loss + (a_weights * share).sum()).backward()
-    torch.testing.assert_close(logits.grad, their_logits.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(logits.grad, deepspeed_logits.grad, rtol=1e-5, atol=1e-7)
 
 
 # The layer, with a loop over tokens
@@ -153,8 +155,8 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
     parameters = [x, *mixture.parameters()]
     by_loop = torch.autograd.grad((expected * weights).sum(), parameters)
-    for found, gradient in zip(torch.autograd.grad((outputs * weights).sum(), parameters), by_loop, strict=True):
-        torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-5)
+    for actual, gradient in zip(torch.autograd.grad((outputs * weights).sum(), parameters), by_loop, strict=True):
+        torch.testing.assert_close(actual, gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_one_expert_is_the_dense_model():

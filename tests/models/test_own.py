@@ -24,10 +24,10 @@ def test_it_is_trained_tested_and_exported_where_the_command_line_names_it(small
     run = run_folder_of(tmp_path)
     assert (run / FILE.name).read_bytes() == FILE.read_bytes()
     assert run.parent.name == "own_code.py-Small-deepspeed_stage_3"
+    refused = run_program("evaluate", str(run))
+    assert refused.returncode == 2
+    assert f"--model {FILE}:Small" in refused.stderr
     for program in (["evaluate", str(run)], ["export", str(run), "--to", "safetensors"]):
-        refused = run_program(*program)
-        assert refused.returncode == 2
-        assert f"--model {FILE}:Small" in refused.stderr
         assert_ok(run_program(*program, *MODEL))
 
 

@@ -46,9 +46,9 @@ def test_a_run_starts_from_them_and_its_checkpoint_needs_no_download(
     assert done.returncode == 0, done.stderr
     assert "loaded 336 of 338 tensors; initialised: fc.weight (10x1024), fc.bias (10); not used: fc.w" in done.stderr
     folder = run_folder_of(tmp_path / "runs")
-    found = last_weights(folder)
+    actual = last_weights(folder)
     for name, value in cached.items():
-        assert torch.equal(found[name], value) != name.startswith(("fc.", "conv5.1.")), name
+        assert torch.equal(actual[name], value) != name.startswith(("fc.", "conv5.1.")), name
     (file,) = (tmp_path / "torch").rglob("*.pth")
     file.unlink()
     assert len(formats.load_classifier(str(folder)).classes) == 10

@@ -61,8 +61,8 @@ def test_is_torchs(name: str, kind: Any, options: dict[str, Any], decaying: str,
         groups = [{"params": matrices}, {"params": biases, "weight_decay": of_biases}]
         return kind(groups, weight_decay=0.1, **options).step
 
-    found = ours(name, weight_decay=0.1, weight_decay_on=decaying, **options)
-    assert all(map(torch.equal, found, trained(make)))
+    actual = ours(name, weight_decay=0.1, weight_decay_on=decaying, **options)
+    assert all(map(torch.equal, actual, trained(make)))
 
 
 def test_lion_is_the_papers():
@@ -84,8 +84,8 @@ def test_lion_is_the_papers():
 
         return step
 
-    found = ours("lion", lr=lr, betas=(first, second), weight_decay=decay)
-    assert all(map(torch.equal, found, trained(make)))
+    actual = ours("lion", lr=lr, betas=(first, second), weight_decay=decay)
+    assert all(map(torch.equal, actual, trained(make)))
 
 
 def test_muon_equals_torchs_muon_with_adamw():

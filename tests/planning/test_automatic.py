@@ -6,7 +6,7 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.core.errors import UsageError
-from cifar_zero.planning import survey
+from cifar_zero.planning import estimates
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def machine_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settled(*flags: str) -> str:
-    return survey.without_auto(
+    return estimates.without_auto(
         command_line.parse(["--strategy", "auto", "--accelerator", "cpu", *flags])
     ).placement.strategy
 
@@ -28,7 +28,7 @@ def settled(*flags: str) -> str:
 def test_the_first_strategy_that_fits_is_taken_and_printed(
     rank_bytes: int, strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(survey, "free_memory_bytes", lambda: 2 * (survey.CPU_RANK_BYTES + rank_bytes))
+    monkeypatch.setattr(estimates, "free_memory_bytes", lambda: 2 * (estimates.CPU_RANK_BYTES + rank_bytes))
     taken = settled("--model", "vit_tiny", "--optimizer", "adam", "--devices", "2", "--batch_size", "2")
     assert taken == strategy
     first, line = capsys.readouterr().err.splitlines()
@@ -40,6 +40,6 @@ def test_the_first_strategy_that_fits_is_taken_and_printed(
 def test_a_run_for_which_no_strategy_can_be_taken_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UsageError, match="--precision 16-mixed needs a GPU"):
         settled("--precision", "16-mixed")
-    monkeypatch.setattr(survey, "free_memory_bytes", lambda: 10**6)
+    monkeypatch.setattr(estimates, "free_memory_bytes", lambda: 10**6)
     with pytest.raises(UsageError, match=r"auto: no strategy fits: .* memory, of which 0\.00 GB are available"):
         settled()

@@ -13,9 +13,9 @@ from cifar_zero.config import command_line
 from cifar_zero.config.mistakes import OWNED
 from cifar_zero.config.run import Run
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import load_value
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
-from stepcheck.lightning.plain_data import load_value
 
 OPTIONS = sorted(inspect.signature(Trainer.__init__).parameters.keys() - {"self", *OWNED})
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from torch import Tensor
 
 from cifar_zero.checkpoints.io import save
-from cifar_zero.checkpoints.safe_load import load
+from cifar_zero.checkpoints.safe_load import load_safely
 from cifar_zero.checkpoints.zero_folder import LATEST, LAYOUT, ON_DISK, PARTS, PROGRESS, TAG, TIED, Parts
 from cifar_zero.core import atomic
 from cifar_zero.core.atomic import failure_of
@@ -28,9 +28,9 @@ the learning rate from a checkpoint."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files. Reading a file runs no code in it unless `trust` is set (see
-    `safe_load.load`). An error while writing is stored in `failure` and not raised, because the other ranks would wait
-    for this one. Each file that is written, except the experts' files, also receives the entries of `notes`."""
+    """Writes and reads DeepSpeed's files. `safe_load.load_safely` explains `trust`. An error while writing is stored in
+    `failure` and not raised, because the other ranks would wait for this one. Each file that is written, except the
+    experts' files, also receives the entries of `notes`."""
 
     failure = ""  # the first error while writing
 
@@ -50,8 +50,8 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Reads a file, whose checksums were compared at the start. Raises UsageError if the file is damaged or
-        `safe_load.load` refuses it."""
-        return load(Path(path), self._trust, verify=False)
+        `safe_load.load_safely` refuses it."""
+        return load_safely(Path(path), self._trust, verify=False)
 
     def _try(self, write: Callable[[], Any]) -> None:
         self.failure = self.failure or failure_of(write)
@@ -62,7 +62,6 @@ def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dic
     when it is complete. Returns the first error of any rank, or an empty string. Collective.
 
     Args:
-        engine: DeepSpeed's engine.
         final: Path of the folder.
         progress: What Lightning and the callbacks save in addition to the weights and the optimizer's state.
         layout: What a shard depends on. Only an engine with an equal layout can load a shard as it is.
@@ -116,7 +115,6 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
     """Loads a plain checkpoint into an engine of any ZeRO stage and number of ranks.
 
     Args:
-        engine: DeepSpeed's engine, which `checkpoint` is to continue.
         checkpoint: Content of the checkpoint, as `checkpoints.read.read` returns it.
         group_names: Names of the parameters in each of the optimizer's groups, for a checkpoint without names.
     """

@@ -18,7 +18,7 @@ from cifar_zero.checkpoints.zero_folder import plain_names
 from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 
-class SpreadGate(Gate):
+class DistributedGate(Gate):
     """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice in
     an evaluation, and drops no random tokens there. With DeepSpeed's gate, a training step waits for the device to
     return the capacity. With this gate it does not."""
@@ -44,7 +44,7 @@ class SpreadGate(Gate):
         return super()._largest(count)
 
 
-class SpreadMixture(MoE):
+class DistributedMixture(MoE):
     """DeepSpeed's MoE layer with the modules of a plain mixture of experts and this rank's share of its experts."""
 
     def __init__(self, mixture: MixtureOfExperts, rank: int):
@@ -57,7 +57,7 @@ class SpreadMixture(MoE):
             k=options.top_k,
             use_residual=options.mlp_type == "residual",
         )
-        self.deepspeed_moe.gate = SpreadGate(mixture.gate)
+        self.deepspeed_moe.gate = DistributedGate(mixture.gate)
         first = rank % options.ep_size * self.num_local_experts
         local: Any = self.deepspeed_moe.experts.deepspeed_experts
         for number, own in enumerate(local):
@@ -85,13 +85,13 @@ class SpreadMixture(MoE):
         return output
 
 
-def spread(model: nn.Module, rank: int) -> None:
+def distribute(model: nn.Module, rank: int) -> None:
     """Replaces each plain mixture of experts in a model with DeepSpeed's MoE layer, which keeps only this rank's share
     of the experts. `rank` is the rank's index among all ranks."""
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):
-                setattr(parent, name, SpreadMixture(child, rank))
+                setattr(parent, name, DistributedMixture(child, rank))
 
 
 def ep_size(model: nn.Module) -> int:

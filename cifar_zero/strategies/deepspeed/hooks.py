@@ -50,16 +50,16 @@ class EngineHooks(Hooks):
         return experts.plain_names_of(self.engine, names)
 
     def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        by_plain_name: dict[str, Tensor] = {}
         of_experts: dict[str, Tensor] = {}
         for name, plain in self.plain_names(tensors).items():
-            found[plain] = tensors[name]
+            by_plain_name[plain] = tensors[name]
             if EXPERT.fullmatch(name):
                 of_experts[plain] = tensors[name].cpu()
         if of_experts:
             for of_rank in gather(of_experts):
-                found |= of_rank
-        return found
+                by_plain_name |= of_rank
+        return by_plain_name
 
     def shape(self, parameter: Any) -> torch.Size:
         """Returns the unsharded shape. At ZeRO 3 it is the shape that zero.Init recorded before it emptied the

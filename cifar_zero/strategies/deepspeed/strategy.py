@@ -121,7 +121,7 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
             forget_second_copies(self.model)
         self._make_contiguous(self.model)
-        experts.spread(self.model, self.global_rank)
+        experts.distribute(self.model, self.global_rank)
         keep_batch_norms_wide(self.model)
         super().setup(trainer)
 

@@ -4,18 +4,18 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.planning.activations import LinearFit
+from cifar_zero.planning.estimates import MemoryBudget, MemoryEstimate, estimate_all, recommended
 from cifar_zero.planning.formulas import Network, Weight
-from cifar_zero.planning.survey import MemoryBudget, MemoryEstimate, recommended, survey
 from cifar_zero.training.resolve import make_run
 
 GB = 10**9
 
 
-def plan(room: MemoryBudget, *flags: str) -> list[MemoryEstimate]:
+def plan(budget: MemoryBudget, *flags: str) -> list[MemoryEstimate]:
     common = "--accelerator gpu --optimizer adam --precision bf16-mixed --batch_size 64 --devices 1"
     run = make_run(command_line.parse([*common.split(), *flags]))
     line = LinearFit(0, GB)
-    return survey(run, Network((Weight(10 * GB),), (0,)), room, {"autocast": line, "cast": line})
+    return estimate_all(run, Network((Weight(10 * GB),), (0,)), budget, {"autocast": line, "cast": line})
 
 
 @pytest.mark.parametrize(
@@ -29,43 +29,43 @@ def plan(room: MemoryBudget, *flags: str) -> list[MemoryEstimate]:
     ],
 )
 def test_the_first_strategy_that_fits_is_recommended(device: float, host: float, expected: str):
-    room = MemoryBudget(round(device * GB), round(host * GB))
-    choice, _ = recommended(plan(room, "--devices", "8"), room)
+    budget = MemoryBudget(round(device * GB), round(host * GB))
+    choice, _ = recommended(plan(budget, "--devices", "8"), budget)
     assert choice is not None
     assert choice.strategy == expected
 
 
 def test_nothing_fits():
-    room = MemoryBudget(5 * GB, None)
-    choice, reason = recommended(plan(room, "--devices", "2"), room)
+    budget = MemoryBudget(5 * GB, None)
+    choice, reason = recommended(plan(budget, "--devices", "2"), budget)
     assert choice is None
     least = "deepspeed_stage_3_offload, which needs the least device memory, needs "
     assert f"{least}33.20 GB of device memory, of which 5.00" in reason
-    room = MemoryBudget(20 * GB, 4 * GB)
-    _, reason = recommended(plan(room, "--devices", "8"), room)
+    budget = MemoryBudget(20 * GB, 4 * GB)
+    _, reason = recommended(plan(budget, "--devices", "8"), budget)
     assert "GB of host memory, of which 4.00 GB are available" in reason
     assert "GB of device memory" not in reason
 
 
 def test_the_largest_micro_batch_fits_and_one_image_more_does_not():
-    room = MemoryBudget(60 * GB, None)
-    needs = {need.strategy: need for need in plan(room, "--devices", "8")}
-    most = needs["deepspeed_stage_2"].most_images
+    budget = MemoryBudget(60 * GB, None)
+    estimates = {estimate.strategy: estimate for estimate in plan(budget, "--devices", "8")}
+    most = estimates["deepspeed_stage_2"].most_images
     assert most == 22  # (60 - 37.5 - 0.1) GB, one for each image
     batch = {images: str(8 * images) for images in (most, most + 1)}
     fits = [
-        need.fits
+        estimate.fits
         for images in batch.values()
-        for need in plan(room, "--devices", "8", "--batch_size", images)
-        if need.strategy == "deepspeed_stage_2"
+        for estimate in plan(budget, "--devices", "8", "--batch_size", images)
+        if estimate.strategy == "deepspeed_stage_2"
     ]
     assert fits == [True, False]
-    assert needs["baseline"].most_images == 0
+    assert estimates["baseline"].most_images == 0
 
 
 def test_a_strategy_that_cannot_run_is_never_recommended():
-    room = MemoryBudget(100 * GB, 1000 * GB)
-    needs = plan(room, "--optimizer", "muon")
-    refused = {need.strategy for need in needs if "muon needs whole tensors" in need.refused}
+    budget = MemoryBudget(100 * GB, 1000 * GB)
+    estimates = plan(budget, "--optimizer", "muon")
+    refused = {estimate.strategy for estimate in estimates if "muon needs whole tensors" in estimate.refused}
     assert "deepspeed_stage_2" in refused
-    assert recommended(needs, room)[0] is None
+    assert recommended(estimates, budget)[0] is None

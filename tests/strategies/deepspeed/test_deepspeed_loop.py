@@ -49,6 +49,6 @@ def test_a_run_ends_with_the_weights_of_deepspeeds_own_loop(
     for images, labels in islice(data.train_dataloader(), STEPS):
         engine.backward(F.cross_entropy(engine(images), labels))
         engine.step()
-    ours, theirs = last_weights(run_folder_of(tmp_path / "ours")), net.state_dict()
-    assert largest_difference(ours, {name: value.detach() for name, value in theirs.items()}) < 1e-6
+    ours, reference = last_weights(run_folder_of(tmp_path / "ours")), net.state_dict()
+    assert largest_difference(ours, {name: value.detach() for name, value in reference.items()}) < 1e-6
     assert largest_difference(ours, start) > 0.001

@@ -136,43 +136,35 @@ class MemoryEstimate:
         the bare process."""
         return max(self.built_on_host, self._host_in_training)
 
-    def compared(self, room: MemoryBudget) -> int:
-        """Returns the bytes to compare with `room.device`. They include the bytes on the host if device and host share
-        one memory."""
-        if room.shared:
+    def bytes_to_compare(self, budget: MemoryBudget) -> int:
+        """Returns the bytes to compare with `budget.device`, with the bytes on the host if both share one memory."""
+        if budget.shared:
             return max(self.built_on_host, self.device + self._host_in_training)
         return self.device
 
-    def lacking(self, room: MemoryBudget) -> dict[str, tuple[int, int]]:
+    def shortages(self, budget: MemoryBudget) -> dict[str, tuple[int, int]]:
         """Returns the needed and the available bytes of each memory that is too small. The keys are `device` and
         `host`, and a memory that suffices has no key."""
-        found: dict[str, tuple[int, int]] = {}
-        if self.compared(room) > room.device:
-            found["device"] = (self.compared(room), room.device)
-        if not room.shared and room.host is not None and self.host > room.host:
-            found["host"] = (self.host, room.host)
-        return found
+        shortages: dict[str, tuple[int, int]] = {}
+        if self.bytes_to_compare(budget) > budget.device:
+            shortages["device"] = (self.bytes_to_compare(budget), budget.device)
+        if not budget.shared and budget.host is not None and self.host > budget.host:
+            shortages["host"] = (self.host, budget.host)
+        return shortages
 
 
-def survey(run: Run, network: Network, room: MemoryBudget, lines: dict[str, LinearFit]) -> list[MemoryEstimate]:
-    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names.
-
-    Args:
-        run: The run, whose strategy is replaced.
-        network: The properties of its model.
-        room: The memory that is available to a rank.
-        lines: The activations, keyed by compute format. They serve as a cache: missing entries are counted and added.
-
-    Raises:
-        UsageError: If the batch size cannot be divided, if ranks share a model, or if activation checkpointing finds no
-            blocks.
-    """
+def estimate_all(
+    run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]
+) -> list[MemoryEstimate]:
+    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names. Missing
+    compute formats are added to the cache `fits_by_format`. Raises UsageError if the batch size cannot be divided, if
+    ranks share a model, or if activation checkpointing finds no blocks."""
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
-    return [_need(run.changed(strategy=name, ds_config=""), network, room, lines) for name in PLANNED]
+    return [_estimate(run.changed(strategy=name, ds_config=""), network, budget, fits_by_format) for name in PLANNED]
 
 
-def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, LinearFit]) -> MemoryEstimate:
+def _estimate(run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]) -> MemoryEstimate:
     placement = run.placement
     states = predicted(
         placement.strategy,
@@ -186,7 +178,7 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
     average, average_on_host = formulas.average(run, network), 0
     if run.spec.offload_parameters:  # the average is stored where the parameters are
         average, average_on_host = 0, average
-    need = MemoryEstimate(
+    estimate = MemoryEstimate(
         placement.strategy,
         states,
         buckets=formulas.buckets(run, network),
@@ -199,54 +191,56 @@ def _need(run: Run, network: Network, room: MemoryBudget, lines: dict[str, Linea
     )
     try:
         strategy_rules.check_strategy(run)
-        if not room.elsewhere:
+        if not budget.elsewhere:
             rules.check_here(run)
     except UsageError as error:
-        return replace(need, refused=str(error))
-    line = _activations(run, lines)
-    need = replace(need, activations=line.at(run.micro_batch))
-    return replace(need, fits=not need.lacking(room), most_images=_most_images(need, line, room))
+        return replace(estimate, refused=str(error))
+    activation_fit = _activations(run, fits_by_format)
+    estimate = replace(estimate, activations=activation_fit.at(run.micro_batch))
+    return replace(
+        estimate, fits=not estimate.shortages(budget), most_images=_most_images(estimate, activation_fit, budget)
+    )
 
 
-def _activations(run: Run, lines: dict[str, LinearFit]) -> LinearFit:
+def _activations(run: Run, fits_by_format: dict[str, LinearFit]) -> LinearFit:
     """Returns the activations of a run as a function of the images in a micro-batch. They are counted once for each
-    compute format, and then kept in `lines`."""
+    compute format, and then kept in `fits_by_format`."""
     from cifar_zero.planning.activations import format_of, measure
 
     computes = format_of(run.spec, run.placement.precision)
-    if computes not in lines:
-        lines[computes] = measure(run, computes)
-    return lines[computes]
+    if computes not in fits_by_format:
+        fits_by_format[computes] = measure(run, computes)
+    return fits_by_format[computes]
 
 
-def _most_images(need: MemoryEstimate, line: LinearFit, room: MemoryBudget) -> int:
+def _most_images(estimate: MemoryEstimate, activation_fit: LinearFit, budget: MemoryBudget) -> int:
     def is_too_large(images: int) -> bool:
-        return bool(replace(need, activations=line.at(images)).lacking(room))
+        return bool(replace(estimate, activations=activation_fit.at(images)).shortages(budget))
 
     first = bisect_left(range(10**7), True, key=is_too_large)  # at most ten million images
     return max(0, first - 1)
 
 
-def recommended(needs: Sequence[MemoryEstimate], room: MemoryBudget) -> tuple[MemoryEstimate | None, str]:
+def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tuple[MemoryEstimate | None, str]:
     """Returns the strategy that RULE recommends and a sentence with its figures. If no strategy fits, returns None and
-    a sentence that says what is missing. `needs` are in the order of PLANNED.
+    a sentence that says what is missing. `estimates` are in the order of PLANNED.
 
     Raises:
         UsageError: if `train` would refuse every strategy. The message is why it refuses the first strategy of PLANNED.
     """
-    accepted = [need for need in needs if not need.refused]
+    accepted = [estimate for estimate in estimates if not estimate.refused]
     if not accepted:
-        raise UsageError(needs[0].refused)
-    for need in accepted:
+        raise UsageError(estimates[0].refused)
+    for estimate in accepted:
         # SuperOffload is for the fast links of a GH200, which cannot be detected, so only the user can choose it.
-        if need.fits and not STRATEGIES[need.strategy].super_offload:
-            sizes = f"{gigabytes(need.compared(room))} of the {gigabytes(room.device)} GB available to a rank"
-            return need, f"{need.strategy} needs {sizes}"
-    for_device = [need for need in accepted if "device" not in need.lacking(room)]
-    least = min(for_device or accepted, key=lambda need: need.device)
+        if estimate.fits and not STRATEGIES[estimate.strategy].super_offload:
+            size, available_size = map(gigabytes, (estimate.bytes_to_compare(budget), budget.device))
+            return estimate, f"{estimate.strategy} needs {size} of the {available_size} GB available to a rank"
+    for_device = [estimate for estimate in accepted if "device" not in estimate.shortages(budget)]
+    least = min(for_device or accepted, key=lambda estimate: estimate.device)
     missing: list[str] = []
-    for place, (size, most) in least.lacking(room).items():
-        missing.append(f"{gigabytes(size)} GB of {place} memory, of which {gigabytes(most)} GB are available")
+    for memory, (size, most) in least.shortages(budget).items():
+        missing.append(f"{gigabytes(size)} GB of {memory} memory, of which {gigabytes(most)} GB are available")
     return None, (
         f"no strategy fits: {least.strategy}, which needs the least device memory, needs {' and '.join(missing)}; use "
         "more devices, a smaller --batch_size, a larger --accumulate or --activation_checkpointing"
@@ -276,8 +270,8 @@ def without_auto(settings: Settings) -> Settings:
     say("--strategy auto: predicts the memory that each strategy needs on this machine")
     run = make_run(resolve_devices(settings.changed(strategy=Placement.strategy)))
     rules.check_model(run)
-    room = available(run)
-    choice, reason = recommended(survey(run, network_of(run), room, {}), room)
+    budget = available(run)
+    choice, reason = recommended(estimate_all(run, network_of(run), budget, {}), budget)
     if choice is None:
         raise UsageError(f"--strategy auto: {reason}; or choose a strategy to try it anyway")
     say(f"--strategy auto: {reason}")
