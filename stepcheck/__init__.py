@@ -4,15 +4,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepcheck.auditor import Audit, audit
+    from stepcheck.auditor import audit
     from stepcheck.engines import NotAuditable
     from stepcheck.replay import Replay
     from stepcheck.start import Start
     from stepcheck.verdict import Finding, StepCheckError, Verdict
 
-__all__ = ["Audit", "Finding", "NotAuditable", "Replay", "Start", "StepCheckError", "Verdict", "audit"]
+__all__ = ["Finding", "NotAuditable", "Replay", "Start", "StepCheckError", "Verdict", "audit"]
 
-_HOMES = {"Audit": "auditor", "audit": "auditor", "NotAuditable": "engines", "Replay": "replay", "Start": "start"}
+_HOMES = {"audit": "auditor", "NotAuditable": "engines", "Replay": "replay", "Start": "start"}
 
 
 def __getattr__(name: str) -> Any:

@@ -69,7 +69,7 @@ class UpdateCheck:
         """Forgets what the last update left, before a checkpoint is loaded."""
         self.kept = {}
 
-    def begin(self, optimizer: Any, report: Report, note: Report) -> None:
+    def begin(self, optimizer: Any, report: Report) -> None:
         """Updates copies of slices, before the optimizer updates its tensors. Compares weights and state with what the
         last update left. Weights that differ are only noted, unless an engine owns the step: a script may clip them."""
         self.slices = []
@@ -99,7 +99,7 @@ class UpdateCheck:
                     groups[-1]["capturable"] = True  # otherwise torch would wait for the device to read the step
                 states.append(own)
         kept.report(report, 0.0, "is not what the last update left")
-        weights.report(report if self.view.owns_step else note, 0.0, "is not what the last update left")
+        weights.report(report, 0.0, "is not what the last update left", "state" if self.view.owns_step else "note")
         if groups:
             self._step(groups, states)
 
@@ -177,14 +177,14 @@ class Pairs:
         self.actual.append(torch.full_like(expected, torch.inf) if actual is None else actual)
         self.expected.append(expected)
 
-    def report(self, report: Report, tolerance: float, how: str) -> None:
-        """Reports all pairs as the optimizer's state. The tolerance is relative to the expected norm."""
+    def report(self, report: Report, tolerance: float, how: str, kind: Kind = "state") -> None:
+        """Reports all pairs. The tolerance is relative to the expected norm."""
         if not self.names:
             return
         errors = distances(self.actual, self.expected)
         shares = errors / (tolerance * norms(self.expected) + 1e-30)
         names = self.names
-        report("state", shares, lambda: f"{names[int(shares.nan_to_num(nan=torch.inf).argmax())]} {how}")
+        report(kind, shares, lambda: f"{names[int(shares.nan_to_num(nan=torch.inf).argmax())]} {how}")
 
 
 def _wrong_update(names: list[str], errors: Tensor, moved: Tensor) -> str:

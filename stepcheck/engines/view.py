@@ -67,6 +67,14 @@ class RankInfo:
             return cls(dist.get_rank(), dist.get_world_size())
         return cls(0, 1)
 
+    def everywhere(self, own: Any) -> list[Any]:
+        """Returns an object of each rank. Every rank must call it."""
+        everyone: list[Any] = [own]
+        if self.size > 1:
+            everyone = [None] * self.size
+            dist.all_gather_object(everyone, own)
+        return everyone
+
     def __str__(self) -> str:
         return "1 rank" if self.size == 1 else f"{self.size} ranks"
 

@@ -111,10 +111,10 @@ class Replay:
         audit = self.audit
         low = self._compute(then=self.then)
         same = low is not None and bool(self._try(lambda: self._is_identical(low)))
-        answers, exact = audit.everywhere((self._error, same)), None
+        answers, exact = audit.view.ranks.everywhere((self._error, same)), None
         if not any(error for error, _ in answers) and not all(same for _, same in answers):
             exact = self._compute(exact=True)
-            answers = audit.everywhere((self._error, same))
+            answers = audit.view.ranks.everywhere((self._error, same))
         errors = [error for error, _ in answers if error]
         if errors:
             audit.verdict.not_judged[f"the replay of step {audit.step}"] = errors[0]
@@ -137,7 +137,7 @@ class Replay:
         begin_replay(view.device)
         needed = BYTES * sum(math.prod(view.shape(index)) for index in range(len(view.names)))
         free = available(view.device)
-        if any(audit.everywhere(free is not None and needed > free)):
+        if any(audit.view.ranks.everywhere(free is not None and needed > free)):
             raise MemoryError(
                 f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
             )
@@ -213,7 +213,7 @@ class Replay:
         exact.losses = exact.losses if low.losses else []
         exact.outputs = exact.outputs if low.outputs else []
         worst: dict[str, compare.Compared] = {}
-        errors = [each for own in audit.everywhere(compare.loss_errors(low, exact)) for each in own]
+        errors = [each for own in audit.view.ranks.everywhere(compare.loss_errors(low, exact)) for each in own]
         for each in compare.compare(actual, low, exact, self.copy.lowest, compare.mean_square(errors)):
             if each.kind not in worst or (each.share > worst[each.kind].share and worst[each.kind].share <= 1):
                 worst[each.kind] = each  # the first that is wrong, or the one that is nearest to it

@@ -232,7 +232,7 @@ def test_options_that_the_engine_changes_at_its_start_are_found() -> None:
             return started
 
     verdict = verdict_of(Two(), strategy=Changing(stage=2))
-    assert "weight_decay of parameter group 0 is 0.5, and 0.01 was given" in str(verdict)
+    assert "weight_decay of net.0.weight is 0.5, and 0.01 was given" in str(verdict)
 
 
 def test_a_clip_value_that_does_not_reach_the_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
