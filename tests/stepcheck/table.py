@@ -60,7 +60,7 @@ def train(row: dict[str, Any], out: Path) -> dict[str, Any]:
             key = "audited" if audited else "alone"
             result[key] = [float(each.detach().double().sum()) for each in engine.parameters() if each.numel()]
             for verdict in attached.verdicts:
-                result |= {**verdict.as_dict(), "summary": str(verdict)}
+                result |= verdict.as_dict()
             if hasattr(engine, "destroy"):
                 engine.destroy()
     return result
