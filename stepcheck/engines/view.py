@@ -19,6 +19,11 @@ class NotAuditable(ValueError):
     """Raised for an engine that the audit cannot read."""
 
 
+def plain_name(name: str) -> str:
+    """Returns the name of a module or tensor as the model has it without the wrappers of DDP and torch.compile."""
+    return f"{name}.".replace("_orig_mod.", "").removeprefix("module.")[:-1]
+
+
 class Hook:
     """A hook of an audit on a module or an optimizer. A copy or a pickle of the module has a hook that does nothing
     instead, because it belongs to another training, or to a program without stepcheck."""
@@ -93,7 +98,7 @@ class View:
         self.ranks = RankInfo.current()
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         named = dict(module.named_parameters())
-        self.names = [name.replace("_orig_mod.", "").removeprefix("module.") for name in named]
+        self.names = [plain_name(name) for name in named]
         self.parameters: list[Any] = list(named.values())
         self.trained = {index for index, each in enumerate(self.parameters) if id(each) in trained}
         self.rows = list(range(len(self.parameters)))

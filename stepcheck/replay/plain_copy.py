@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stepcheck.engines.view import plain_name
 from stepcheck.replay.exact import Exact, wide
 from stepcheck.replay.random_state import set_random_state
 
@@ -74,7 +75,7 @@ class PlainCopy:
         found = {}
         for name, part in module.named_modules():
             own = {key: value for key, value in vars(part).items() if key not in self.internal and _is_state(value)}
-            found[name.removeprefix("module.").replace("_orig_mod.", "")] = _copied(own)
+            found[plain_name(name)] = _copied(own)
         return found
 
     def compute(

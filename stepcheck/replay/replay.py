@@ -3,7 +3,7 @@
 import importlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from stepcheck.engines.view import plain_name
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, PlainCopy
@@ -141,13 +142,11 @@ class Replay:
             raise MemoryError(
                 f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
             )
-        expected = {name for name, _ in self.copy.module.named_parameters()}
-        gathered = {name: view.full_weight(index) for index, name in enumerate(view.names)}
-        weights = {name: weight for name, weight in gathered.items() if name in expected}
-        missing = sorted(expected - weights.keys())
+        weights = {name: view.full_weight(index) for index, name in enumerate(view.names)}
+        missing = [name for name, _ in self.copy.module.named_parameters() if name not in weights]
         if missing:
             raise ValueError(f"the trained module has no weight {missing[0]}")
-        buffers = {name: buffer.detach().clone() for name, buffer in _buffers(view.module)}
+        buffers = {plain_name(name): buffer.detach().clone() for name, buffer in view.module.named_buffers()}
         for buffer in buffers.values() if view.syncs_buffers else ():
             dist.broadcast(buffer, 0)
         trained = {view.names[index] for index in view.trained if view.parameters[index].requires_grad}
@@ -180,7 +179,7 @@ class Replay:
 
     def _is_identical(self, low: Computed) -> bool:
         assert self.actual is not None
-        self.actual.buffers = {name: buffer.detach() for name, buffer in _buffers(self.audit.view.module)}
+        self.actual.buffers = {plain_name(name): each.detach() for name, each in self.audit.view.module.named_buffers()}
         self._leave_out_unknown(self.actual, low)
         return compare.identical(self.actual, low) and not self._may_lack_gradients(low)
 
@@ -225,9 +224,9 @@ class Replay:
         if not self.outputs:
             return []
         return [
-            part.register_forward_hook(partial(_keep_output, found, _plain_name(name)))
+            part.register_forward_hook(partial(_keep_output, found, plain_name(name)))
             for name, part in module.named_modules()
-            if _plain_name(name)  # only the training may call the outermost module
+            if plain_name(name)  # only the training may call the outermost module
         ]
 
 
@@ -246,12 +245,3 @@ def _keep_output(found: Computed, name: str, part: Any, inputs: Any, output: Any
     for each in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
         if isinstance(each, Tensor) and each.is_floating_point():
             found.outputs.append((name, each.detach().clone()))
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in module.named_buffers():
-        yield _plain_name(name), buffer
-
-
-def _plain_name(name: str) -> str:
-    return "" if name == "module" else name.replace("_orig_mod.", "").removeprefix("module.")

@@ -148,7 +148,8 @@ def state_lost_between_steps(patch: Patch) -> None:
         result = real(self, *args, **more)
         if third():
             for state in self.optimizer.state.values():
-                state["exp_avg"].zero_()
+                for name in state.keys() & {"exp_avg", "momentum_buffer"}:
+                    state[name].zero_()
         return result
 
     wrap(patch, zero_2_class(), "step", step)
