@@ -27,6 +27,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from stepcheck import StepCheckError, Verdict
 from stepcheck.lightning import StepCheck
 from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
+from stepcheck.lightning.train import reproducible_kernels
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 
@@ -410,3 +411,14 @@ def test_nan_that_autograd_computes_is_no_fault() -> None:
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     tmp_path.joinpath("file").touch()
     assert verdict_of(Two(), check=StepCheck(file=tmp_path / "file" / "check.json")).outcome == "agrees"
+
+
+def test_a_module_may_set_the_precision_of_float32() -> None:
+    cudnn: Any = torch.backends.cudnn
+    kinds: Any = torch.backends, cudnn, cudnn.conv, torch.backends.cuda.matmul
+    before = [each.fp32_precision for each in kinds]
+    for kind in kinds:
+        with reproducible_kernels():
+            kind.fp32_precision = "tf32"
+        assert [each.fp32_precision for each in kinds] == before
+        assert not cudnn.deterministic
