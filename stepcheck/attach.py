@@ -74,7 +74,7 @@ class Attached:
         self.pending: Any = weakref.WeakKeyDictionary()
         self.building = False  # whether an engine is being built, which may call its optimizer once
         self.finder: Any = None  # handle of the hook that waits for the first forward pass
-        self.found = False  # whether a fault was printed
+        self.has_fault = False  # whether the audits have found a fault
         self.process = 0  # that trains; a process that it forks inherits this object
         self.is_first_rank = False
 
@@ -190,9 +190,9 @@ class Attached:
 
     def on_fault(self, finding: Any) -> None:
         """Ends all processes of the run at once, because ranks that go on would wait for those that have ended."""
-        if self.is_first_rank and not self.found:
+        if self.is_first_rank and not self.has_fault:
             print(f"stepcheck: {finding}", flush=True)
-        self.found = True
+        self.has_fault = True
         if not self.keep_going:
             self.finish()
             sys.stdout.flush()
@@ -208,7 +208,7 @@ class Attached:
             verdicts.append(
                 {"engine": engine, "steps": 0, "passed": False, "findings": [], "summary": f"not judged: {why}"}
             )
-        if self.verdicts and self.baseline and not self.found:
+        if self.verdicts and self.baseline and not self.has_fault:
             self.baseline.write()
         if verdicts:
             (self.reports / f"{os.getpid()}.json").write_text(json.dumps(verdicts))
@@ -242,16 +242,16 @@ def find_model(optimizer: Any) -> Any:
 
     # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.
     modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    held = {id(each): {id(parameter) for parameter in each.parameters()} for each in modules}
+    parameters_of = {id(each): {id(parameter) for parameter in each.parameters()} for each in modules}
     missing = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     roots = []
     while missing:
-        most = max((len(missing.keys() & ids) for ids in held.values()), default=0)
+        most = max((len(missing.keys() & ids) for ids in parameters_of.values()), default=0)
         if not most:
             break
-        holders = [each for each in modules if len(missing.keys() & held[id(each)]) == most]
+        holders = [each for each in modules if len(missing.keys() & parameters_of[id(each)]) == most]
         roots.append(_outermost(min(holders, key=_size), holders))
-        missing = {key: each for key, each in missing.items() if key not in held[id(roots[-1])]}
+        missing = {key: each for key, each in missing.items() if key not in parameters_of[id(roots[-1])]}
     if len(roots) == 1 and not missing:
         return roots[0]
     parts = torch.nn.Module()

@@ -56,12 +56,12 @@ class DeepSpeedView(View):
             if getattr(parameter, "allreduce", True):
                 continue
             groups = importlib.import_module("deepspeed.utils.groups")
-            spread, own = (
+            size, own = (
                 getattr(groups, f"_get_expert_parallel_{what}")(parameter.group_name) for what in ("world_size", "rank")
             )
-            self._expert_ranks[index] = spread
+            self._expert_ranks[index] = size
             self.rows[index] = len(self.row_names) + own
-            self.row_names += [f"{self.names[index]} of expert rank {rank}" for rank in range(spread)]
+            self.row_names += [f"{self.names[index]} of expert rank {rank}" for rank in range(size)]
 
     @property
     def label(self) -> str:

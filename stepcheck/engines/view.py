@@ -129,7 +129,7 @@ class View:
         return None
 
     def begin_micro_batch(self) -> str | None:
-        """Is called before each forward pass of the module. Returns why the audit must end here, on all ranks."""
+        """Prepares for a forward pass of the module. Returns why the audit must end here, on all ranks."""
 
     def begin_step(self) -> None:
         """Forgets what happened to the gradients of the last step."""
@@ -199,7 +199,7 @@ class View:
         return tensor
 
     def after_backward(self) -> None:
-        """Is called after each backward pass."""
+        """Looks at the gradients that a backward pass has left."""
 
     def foreign_gradients(self) -> set[int]:
         """Returns the parameters whose gradients at the step are not those that the backward pass has left, because the

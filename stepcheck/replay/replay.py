@@ -170,12 +170,12 @@ class Replay:
         view = self.audit.view
         arguments = self._micro_batches, view.divisor, self.audit.scale, self._watch, exact, then
         with random_state_kept():
-            found = self._try(lambda: self.copy.compute(*arguments))
+            computed = self._try(lambda: self.copy.compute(*arguments))
             if has_drawn(self._micro_batches[-1][1]) and _compiles_random_numbers(view.module):
                 self._error = self._error or (
                     "torch.compile draws other random numbers; set torch._inductor.config.fallback_random"
                 )
-        return found
+        return computed
 
     def _is_identical(self, low: Computed) -> bool:
         assert self.actual is not None
@@ -219,12 +219,12 @@ class Replay:
         for each in worst.values():
             audit.add(each.kind, each.share, str(each))
 
-    def _watch(self, module: nn.Module, found: Computed) -> list[Any]:
-        """Makes submodules add their outputs to `found`."""
+    def _watch(self, module: nn.Module, computed: Computed) -> list[Any]:
+        """Makes submodules add their outputs to `computed`."""
         if not self.outputs:
             return []
         return [
-            part.register_forward_hook(partial(_keep_output, found, plain_name(name)))
+            part.register_forward_hook(partial(_keep_output, computed, plain_name(name)))
             for name, part in module.named_modules()
             if plain_name(name)  # only the training may call the outermost module
         ]
@@ -241,7 +241,7 @@ def _compiles_random_numbers(module: nn.Module) -> bool:
     return compiled and not importlib.import_module("torch._inductor.config").fallback_random
 
 
-def _keep_output(found: Computed, name: str, part: Any, inputs: Any, output: Any) -> None:
+def _keep_output(computed: Computed, name: str, part: Any, inputs: Any, output: Any) -> None:
     for each in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
         if isinstance(each, Tensor) and each.is_floating_point():
-            found.outputs.append((name, each.detach().clone()))
+            computed.outputs.append((name, each.detach().clone()))
