@@ -89,6 +89,11 @@ def second_micro_batch_lost(patch: Patch) -> None:
     multiply_losses(patch, lambda engine: engine.micro_steps % 2 != 1)
 
 
+def plain_backward_not_divided(patch: Patch) -> None:
+    """`loss.backward()` is not divided by the micro-batches."""
+    patch.setattr(engine_class(), "_backward_prologue_per_tensor", lambda self, gradient: gradient)
+
+
 def one_bucket_not_reduced(patch: Patch) -> None:
     first = once_in(1)
     wrap(patch, zero_2_class(), "average_tensor", lambda real, *args, **more: None if first() else real(*args, **more))
