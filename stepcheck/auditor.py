@@ -335,14 +335,14 @@ class Audit:
             self.stop(f"step {self.step} and later steps", next(filter(None, view.ranks.everywhere(self.error))))
             return []
         found: list[tuple[Kind, str, float]] = []
-        for (kind, _, words), share in zip(local, shares, strict=True):
-            text = str(words() if callable(words) else words) if share > 0 else ""
-            if kind != "note":
-                verdict.record(kind, share)
-            elif text:
-                verdict.notes["weights that change between steps"] = f"{text} (step {self.step})"
+        for (kind, _, text), share in zip(local, shares, strict=True):
+            if kind == "note":
+                if share > 0:
+                    verdict.notes["weights that change between steps"] = f"{text()} (step {self.step})"
+                continue
+            verdict.record(kind, share)
             if share > 1:
-                found.append((kind, text, share))
+                found.append((kind, str(text() if callable(text) else text), share))
         findings = [
             self._judge.finding(self.step, kind, text, share, rank)
             for rank, of_rank in enumerate(view.ranks.everywhere(found) if worst > 1 else ())
