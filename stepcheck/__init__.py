@@ -16,11 +16,7 @@ _HOMES = {"audit": "auditor", "NotAuditable": "engines", "Replay": "replay", "St
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name at its first use, so that the command starts without importing torch."""
+    """Imports a public name when it is used, so that the command starts without importing torch."""
     if name not in __all__:
         raise AttributeError(f"module 'stepcheck' has no attribute {name!r}")
-    module = importlib.import_module(f"stepcheck.{_HOMES.get(name, 'verdict')}")
-    globals().update(
-        {each: getattr(module, each) for each in __all__ if _HOMES.get(each, "verdict") == module.__name__[10:]}
-    )
-    return getattr(module, name)
+    return getattr(importlib.import_module(f"stepcheck.{_HOMES.get(name, 'verdict')}"), name)
