@@ -45,12 +45,10 @@ def changed_options(view: View, start: Start | None) -> Iterator[str]:
     for index, parameter in enumerate(view.parameters):
         if start and id(parameter) in start.options:
             given[index] = {key: value for key, value in start.options[id(parameter)].items() if key != "lr"}
-    indices = {id(target.tensor): [part.index for part in target.parts] for target in view.targets()}
-    for group in view.optimizer.param_groups:
-        for index in (index for tensor in group["params"] for index in indices.get(id(tensor), ())):
-            for key, value in given.get(index, {}).items():
-                if key in group and plain(group[key]) != plain(value):
-                    yield f"{key} of {view.names[index]} is {group[key]}, and {value} was given"
+    for index, group in view.groups().items():
+        for key, value in given.get(index, {}).items():
+            if key in group and plain(group[key]) != plain(value):
+                yield f"{key} of {view.names[index]} is {group[key]}, and {value} was given"
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,14 @@ class DeepSpeedView(View):
     def targets(self) -> Iterator[Target]:
         yield from self._target_list
 
+    def groups(self) -> dict[int, dict[str, Any]]:
+        if self.stage < 3:
+            return super().groups()
+        # Between two steps, the groups have no tensors.
+        numbers = self.engine.optimizer.sub_group_to_group_id
+        groups = ((self.optimizer.param_groups[numbers[n]], target) for n, target in enumerate(self._target_list))
+        return {part.index: group for group, target in groups for part in target.parts}
+
     def shape(self, index: int) -> torch.Size:
         parameter = self.parameters[index]
         return getattr(parameter, "ds_shape", parameter.shape)

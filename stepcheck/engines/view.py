@@ -120,6 +120,12 @@ class View:
             parameter = self.parameters[index]
             yield Target(parameter, (Part(index, 0, 0, parameter.numel()),))
 
+    def groups(self) -> dict[int, dict[str, Any]]:
+        """Returns the parameter group of each parameter, by index, as far as this rank's optimizer has it."""
+        groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
+        pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets())
+        return {part.index: group for group, parts in pairs if group for part in parts}
+
     def starts_anew(self, index: int) -> bool:
         """Returns whether the gradient that autograd has just computed is the first one since gradients were reset."""
         return False

@@ -225,14 +225,15 @@ def test_what_changes_between_two_steps_is_found(name: str, monkeypatch: pytest.
     assert expected[name] in str(verdict)
 
 
-def test_options_that_the_engine_changes_at_its_start_are_found() -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_options_that_the_engine_changes_at_its_start_are_found(stage: int) -> None:
     class Changing(CPUDeepSpeedStrategy):
         def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
             started = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
             optimizer.param_groups[0]["weight_decay"] = 0.5
             return started
 
-    verdict = verdict_of(Two(), strategy=Changing(stage=2))
+    verdict = verdict_of(Two(), strategy=Changing(stage=stage))
     assert "weight_decay of net.0.weight is 0.5, and 0.01 was given" in str(verdict)
 
 
