@@ -8,8 +8,8 @@ repeats slices of each update. Nothing is gathered or computed twice. A step cos
 """
 
 import time
-from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
 from stepcheck.engines import view_of
-from stepcheck.engines.view import Hook
+from stepcheck.hooks import Hooks
 from stepcheck.judge import Judge, Step
 from stepcheck.start import Start, changed_options, options_of
 from stepcheck.totals import FAILED, Totals
@@ -97,7 +97,6 @@ class Audit:
         self._last_audited = 0
         self._trains: bool | None = None  # whether the module was in training mode in the last step
         self._began = 0.0
-        self._hooked: dict[int, Any] = {}  # handles of the hooks on parameters, by id of the parameter
         self._in_backward = False
         if self._updates.kind is None:
             self.verdict.not_judged["updates"] = (
@@ -109,7 +108,9 @@ class Audit:
             self.add("start", 2.0, text)
         if replay is not None:
             replay.attach(self)
-        self._undo = [*view.attach(self), *self._watch(), self._batch_norms.remove]
+        undo = view.attach(self)
+        self._hooks = Hooks(self)
+        self._undo = [*undo, self._hooks.remove, self._batch_norms.remove]
         self.verdict.bytes = self._totals.bytes
 
     def __enter__(self) -> "Audit":
@@ -122,9 +123,7 @@ class Audit:
         """Removes all hooks. The training continues without the audit."""
         for undo in self._undo:
             undo()
-        for handle in self._hooked.values():
-            handle.remove()
-        self._undo, self._hooked, self.stopped = [], {}, True
+        self._undo, self.stopped = [], True
 
     def stop(self, what: str, why: str) -> None:
         """Ends the audit on a rank whose hooks run, and that therefore cannot remove them. Every rank must call it at
@@ -150,40 +149,12 @@ class Audit:
         share = share.max() if share.numel() else share.sum()
         self._local.append((kind, share.clamp(max=1) if kind == "note" else share, text))
 
-    # Hooks
-    def _watch(self) -> list[Callable[[], None]]:
-        """Registers hooks on the module and its parameters."""
-        view, before, loading = self.view, Hook(self.before_forward), Hook(lambda *_: self.forget())
-        handles = [each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(view.module)]
-        handles += [each.register_load_state_dict_pre_hook(loading) for each in view.module.modules()]
-        if view.gathers:
-            index_of = {id(each): index for index, each in enumerate(view.parameters)}
-            for module in view.module.modules():
-                own = {name: index_of[id(each)] for name, each in module._parameters.items() if id(each) in index_of}
-                if own:
-                    handles.append(module.register_forward_pre_hook(Hook(partial(self._before_module, own))))
-        self._watch_gradients()
-        return [handle.remove for handle in handles]
-
-    def _watch_gradients(self) -> None:
-        """Registers hooks on the trained parameters, also on those that have been unfrozen since, after the hooks of
-        the script, which may change a gradient."""
-        for index in self.view.trained:
-            if self.view.parameters[index].requires_grad:
-                self._watch_gradient(index, self.view.parameters[index])
-
-    def _watch_gradient(self, index: int, parameter: Any) -> None:
-        handle = self._hooked.get(id(parameter))
-        if handle is None:
-            self._hooked[id(parameter)] = parameter.register_hook(partial(self._saw_gradient, index, parameter))
-        elif next(reversed(parameter._backward_hooks)) != handle.id:
-            parameter._backward_hooks[handle.id] = parameter._backward_hooks.pop(handle.id)
-
+    # What hooks call
     @guarded
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self._watch_gradients()
+        self._hooks.watch_gradients()
         if not self.running:
             self._begin_step()
         if not self.running:
@@ -195,7 +166,7 @@ class Audit:
             self._totals.saw_weight(index, self.view.parameters[index])
 
     @guarded
-    def _before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
+    def before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
         """Sees the unsharded weights of a module before it computes."""
         if not self.running or not torch.is_grad_enabled():
             return
@@ -204,7 +175,7 @@ class Audit:
             if parameter is None:
                 continue
             if parameter is not self.view.parameters[index] and parameter.requires_grad:  # FSDP2's unsharded one
-                self._watch_gradient(index, parameter)
+                self._hooks.watch_gradient(index, parameter)
             if index in self._in_turn:
                 self._totals.saw_weight(index, parameter)
 
@@ -215,7 +186,7 @@ class Audit:
             self._begin_step()
 
     @guarded
-    def _saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
+    def saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
         """Sees what autograd computes for a parameter, before the engine does."""
         if not self.running:  # the module itself was not called, only parts of it
             self._begin_step()
@@ -367,12 +338,3 @@ class Audit:
 
 audit = Audit
 """The name by which a script starts an audit: `with audit(engine):`."""
-
-
-def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the outermost modules that have a forward pass of their own. A ModuleList has none."""
-    if type(module).forward is nn.Module.forward:
-        for child in module.children():
-            yield from _called_modules(child)
-    else:
-        yield module
