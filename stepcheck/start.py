@@ -45,7 +45,7 @@ def changed_options(view: View, start: Start | None) -> Iterator[str]:
     for index, parameter in enumerate(view.parameters):
         if start and id(parameter) in start.options:
             given[index] = {key: value for key, value in start.options[id(parameter)].items() if key != "lr"}
-    for index, group in view.groups().items():
+    for index, group in view.parameter_groups().items():
         for key, value in given.get(index, {}).items():
             if key in group and plain(group[key]) != plain(value):
                 yield f"{key} of {view.names[index]} is {group[key]}, and {value} was given"

@@ -76,9 +76,9 @@ class DeepSpeedView(View):
     def targets(self) -> Iterator[Target]:
         yield from self._target_list
 
-    def groups(self) -> dict[int, dict[str, Any]]:
+    def parameter_groups(self) -> dict[int, dict[str, Any]]:
         if self.stage < 3:
-            return super().groups()
+            return super().parameter_groups()
         # Between two steps, the groups have no tensors.
         numbers = self.engine.optimizer.sub_group_to_group_id
         groups = ((self.optimizer.param_groups[numbers[n]], target) for n, target in enumerate(self._target_list))

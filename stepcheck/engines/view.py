@@ -120,7 +120,7 @@ class View:
             parameter = self.parameters[index]
             yield Target(parameter, (Part(index, 0, 0, parameter.numel()),))
 
-    def groups(self) -> dict[int, dict[str, Any]]:
+    def parameter_groups(self) -> dict[int, dict[str, Any]]:
         """Returns the parameter group of each parameter, by index, as far as this rank's optimizer has it."""
         groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
         pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets())
