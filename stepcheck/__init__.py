@@ -4,23 +4,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepcheck.auditor import Audit, audit
+    from stepcheck.auditor import audit
     from stepcheck.engines import NotAuditable
     from stepcheck.replay import Replay
     from stepcheck.start import Start
     from stepcheck.verdict import Finding, StepCheckError, Verdict
 
-__all__ = ["Audit", "Finding", "NotAuditable", "Replay", "Start", "StepCheckError", "Verdict", "audit"]
+__all__ = ["Finding", "NotAuditable", "Replay", "Start", "StepCheckError", "Verdict", "audit"]
 
-_HOMES = {"Audit": "auditor", "audit": "auditor", "NotAuditable": "engines", "Replay": "replay", "Start": "start"}
+_HOMES = {"audit": "auditor", "NotAuditable": "engines", "Replay": "replay", "Start": "start"}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name at its first use, so that the command starts without importing torch."""
+    """Imports a public name when it is used, so that the command starts without importing torch."""
     if name not in __all__:
         raise AttributeError(f"module 'stepcheck' has no attribute {name!r}")
-    module = importlib.import_module(f"stepcheck.{_HOMES.get(name, 'verdict')}")
-    globals().update(
-        {each: getattr(module, each) for each in __all__ if _HOMES.get(each, "verdict") == module.__name__[10:]}
-    )
-    return getattr(module, name)
+    return getattr(importlib.import_module(f"stepcheck.{_HOMES.get(name, 'verdict')}"), name)

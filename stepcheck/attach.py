@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,11 @@ class Attached:
         self.audits: Any = weakref.WeakSet()  # an audit must not outlive its model
         self.verdicts: list[Any] = []  # of all audits
         self.refused: dict[int, tuple[str, str]] = {}  # engines that cannot be audited, and why, by their id
-        self.pending: Any = weakref.WeakKeyDictionary()  # optimizers that are not audited yet, in order
-        self.refused_once: Any = weakref.WeakSet()  # of these, those whose model had no wrapper at its forward pass
-        self.owned: Any = weakref.WeakSet()  # optimizers that an engine calls
+        # Optimizers that are not audited yet, in order, and whether their model had no wrapper at its forward pass.
+        self.pending: Any = weakref.WeakKeyDictionary()
         self.building = False  # whether an engine is being built, which may call its optimizer once
         self.finder: Any = None  # handle of the hook that waits for the first forward pass
-        self.found = False  # whether a fault was printed
+        self.has_fault = False  # whether the audits have found a fault
         self.process = 0  # that trains; a process that it forks inherits this object
         self.is_first_rank = False
 
@@ -90,7 +90,7 @@ class Attached:
             if any(hasattr(each, "placements") for group in self.param_groups for each in group["params"]):
                 attached.start(self)  # FSDP2: `fully_shard` comes before the optimizer
                 return
-            attached.pending[self] = None
+            attached.pending[self] = False
             if attached.finder is None:
                 hook = torch.nn.modules.module.register_module_forward_pre_hook
                 attached.finder = hook(attached.before_forward)
@@ -105,30 +105,23 @@ class Attached:
 
         @wraps(initialize)
         def audited(args: Any = None, model: Any = None, optimizer: Any = None, *others: Any, **named: Any) -> Any:
-            start, before = self.before_engine(model, optimizer), {*self.pending}
-            if optimizer in before:
-                self.owned.add(optimizer)
+            before, start = {*self.pending}, None
+            with suppress(Exception):  # not a module: DeepSpeed itself says what is wrong
+                start = importlib.import_module("stepcheck.start").Start(model, optimizer)
             self.building = True
             try:
                 result = initialize(args, model, optimizer, *others, **named)
             finally:
                 self.building = False
-                self.owned |= {*self.pending} - before
+                for each in [*self.pending]:  # the engine calls its optimizers
+                    if each is optimizer or each not in before:
+                        del self.pending[each]
             engine = result[0]
             if engine.optimizer is not None:
                 self.audit(engine, start=start)
             return result
 
         deepspeed.initialize = audited
-
-    def before_engine(self, model: Any, optimizer: Any) -> Any:
-        """Records a model before an engine is built of it."""
-        from stepcheck.start import Start
-
-        try:
-            return Start(model, optimizer)
-        except Exception:  # not a module: DeepSpeed itself says what is wrong
-            return None
 
     def audit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Starts an audit, unless its engine cannot be audited. Never raises an error, because the script would end."""
@@ -163,13 +156,11 @@ class Attached:
         if torch.compiler.is_compiling() or self.building or not torch.is_grad_enabled():
             return
         parameters = {id(each) for each in module.parameters()}
-        for optimizer in [*self.pending]:
-            if optimizer in self.owned:
-                self.pending.pop(optimizer, None)
-            elif optimizer not in self.refused_once and parameters & _ids(optimizer):
+        for optimizer, refused in [*self.pending.items()]:
+            if not refused and parameters & _ids(optimizer):
                 root, started = self.start(optimizer)
                 if started is None:
-                    self.refused_once.add(optimizer)
+                    self.pending[optimizer] = True
                 elif root is module:
                     started.before_forward(module, inputs, {})
         if not self.pending and self.finder is not None:
@@ -182,9 +173,8 @@ class Attached:
         import torch
 
         if not (torch.compiler.is_compiling() or self.building) and optimizer in self.pending:
-            self.pending.pop(optimizer, None)
-            if optimizer not in self.owned:
-                self.start(optimizer)
+            del self.pending[optimizer]
+            self.start(optimizer)
 
     def start(self, optimizer: Any) -> tuple[Any, Any]:
         """Starts the audit of a torch optimizer. Returns the model that was found, and the audit or None."""
@@ -200,9 +190,9 @@ class Attached:
 
     def on_fault(self, finding: Any) -> None:
         """Ends all processes of the run at once, because ranks that go on would wait for those that have ended."""
-        if self.is_first_rank and not self.found:
+        if self.is_first_rank and not self.has_fault:
             print(f"stepcheck: {finding}", flush=True)
-        self.found = True
+        self.has_fault = True
         if not self.keep_going:
             self.finish()
             sys.stdout.flush()
@@ -213,12 +203,12 @@ class Attached:
         """Writes the verdicts, on the first rank."""
         if not self.is_first_rank or os.getpid() != self.process:
             return
-        verdicts = [{**each.as_dict(), "summary": str(each)} for each in self.verdicts]
+        verdicts = [each.as_dict() for each in self.verdicts]
         for engine, why in self.refused.values():
             verdicts.append(
                 {"engine": engine, "steps": 0, "passed": False, "findings": [], "summary": f"not judged: {why}"}
             )
-        if self.verdicts and self.baseline and not self.found:
+        if self.verdicts and self.baseline and not self.has_fault:
             self.baseline.write()
         if verdicts:
             (self.reports / f"{os.getpid()}.json").write_text(json.dumps(verdicts))
@@ -252,16 +242,16 @@ def find_model(optimizer: Any) -> Any:
 
     # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.
     modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    held = {id(each): {id(parameter) for parameter in each.parameters()} for each in modules}
+    parameters_of = {id(each): {id(parameter) for parameter in each.parameters()} for each in modules}
     missing = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     roots = []
     while missing:
-        most = max((len(missing.keys() & ids) for ids in held.values()), default=0)
+        most = max((len(missing.keys() & ids) for ids in parameters_of.values()), default=0)
         if not most:
             break
-        holders = [each for each in modules if len(missing.keys() & held[id(each)]) == most]
+        holders = [each for each in modules if len(missing.keys() & parameters_of[id(each)]) == most]
         roots.append(_outermost(min(holders, key=_size), holders))
-        missing = {key: each for key, each in missing.items() if key not in held[id(roots[-1])]}
+        missing = {key: each for key, each in missing.items() if key not in parameters_of[id(roots[-1])]}
     if len(roots) == 1 and not missing:
         return roots[0]
     parts = torch.nn.Module()

@@ -8,8 +8,8 @@ repeats slices of each update. Nothing is gathered or computed twice. A step cos
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
-from stepcheck.engines import View, view_of
-from stepcheck.engines.view import Hook
+from stepcheck.engines import view_of
+from stepcheck.hooks import Hooks
 from stepcheck.judge import Judge, Step
-from stepcheck.options import OptionsCheck
-from stepcheck.sketch import K, project
-from stepcheck.start import Start
-from stepcheck.totals import FAILED, Totals, everywhere
+from stepcheck.start import Start, changed_options, options_of
+from stepcheck.totals import FAILED, Totals
 from stepcheck.updates import UpdateCheck
 from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
 
@@ -46,12 +44,15 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Audit:
-    """Audits the steps of one optimizer. `verdict` has the result so far. As a context manager, it detaches at the end
-    of the block."""
+    """Audits each step from now on. Every rank must start it, after the engine or wrapper was built.
+
+    `verdict` has the result so far. As a context manager, the audit ends with the block.
+    """
 
     def __init__(
         self,
-        view: View,
+        model: nn.Module,
+        optimizer: Any = None,
         every: int = 1,
         weights_every: int = 8,
         on_fault: Literal["raise", "warn"] | Callable[[Finding], None] = "raise",
@@ -59,7 +60,24 @@ class Audit:
         replay: Any = None,
         baseline: Any = None,
     ):
-        self.view, self.every, self.weights_every, self.on_fault = view, every, weights_every, on_fault
+        """Starts the audit.
+
+        Args:
+            model: A DeepSpeedEngine, or the model: as it is, in DistributedDataParallel, or after `fully_shard`.
+            optimizer: The torch optimizer that updates the model, unless `model` is a DeepSpeedEngine.
+            every: Audit each step whose number is divisible by this.
+            weights_every: Compare each weight in every so many steps. Gradients and updates are compared in each step.
+            on_fault: Whether to raise StepCheckError at the first step with a fault or to print it, or what to call.
+            start: What `Start` recorded before the engine was built.
+            replay: Computes chosen steps again on a copy of the module.
+            baseline: Saves each step, or compares it with a saved one.
+
+        Raises:
+            NotAuditable: If the audit cannot read the engine. The message says why.
+        """
+        self.view = view = view_of(model, optimizer)
+        self.every, self.weights_every, self.on_fault = every, weights_every, on_fault
+        self.replay, self.baseline = replay, baseline
         self.verdict = Verdict(engine=view.label)
         self.step = 1  # the optimizer step that runs, from 1
         self.running = False  # whether a step that is audited has begun
@@ -68,33 +86,31 @@ class Audit:
         self.error = ""  # why a hook of this rank failed
         self.stopped = False  # whether all ranks have ended the audit
         self._judge = Judge(view, self.verdict)
-        self._updates = UpdateCheck(view)
-        self._targets = {id(target.tensor): target for target in view.targets()}
-        given = {**view.given_options(), **(start.options_by_index(view) if start else {})}
-        self._options = OptionsCheck(view, given)
         self._totals = Totals(view)
+        self._updates = UpdateCheck(view)
+        self._batch_norms = BatchNormCounts(view.module)
+        self._batches = Batches(view.ranks.rank, view.ranks.size, view.device)
+        self._targets = {id(target.tensor): target for target in view.targets()}
+        self._options: dict[int, dict[str, Any]] = {}  # before the engine's step, by id of the parameter group
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
-        self._noted: list[tuple[Tensor, Callable[[], str]]] = []  # weights that the script may have rewritten
         self._last_audited = 0
         self._trains: bool | None = None  # whether the module was in training mode in the last step
         self._began = 0.0
-        self._hooked: dict[int, Any] = {}  # handles of the hooks on parameters, by id of the parameter
         self._in_backward = False
-        self._batch_norms = BatchNormCounts(view.module)
-        self._batches = Batches(view.ranks.rank, view.ranks.size, view.device)
         if self._updates.kind is None:
             self.verdict.not_judged["updates"] = (
                 f"{type(view.optimizer).__name__} is not known to update each element on its own"
             )
-        if start:
-            for text in start.changes(view.module):
-                self.add("start", 2.0, text)
-        self.baseline = baseline
-        self.replay = replay
+        for text in changed_options(view, start):
+            self.add("options", 2.0, text)
+        for text in start.changes(view.module) if start else ():
+            self.add("start", 2.0, text)
         if replay is not None:
             replay.attach(self)
-        self._undo = [*view.attach(self), *self._watch(), self._batch_norms.remove]
+        undo = view.attach(self)
+        self._hooks = Hooks(self)
+        self._undo = [*undo, self._hooks.remove, self._batch_norms.remove]
         self.verdict.bytes = self._totals.bytes
 
     def __enter__(self) -> "Audit":
@@ -107,9 +123,7 @@ class Audit:
         """Removes all hooks. The training continues without the audit."""
         for undo in self._undo:
             undo()
-        for handle in self._hooked.values():
-            handle.remove()
-        self._undo, self._hooked, self.stopped = [], {}, True
+        self._undo, self.stopped = [], True
 
     def stop(self, what: str, why: str) -> None:
         """Ends the audit on a rank whose hooks run, and that therefore cannot remove them. Every rank must call it at
@@ -128,46 +142,19 @@ class Audit:
 
         Args:
             kind: What was compared.
-            share: Error / tolerance, or a tensor of them.
+            share: Error / tolerance, or a tensor of them. That of a note counts as no more than 1.
             text: What is wrong if the share exceeds 1; called if it is a function.
         """
         share = torch.as_tensor(share, dtype=torch.float64)
-        self._local.append((kind, share.max() if share.numel() else share.sum(), text))
+        share = share.max() if share.numel() else share.sum()
+        self._local.append((kind, share.clamp(max=1) if kind == "note" else share, text))
 
-    # Hooks
-    def _watch(self) -> list[Callable[[], None]]:
-        """Registers hooks on the module and its parameters."""
-        view, before, loading = self.view, Hook(self.before_forward), Hook(lambda *_: self.forget())
-        handles = [each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(view.module)]
-        handles += [each.register_load_state_dict_pre_hook(loading) for each in view.module.modules()]
-        if view.gathers:
-            index_of = {id(each): index for index, each in enumerate(view.parameters)}
-            for module in view.module.modules():
-                own = {name: index_of[id(each)] for name, each in module._parameters.items() if id(each) in index_of}
-                if own:
-                    handles.append(module.register_forward_pre_hook(Hook(partial(self._before_module, own))))
-        self._watch_gradients()
-        return [handle.remove for handle in handles]
-
-    def _watch_gradients(self) -> None:
-        """Registers hooks on the trained parameters, also on those that have been unfrozen since, after the hooks of
-        the script, which may change a gradient."""
-        for index in self.view.trained:
-            if self.view.parameters[index].requires_grad:
-                self._watch_gradient(index, self.view.parameters[index])
-
-    def _watch_gradient(self, index: int, parameter: Any) -> None:
-        handle = self._hooked.get(id(parameter))
-        if handle is None:
-            self._hooked[id(parameter)] = parameter.register_hook(partial(self._saw_gradient, index, parameter))
-        elif next(reversed(parameter._backward_hooks)) != handle.id:
-            parameter._backward_hooks[handle.id] = parameter._backward_hooks.pop(handle.id)
-
+    # What hooks call
     @guarded
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self._watch_gradients()
+        self._hooks.watch_gradients()
         if not self.running:
             self._begin_step()
         if not self.running:
@@ -175,11 +162,11 @@ class Audit:
         self._batches.before_forward((args, kwargs))
         if why := self.view.begin_micro_batch():
             return self.stop(f"step {self.step} and later steps", why)
-        for index in self._in_turn() if not self.view.gathers else ():
+        for index in self._in_turn if not self.view.gathers else ():
             self._totals.saw_weight(index, self.view.parameters[index])
 
     @guarded
-    def _before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
+    def before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
         """Sees the unsharded weights of a module before it computes."""
         if not self.running or not torch.is_grad_enabled():
             return
@@ -188,8 +175,8 @@ class Audit:
             if parameter is None:
                 continue
             if parameter is not self.view.parameters[index] and parameter.requires_grad:  # FSDP2's unsharded one
-                self._watch_gradient(index, parameter)
-            if self._is_in_turn(index):
+                self._hooks.watch_gradient(index, parameter)
+            if index in self._in_turn:
                 self._totals.saw_weight(index, parameter)
 
     @guarded
@@ -199,7 +186,7 @@ class Audit:
             self._begin_step()
 
     @guarded
-    def _saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
+    def saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
         """Sees what autograd computes for a parameter, before the engine does."""
         if not self.running:  # the module itself was not called, only parts of it
             self._begin_step()
@@ -207,17 +194,14 @@ class Audit:
             return
         if self.replay is not None:
             self.replay.saw_gradient(index, gradient)
-        view, row = self.view, self.view.rows[index]
-        expected, summands = self._totals.columns["expected"], self._totals.columns["summands"]
+        view, earlier = self.view, self.view.accumulated(index)
         if view.starts_anew(index):
-            expected[row], summands[row], self._counts[index] = 0.0, 0.0, 0
-        earlier = view.accumulated(index)
+            self._counts[index] = 0
+            self._totals.forget_gradient(index)
         if earlier is not None:
-            sketch = project(earlier).to(view.device)
-            expected[row], summands[row] = sketch[:K], sketch[K].sqrt()
-        sketch = project(gradient).to(view.device)
-        expected[row] += sketch[:K]
-        summands[row] += sketch[K].sqrt()
+            self._totals.forget_gradient(index)
+            self._totals.saw_gradient(index, earlier)
+        self._totals.saw_gradient(index, gradient)
         if not self._in_backward:
             self._in_backward = True
             self._batches.in_backward()
@@ -226,7 +210,7 @@ class Audit:
             engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
         self._counts[index] = self._counts.get(index, 0) + 1
         self.micro_batches = max(self.micro_batches, self._counts[index])
-        if self._is_in_turn(index):
+        if index in self._in_turn:
             self._totals.saw_weight(index, parameter)
 
     @guarded
@@ -253,26 +237,13 @@ class Audit:
         self._trains = trains
         self.scale = self.view.loss_scale()
         self.view.begin_step()
-        reference = self._totals.columns["reference"]
-        for target in self._targets.values():
-            flat = self.view.local(target.tensor).detach().reshape(-1)
-            for part in target.parts:
-                if part.length and self._is_in_turn(part.index):
-                    values = flat[part.offset : part.offset + part.length].to(self.view.compute_dtype(part.index))
-                    sketch = project(values, part.start, exact=True)
-                    reference[self.view.rows[part.index]] += sketch[:K].to(self.view.device)
-        for index in self._in_turn():
-            if index not in self.view.trained:
-                values, start = self.view.frozen_parts(index)
-                sketch = project(values.to(self.view.compute_dtype(index)), start, exact=True)[:K]
-                reference[self.view.rows[index]] += sketch.to(self.view.device)
+        self._totals.saw_optimizer_weights(self._in_turn)
 
     @guarded
     def before_step(self) -> None:
         """Remembers the options of the parameter groups as the user and the schedule left them, before an engine that
         calls the optimizer itself."""
-        if self.running:
-            self._options.before_step()
+        self._options = {id(group): options_of(group) for group in self.view.optimizer.param_groups}
 
     @guarded
     def before_update(self, optimizer: Any) -> None:
@@ -283,32 +254,21 @@ class Audit:
             return
         if not self.view.owns_step:
             self.scale = self.view.loss_scale()
-        for index in self.view.foreign_gradients():
-            self._totals.columns["foreign"][self.view.rows[index]] = 1
-        for index in self.view.trained:
-            self._totals.columns["trained"][self.view.rows[index]] = 1
-        actual, square = self._totals.columns["actual"], self._totals.columns["square"]
+        self._totals.mark("foreign", self.view.foreign_gradients())
+        self._totals.mark("trained", self.view.trained)
         clips = self.view.clip_limit() > 0
         for group in optimizer.param_groups:
-            self._options.compare(group, self._targets, not self.verdict.steps, self.add)
+            for key, value in self._options.get(id(group), {}).items():
+                if group.get(key, value) != value:
+                    self.add("options", 2.0, f"{key} is {group[key]} in the update and was {value} before the step")
             for tensor in group["params"]:
                 target = self._targets.get(id(tensor))
                 if target is None and not self.view.owns_step:
                     self.verdict.not_judged["some parameters"] = "the optimizer was given them after its first step"
-                if target is None or tensor.grad is None:
-                    continue
-                gradient = self.view.local(tensor.grad).detach()
-                flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
-                for part in target.parts:
-                    values = flat[part.offset : part.offset + part.length]
-                    sketch = project(values, part.start, measure=clips).to(self.view.device)
-                    row = self.view.rows[part.index]
-                    actual[row] += sketch[:K]
-                    square[row] += sketch[K]
-        self._updates.begin(optimizer, self.add, self._note_weights)
-
-    def _note_weights(self, kind: Kind, shares: Tensor, text: Callable[[], str]) -> None:
-        self._noted.append((shares.max(), text))
+                if target is not None and tensor.grad is not None:
+                    gradient = self.view.local(tensor.grad).detach()
+                    self._totals.saw_optimizer_gradient(target.parts, gradient, measure=clips)
+        self._updates.begin(optimizer, self.add)
 
     @guarded
     def after_update(self, optimizer: Any) -> None:
@@ -337,24 +297,28 @@ class Audit:
         """Adds up what the ranks contribute, and returns the findings, which are the same on all ranks."""
         view, verdict = self.view, self.verdict
         self._batch_norms.compare(self.add)
-        shares = [share.to(view.device) for _, share, _ in self._local]
-        notes = [share.to(view.device) for share, _ in self._noted]
-        own = torch.stack([*shares, *notes]) if shares or notes else self._batches.fingerprints[:0]
-        flat = self._totals.over_ranks(own[: len(shares)], bool(self.error), self._batches.fingerprints)
-        both = torch.cat([flat, own]).cpu()  # the only synchronisation of a step
-        flat, shares, notes = both.split([len(flat), len(shares), len(notes)])
-        shares = shares.nan_to_num(nan=torch.inf)
-        sums, worst, fingerprints = self._totals.split(flat)
+        local, self._local = self._local, []
+        sums, worst, fingerprints, shares = self._totals.over_ranks(
+            [share for _, share, _ in local], bool(self.error), self._batches.fingerprints
+        )
         verdict.notes |= self._batches.notes(self.step, fingerprints)
         if worst == FAILED:
-            self.stop(f"step {self.step} and later steps", next(filter(None, self.everywhere(self.error))))
+            self.stop(f"step {self.step} and later steps", next(filter(None, view.ranks.everywhere(self.error))))
             return []
-        findings = self._gather_local(shares) if worst > 1 else []
-        for (kind, _, _), share in zip(self._local, shares.tolist(), strict=True):
+        found: list[tuple[Kind, str, float]] = []
+        for (kind, _, text), share in zip(local, shares, strict=True):
+            if kind == "note":
+                if share > 0:
+                    verdict.notes["weights that change between steps"] = f"{text()} (step {self.step})"
+                continue
             verdict.record(kind, share)
-        for (_, text), share in zip(self._noted, notes.tolist(), strict=True):
-            if share > 0:
-                verdict.notes["weights that change between steps"] = f"{text()} (step {self.step})"
+            if share > 1:
+                found.append((kind, str(text() if callable(text) else text), share))
+        findings = [
+            self._judge.finding(self.step, kind, text, share, rank)
+            for rank, of_rank in enumerate(view.ranks.everywhere(found) if worst > 1 else ())
+            for kind, text, share in of_rank
+        ]
         step = Step(self.step, self.micro_batches, self.scale, sums)
         if skipped:
             verdict.skipped += 1
@@ -363,66 +327,14 @@ class Audit:
             findings += self._judge.gradients(step)
             findings += self.baseline.judge(self._judge, step) if self.baseline is not None else []
         findings += self._judge.weights(step)
-        self._local, self._noted = [], []
         verdict.training_seconds = time.perf_counter() - self._began
         return findings
 
-    def _gather_local(self, shares: Tensor) -> list[Finding]:
-        """Returns the findings that single ranks have made, of all ranks."""
-        own = [
-            (kind, str(text() if callable(text) else text), share)
-            for (kind, _, text), share in zip(self._local, shares.tolist(), strict=True)
-            if share > 1
-        ]
-        return [
-            self._judge.finding(self.step, kind, text, share, rank)
-            for rank, found in enumerate(self.everywhere(own))
-            for kind, text, share in found
-        ]
-
-    def everywhere(self, own: Any) -> list[Any]:
-        """Returns an object of each rank."""
-        return everywhere(self.view.ranks.size, own)
-
-    def _is_in_turn(self, index: int) -> bool:
-        return (index + self.step) % self.weights_every == 0
-
-    def _in_turn(self) -> Sequence[int]:
-        return [index for index in range(len(self.view.parameters)) if self._is_in_turn(index)]
+    @property
+    def _in_turn(self) -> range:
+        """The indices of the weights that this step compares."""
+        return range(-self.step % self.weights_every, len(self.view.parameters), self.weights_every)
 
 
-def audit(
-    model: nn.Module,
-    optimizer: Any = None,
-    every: int = 1,
-    weights_every: int = 8,
-    on_fault: Literal["raise", "warn"] | Callable[[Finding], None] = "raise",
-    start: Start | None = None,
-    replay: Any = None,
-    baseline: Any = None,
-) -> Audit:
-    """Audits each step from now on. Every rank must call it, after the engine or wrapper was built.
-
-    Args:
-        model: A DeepSpeedEngine, or the model: as it is, in DistributedDataParallel, or after `fully_shard`.
-        optimizer: The torch optimizer that updates the model, unless `model` is a DeepSpeedEngine.
-        every: Audit each step whose number is divisible by this.
-        weights_every: Compare each weight in every so many steps. Gradients and updates are compared in each step.
-        on_fault: Whether to raise StepCheckError at the first step with a fault or to print it, or what to call.
-        start: What `Start` recorded before the engine was built.
-        replay: Computes chosen steps again on a copy of the module.
-        baseline: Saves each step, or compares it with a saved one.
-
-    Raises:
-        NotAuditable: If the audit cannot read the engine. The message says why.
-    """
-    return Audit(view_of(model, optimizer), every, weights_every, on_fault, start, replay, baseline)
-
-
-def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the outermost modules that have a forward pass of their own. A ModuleList has none."""
-    if type(module).forward is nn.Module.forward:
-        for child in module.children():
-            yield from _called_modules(child)
-    else:
-        yield module
+audit = Audit
+"""The name by which a script starts an audit: `with audit(engine):`."""

@@ -143,16 +143,16 @@ class Judge:
     def _factor(self, step: Step, factor: float, tolerance: float, norm: float) -> list[Finding]:
         """Judges the factor that all gradients have in common, which clipping may make smaller than 1."""
         limit, share = self.view.clip_limit(), abs(factor - 1) / tolerance
-        allowed = CLIPPING + 2 * self.optimizer_unit
-        if limit and norm > limit * (1 - allowed):
-            self.verdict.record("clipping", error := abs(norm / limit - 1) / allowed)
+        rounding = CLIPPING + 2 * self.optimizer_unit
+        if limit and norm > limit * (1 - rounding):
+            self.verdict.record("clipping", error := abs(norm / limit - 1) / rounding)
             if error > 1:
                 return [
                     self.finding(
                         step.number, "clipping", f"the norm of all gradients is {norm:.6g} and the limit {limit}", error
                     )
                 ]
-            share = max(0.0, factor - 1) / (tolerance + allowed)
+            share = max(0.0, factor - 1) / (tolerance + rounding)
         elif not self.view.owns_step and share > 1 and 0 < factor < 1 and not limit:
             self.verdict.not_judged["the scale of all gradients"] = (
                 f"something other than torch's clip_grad_norm_ multiplied them by {factor:.5g} in step {step.number}"

@@ -91,12 +91,12 @@ def _sum_rows(matrix: Tensor, row: int, dtype: torch.dtype, measure: bool) -> tu
     square: Any = 0.0
     for part in matrix.split(chunk):
         own, part = signs[:, row % PERIOD : row % PERIOD + len(part)].to(dtype), part.to(dtype)
-        whole = len(part) // BLOCK * BLOCK
-        if whole:
-            blocks = own[:, :whole].view(ROW_SIGNS, -1, BLOCK).transpose(0, 1)
-            total = total + torch.bmm(blocks, part[:whole].view(-1, BLOCK, WIDTH)).sum(0).double()
-        if whole < len(part):
-            total = total + (own[:, whole:] @ part[whole:]).double()
+        full = len(part) // BLOCK * BLOCK
+        if full:
+            blocks = own[:, :full].view(ROW_SIGNS, -1, BLOCK).transpose(0, 1)
+            total = total + torch.bmm(blocks, part[:full].view(-1, BLOCK, WIDTH)).sum(0).double()
+        if full < len(part):
+            total = total + (own[:, full:] @ part[full:]).double()
         if measure:
             square = square + torch.linalg.vector_norm(part).double().square()
         row += len(part)

@@ -1,5 +1,6 @@
 """Records what building an engine must not change."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -17,31 +18,8 @@ class Start:
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self.ties = _ties(model)
         self.trained = {name: each.requires_grad for name, each in model.named_parameters()}
-        self.groups = [_options(group) for group in getattr(optimizer, "param_groups", ())]
-        self.options = {
-            id(parameter): _options(group)
-            for group in getattr(optimizer, "param_groups", ())
-            for parameter in group["params"]
-        }
-
-    def options_by_index(self, view: View) -> dict[int, dict[str, Any]]:
-        """Returns the options of each parameter as the user gave them, without the learning rate, which a schedule may
-        change before the first step."""
-        return {
-            index: self.options[id(parameter)]
-            for index, parameter in enumerate(view.parameters)
-            if id(parameter) in self.options
-        }
-
-    def changed_options(self, optimizer: Any) -> list[str]:
-        """Returns which options of parameter groups have changed since, one sentence each."""
-        pairs = enumerate(zip(self.groups, optimizer.param_groups, strict=False))
-        return [
-            f"{key} of parameter group {number} is {after[key]}, and {value} was given"
-            for number, (before, after) in pairs
-            for key, value in before.items()
-            if key in after and plain(after[key]) != plain(value)
-        ]
+        groups = getattr(optimizer, "param_groups", ())
+        self.options = {id(parameter): options_of(group) for group in groups for parameter in group["params"]}
 
     def changes(self, model: nn.Module) -> list[str]:
         """Returns what has changed since, one sentence each."""
@@ -60,14 +38,27 @@ class Start:
         return texts + [f"{name} is no longer tied as before the engine was built" for name in untied[:1]]
 
 
+def changed_options(view: View, start: Start | None) -> Iterator[str]:
+    """Yields a sentence for each option of the optimizer that is not as the user gave it. A schedule may have changed
+    the learning rate."""
+    given = view.given_options()
+    for index, parameter in enumerate(view.parameters):
+        if start and id(parameter) in start.options:
+            given[index] = {key: value for key, value in start.options[id(parameter)].items() if key != "lr"}
+    for index, group in view.parameter_groups().items():
+        for key, value in given.get(index, {}).items():
+            if key in group and plain(group[key]) != plain(value):
+                yield f"{key} of {view.names[index]} is {group[key]}, and {value} was given"
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a parameter group that are plain data."""
+    return {key: value for key, value in group.items() if isinstance(value, (*PLAIN, tuple))}
+
+
 def plain(value: Any) -> Any:
     """Returns an option as a tuple if it is a list, as in JSON."""
     return tuple(value) if isinstance(value, list) else value
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options without the learning rate, which a schedule may change before the first step."""
-    return {key: value for key, value in group.items() if key != "lr" and isinstance(value, (*PLAIN, tuple))}
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Adds up over the ranks what each of them contributes to the comparison of a step."""
 
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stepcheck.engines import View
+from stepcheck.engines.view import Part
 from stepcheck.judge import COLUMNS
 from stepcheck.sketch import K, project
 
@@ -19,6 +20,7 @@ class Totals:
 
     def __init__(self, view: View):
         self.view = view
+        self.targets = [*view.targets()]
         self.columns = {name: self._zeros(width) for name, width in COLUMNS.items()}
         self.used: dict[int, Tensor] = {}  # sketches of the weights as first used in this step, by index
         self._contrasts = self._zeros(1)
@@ -34,7 +36,48 @@ class Totals:
             column.zero_()
         self.used = {}
 
-    def saw_weight(self, index: int, parameter: Any) -> None:
+    def mark(self, column: str, indices: Iterable[int]) -> None:
+        """Sets the number of some parameters in a column to 1."""
+        for index in indices:
+            self.columns[column][self.view.rows[index]] = 1
+
+    def forget_gradient(self, index: int) -> None:
+        """Forgets what autograd has computed for a parameter."""
+        for column in ("expected", "summands"):
+            self.columns[column][self.view.rows[index]] = 0.0
+
+    def saw_gradient(self, index: int, gradient: Tensor) -> None:
+        """Adds what autograd has computed for a parameter."""
+        row, sketch = self.view.rows[index], project(gradient).to(self.view.device)
+        self.columns["expected"][row] += sketch[:K]
+        self.columns["summands"][row] += sketch[K].sqrt()
+
+    def saw_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
+        """Adds the gradient of a tensor of the optimizer. `measure` is whether its norm must be exact."""
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        for part in parts:
+            values = flat[part.offset : part.offset + part.length]
+            sketch = project(values, part.start, measure=measure).to(self.view.device)
+            self.columns["actual"][self.view.rows[part.index]] += sketch[:K]
+            self.columns["square"][self.view.rows[part.index]] += sketch[K]
+
+    def saw_optimizer_weights(self, indices: Collection[int]) -> None:
+        """Adds this rank's parts of some parameters, as the optimizer has them."""
+        view = self.view
+        for target in self.targets:
+            flat = view.local(target.tensor).detach().reshape(-1)
+            for part in target.parts:
+                if part.length and part.index in indices:
+                    self._add_reference(part.index, flat[part.offset : part.offset + part.length], part.start)
+        for index in indices:
+            if index not in view.trained:
+                self._add_reference(index, *view.frozen_parts(index))
+
+    def _add_reference(self, index: int, values: Tensor, start: int) -> None:
+        sketch = project(values.to(self.view.compute_dtype(index)), start, exact=True)[:K]
+        self.columns["reference"][self.view.rows[index]] += sketch.to(self.view.device)
+
+    def saw_weight(self, index: int, parameter: Tensor) -> None:
         """Compares a weight, as a forward or backward pass uses it, with its first use in this step."""
         if not parameter.numel():
             return
@@ -45,9 +88,17 @@ class Totals:
             moved = self.columns["moved"][self.view.rows[index]]
             torch.maximum(moved, (sketch - self.used[index]).abs().max(), out=moved)
 
-    def over_ranks(self, shares: Tensor, failed: bool, fingerprints: Tensor) -> Tensor:
-        """Returns, flat, the sums of all columns over the ranks, followed by the largest of each rank's own shares of
-        tolerances, or FAILED, and the fingerprints of their batches. `split` separates them."""
+    def over_ranks(
+        self, shares: Sequence[Tensor], failed: bool, fingerprints: Tensor
+    ) -> tuple[dict[str, Tensor], float, Tensor, list[float]]:
+        """Returns what all ranks have contributed, on the CPU: the sums of the columns, the largest share of a
+        tolerance on any rank, or FAILED, and the fingerprints of their batches. Then come the shares of this rank.
+
+        Args:
+            shares: Of tolerances, which only this rank has compared.
+            failed: Whether this rank's audit has failed.
+            fingerprints: Of the batches of this rank.
+        """
         view, columns = self.view, self.columns
         for index, sketch in self.used.items():
             row = view.rows[index]
@@ -55,34 +106,22 @@ class Totals:
             columns["used_contrast"][row] += _contrast(view.ranks.rank, view.ranks.size) * sketch
             columns["uses"][row] += 1
         columns["contrast"].copy_(self._contrasts * columns["actual"])
-        worst = torch.zeros(view.ranks.size, dtype=torch.float64, device=view.device)
-        if failed:
-            worst[view.ranks.rank] = FAILED
-        elif len(shares):
-            worst[view.ranks.rank] = shares.nan_to_num(nan=torch.inf).clamp(max=FAILED / 2).max()
+        own = torch.stack([torch.zeros_like(fingerprints[0]), *(share.to(view.device) for share in shares)])
+        own = own.nan_to_num(nan=torch.inf)
+        worst = torch.zeros_like(fingerprints)
+        worst[view.ranks.rank] = FAILED if failed else own.max().clamp(max=FAILED / 2)
         flat = torch.cat([*(column.view(-1) for column in columns.values()), worst, fingerprints])
         if view.ranks.size > 1:
             dist.all_reduce(flat)
-        return flat
-
-    def split(self, flat: Tensor) -> tuple[dict[str, Tensor], float, Tensor]:
-        """Returns the sums by column, the largest share of any rank, and the fingerprints."""
-        rows, ranks = len(self.view.row_names), self.view.ranks.size
-        *columns, worst, fingerprints = flat.split([*(rows * width for width in COLUMNS.values()), ranks, ranks])
-        pairs = zip(COLUMNS.items(), columns, strict=True)
-        return {name: column.view(-1, width) for (name, width), column in pairs}, float(worst.max()), fingerprints
+        both = torch.cat([flat, own]).cpu()  # the only synchronisation of a step
+        widths = [*(column.numel() for column in columns.values()), len(worst), len(fingerprints), len(own)]
+        *sums, worst, fingerprints, own = both.split(widths)
+        pairs = zip(COLUMNS.items(), sums, strict=True)
+        named = {name: column.view(-1, width) for (name, width), column in pairs}
+        return named, float(worst.max()), fingerprints, own[1:].tolist()
 
     def _zeros(self, width: int) -> Tensor:
         return torch.zeros(len(self.view.row_names), width, dtype=torch.float64, device=self.view.device)
-
-
-def everywhere(ranks: int, own: Any) -> list[Any]:
-    """Returns an object of each rank. Every rank must call it."""
-    everyone: list[Any] = [own]
-    if ranks > 1:
-        everyone = [None] * ranks
-        dist.all_gather_object(everyone, own)
-    return everyone
 
 
 def _contrast(replica: int, replicas: int) -> float:

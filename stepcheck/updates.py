@@ -69,7 +69,7 @@ class UpdateCheck:
         """Forgets what the last update left, before a checkpoint is loaded."""
         self.kept = {}
 
-    def begin(self, optimizer: Any, report: Report, note: Report) -> None:
+    def begin(self, optimizer: Any, report: Report) -> None:
         """Updates copies of slices, before the optimizer updates its tensors. Compares weights and state with what the
         last update left. Weights that differ are only noted, unless an engine owns the step: a script may clip them."""
         self.slices = []
@@ -87,11 +87,11 @@ class UpdateCheck:
                 state = optimizer.state.get(target, {})
                 self._compare_kept(target, state, kept, weights)
                 name, part = chosen
-                copy = nn.Parameter(self._cut(target, part))
-                copy.grad = self._cut(target.grad, part).to(copy.dtype) / (1.0 if scale is None else scale)
+                copy = nn.Parameter(self._slice_of(target, part))
+                copy.grad = self._slice_of(target.grad, part).to(copy.dtype) / (1.0 if scale is None else scale)
                 self.slices.append(Slice(target, name, part, copy.detach().clone(), copy))
                 groups.append({**options, "params": [copy]})
-                own = {key: self._cut(value, part) for key, value in state.items() if value is not None}
+                own = {key: self._slice_of(value, part) for key, value in state.items() if value is not None}
                 if "step" in own and self.kind is not type(optimizer):
                     # FusedAdam counts steps only in the state of a group's last tensor (0.16 to 0.19.8).
                     own["step"] = torch.tensor(max(_steps(optimizer, group)))
@@ -99,7 +99,7 @@ class UpdateCheck:
                     groups[-1]["capturable"] = True  # otherwise torch would wait for the device to read the step
                 states.append(own)
         kept.report(report, 0.0, "is not what the last update left")
-        weights.report(report if self.view.owns_step else note, 0.0, "is not what the last update left")
+        weights.report(report, 0.0, "is not what the last update left", "state" if self.view.owns_step else "note")
         if groups:
             self._step(groups, states)
 
@@ -117,7 +117,7 @@ class UpdateCheck:
         """Compares the optimizer's tensors and state with the copies, after its update."""
         if not self.slices:
             return
-        actual = [self._cut(each.target, each.part) for each in self.slices]
+        actual = [self._slice_of(each.target, each.part) for each in self.slices]
         expected, before = [each.copy.detach() for each in self.slices], [each.before for each in self.slices]
         errors, moved = distances(actual, expected), distances(expected, before)
         rounding = torch.finfo(actual[0].dtype).eps * norms(before)
@@ -126,7 +126,7 @@ class UpdateCheck:
         states = Pairs()
         for each, weight in zip(self.slices, actual, strict=True):
             state = optimizer.state.get(each.target, {})
-            left = {key: self._cut(value, each.part) for key, value in state.items() if _is_vector(value)}
+            left = {key: self._slice_of(value, each.part) for key, value in state.items() if _is_vector(value)}
             for key, value in self.expected_state.get(each.copy, {}).items():
                 if _is_vector(value):
                     states.add(f"{key} of {each.name}", left.get(key), value)
@@ -141,7 +141,7 @@ class UpdateCheck:
         for key, before in kept.items():
             now = target if key == "weight" else state.get(key)
             own = weights if key == "weight" else pairs
-            own.add(f"{key} of {last.name}", None if now is None else self._cut(now, last.part), before)
+            own.add(f"{key} of {last.name}", None if now is None else self._slice_of(now, last.part), before)
 
     def _choose(self, target: Tensor) -> tuple[str, slice] | None:
         """Returns a slice within one parameter's part of a target, and the parameter's name. Padding is left out,
@@ -155,8 +155,8 @@ class UpdateCheck:
         numbers = 2 if target.is_complex() else 1  # in an element
         return self.view.names[part.index], slice(numbers * first, numbers * last)
 
-    def _cut(self, value: Any, part: slice) -> Tensor:
-        """Returns a copy of a slice of a tensor, or of the whole if it has no dimensions."""
+    def _slice_of(self, value: Any, part: slice) -> Tensor:
+        """Returns a copy of a slice of a tensor, or of all of it if it has no dimensions."""
         if not isinstance(value, Tensor):
             return torch.as_tensor(value)
         local = dense(self.view.local(value).detach())
@@ -177,14 +177,14 @@ class Pairs:
         self.actual.append(torch.full_like(expected, torch.inf) if actual is None else actual)
         self.expected.append(expected)
 
-    def report(self, report: Report, tolerance: float, how: str) -> None:
-        """Reports all pairs as the optimizer's state. The tolerance is relative to the expected norm."""
+    def report(self, report: Report, tolerance: float, how: str, kind: Kind = "state") -> None:
+        """Reports all pairs. The tolerance is relative to the expected norm."""
         if not self.names:
             return
         errors = distances(self.actual, self.expected)
         shares = errors / (tolerance * norms(self.expected) + 1e-30)
         names = self.names
-        report("state", shares, lambda: f"{names[int(shares.nan_to_num(nan=torch.inf).argmax())]} {how}")
+        report(kind, shares, lambda: f"{names[int(shares.nan_to_num(nan=torch.inf).argmax())]} {how}")
 
 
 def _wrong_update(names: list[str], errors: Tensor, moved: Tensor) -> str:

@@ -23,6 +23,7 @@ Kind = Literal[
     "batch",
     "schedule",
     "counter",
+    "note",
 ]
 
 Outcome = Literal["agrees", "different", "not judged"]

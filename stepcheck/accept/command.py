@@ -88,46 +88,40 @@ def _train(cases: Sequence[Case], ranks: int) -> list[Result]:
     results: list[Result] = []
 
     def report(case: Case, verdict: dict[str, Any]) -> None:
-        result = {"steps": 0, "findings": [], "shares": {}, **verdict}
-        result |= {"engine": str(case), "row": case.row, "strategy": case.strategy, "precision": case.precision}
-        unjudged = [f"{what} is not judged, because {why}" for what, why in result.get("not_judged", {}).items()]
-        if not result.get("error") and not result["findings"] and (unjudged or result["steps"] < STEPS):
-            result["error"] = (unjudged or [f"only {result['steps']} of {STEPS} steps were audited"])[0]
-        result["known"] = known_fault(case, [_sentence(finding) for finding in result["findings"]])
-        result["passed"] = not result.get("error") and (not result["findings"] or bool(result["known"]))
-        result["summary"] = verdict.get("summary", result.get("error"))
-        results.append(result)
-        print(f"{_status(result):5} {case}: {_outcome(result)}", flush=True)
+        results.append(_result(case, verdict))
+        print(f"{results[-1]['status']:5} {case}: {results[-1]['summary']}", flush=True)
 
     train_cases(cases, ranks, report)
     return results
 
 
-def _status(result: Result) -> str:
-    return ("known" if result["known"] else "ok") if result["passed"] else "FAULT"
-
-
-def _outcome(result: Result) -> str:
-    if result["findings"]:
-        return _sentence(result["findings"][0]) + (f" (in each release: {result['known']})" if result["known"] else "")
-    return result.get("error") or f"{_share(result):.2g} of a tolerance, {result['took']:.2f} s"
-
-
-def _sentence(finding: dict[str, Any]) -> str:
-    return str(Finding(**finding))
-
-
-def _share(result: Result) -> float:
-    return max((float("inf" if share == "infinite" else share) for share in result["shares"].values()), default=0.0)
+def _result(case: Case, verdict: dict[str, Any]) -> Result:
+    """Judges a case by the audit's verdict: "ok", "known" or "FAULT"."""
+    result = {"steps": 0, "findings": [], "shares": {}, "not_judged": {}, "known": "", **verdict}
+    result |= {"engine": str(case), "row": case.row, "strategy": case.strategy, "precision": case.precision}
+    unjudged = [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
+    findings = [str(Finding(**each)) for each in result["findings"]]
+    if findings:
+        result["known"] = known_fault(case, findings)
+        result["summary"] = findings[0] + (f" (in each release: {result['known']})" if result["known"] else "")
+    elif unjudged or result["steps"] < STEPS:
+        result.setdefault("error", (unjudged or [f"only {result['steps']} of {STEPS} steps were audited"])[0])
+    if "error" in result:
+        result["summary"] = result["error"]
+    result["passed"] = "error" not in result and (not findings or bool(result["known"]))
+    result["status"] = ("known" if result["known"] else "ok") if result["passed"] else "FAULT"
+    if result["status"] == "ok":
+        result["summary"] = f"{max(result['shares'].values()):.2g} of a tolerance, {result['took']:.2f} s"
+    return result
 
 
 def _conclude(results: list[Result], left_out: dict[str, str], options: argparse.Namespace) -> int:
-    """Prints the table and the verdict, and writes the files. Returns the exit code."""
+    """Prints the verdict and writes the files. Returns the exit code."""
     failed = [each for each in results if not each["passed"]]
     passed = bool(results) and not failed
-    print("\n" + "\n".join(_table(results)) + "\n")
+    print()
     for each in failed:
-        print(f"FAULT {each['engine']}: {_outcome(each)}")
+        print(f"FAULT {each['engine']}: {each['summary']}")
     print(f"stepcheck accept: {'PASSED' if passed else 'FAILED'}: {'; '.join(_sentences(results, options.devices))}")
     result = {
         "passed": passed,
@@ -140,35 +134,9 @@ def _conclude(results: list[Result], left_out: dict[str, str], options: argparse
     return result["exit_code"]
 
 
-def _table(results: Sequence[Result]) -> Iterable[str]:
-    """Yields the lines of a table of cases and strategies, with the largest share of a tolerance that was used."""
-    cells: dict[tuple[str, str], list[Result]] = {}
-    for each in results:
-        cells.setdefault((each["row"], each["strategy"]), []).append(each)
-    rows, columns = (list(dict.fromkeys(key[part] for key in cells)) for part in (0, 1))
-    columns.sort(key=STRATEGIES.index)
-    heads = [name.removeprefix("deepspeed_stage_") for name in columns]
-    width = max(map(len, rows), default=0)
-    yield "Largest share of a tolerance (numbers as columns: deepspeed_stage_N)"
-    yield "  ".join([" " * width, *(f"{head:>5}" for head in heads)])
-    for row in rows:
-        texts = [_cell(cells.get((row, column), [])) for column in columns]
-        yield "  ".join(
-            [f"{row:{width}}", *(f"{text:>{max(5, len(head))}}" for text, head in zip(texts, heads, strict=True))]
-        )
-
-
-def _cell(results: Sequence[Result]) -> str:
-    if not results:
-        return ""
-    worst = max(map(_status, results), key=["ok", "known", "FAULT"].index)
-    return f"{max(map(_share, results)):.2f}" if worst == "ok" else worst
-
-
 def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
-    right = [each for each in results if _status(each) == "ok"]
+    right, known = ([each for each in results if each["status"] == status] for status in ("ok", "known"))
     yield f"{len(right)} of {len(results)} cases are correct"
-    known = [each for each in results if _status(each) == "known"]
     if known:
         yield f"{len(known)} have a fault that every release has"
     versions = [f"{name} {_version(name)}" for name in ("torch", "deepspeed") if _version(name)]
@@ -179,15 +147,14 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
     largest = [f"{kind} {max(each['shares'].get(kind, 0.0) for each in right):.2g}" for kind in kinds]
     if largest:
         yield f"largest share of a tolerance: {', '.join(largest)}"
-    for name in ("float32", "bfloat16", "float16"):
+    for name in dict.fromkeys(each["precision"] for each in right):
         own = [each for each in right if each["precision"] == name]
-        if own:
-            of_all, of_one = (max(each[f"smallest_{what}_error"] for each in own) for what in ("scale", "tensor"))
-            judged = sum(each["values"] for each in own) / sum(each["values_in_all"] for each in own)
-            yield (
-                f"{name}: {100 * judged:.3g} % of the gradients' values are judged, a scale error of {of_all:.1e} of "
-                f"all gradients or of {of_one:.1e} of one would be seen"
-            )
+        of_all, of_one = (max(each[f"smallest_{what}_error"] for each in own) for what in ("scale", "tensor"))
+        judged = sum(each["values"] for each in own) / sum(each["values_in_all"] for each in own)
+        yield (
+            f"{name}: {100 * judged:.3g} % of the gradients' values are judged, a scale error of {of_all:.1e} of "
+            f"all gradients or of {of_one:.1e} of one would be seen"
+        )
 
 
 def _version(package: str) -> str:

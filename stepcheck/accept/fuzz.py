@@ -1,8 +1,7 @@
 """Draws random cases."""
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from stepcheck.accept.cases import ADAMW, CLIP, SGD, ZERO, Case
@@ -14,32 +13,21 @@ DRAWN_OPTIMIZERS = (
     *({"optimizer": name, "options": {"lr": 0.005}} for name in ("Adam", "NAdam", "RMSprop")),
 )
 
-Draw = Callable[[random.Random], Any]
+SIZES = (100, 600, 3000, 20000, 100000)  # elements; from a small tensor to more than the model
 
-
-def number(low: int, high: int) -> Draw:
-    """Returns a function that draws an even number between two powers of ten."""
-    return lambda draw: int(10 ** draw.uniform(low, high)) // 2 * 2
-
-
-def one_of(*values: Any) -> Draw:
-    """Returns a function that draws one of some values."""
-    return lambda draw: draw.choice(values)
-
-
-DRAWN_KEYS: tuple[tuple[str, tuple[int, ...], Draw], ...] = (
-    ("reduce_bucket_size", (1, 2, 3), number(2, 5)),
-    ("contiguous_gradients", (1, 2, 3), one_of(False)),
-    ("overlap_comm", (1, 2, 3), one_of(True, False)),
-    ("reduce_scatter", (1, 2, 3), one_of(False)),
-    ("allgather_bucket_size", (1, 2), number(2, 5)),
-    ("round_robin_gradients", (1, 2), one_of(True)),
-    ("sub_group_size", (3,), number(2, 5)),
-    ("stage3_prefetch_bucket_size", (3,), number(2, 5)),
-    ("stage3_param_persistence_threshold", (3,), number(0, 5)),
-    ("stage3_max_live_parameters", (3,), number(2, 5)),
-    ("stage3_max_reuse_distance", (3,), number(2, 5)),
-    ("stage3_use_all_reduce_for_fetch_params", (3,), one_of(True)),
+DRAWN_KEYS: tuple[tuple[str, tuple[int, ...], tuple[Any, ...]], ...] = (
+    ("reduce_bucket_size", (1, 2, 3), SIZES),
+    ("contiguous_gradients", (1, 2, 3), (False,)),
+    ("overlap_comm", (1, 2, 3), (True, False)),
+    ("reduce_scatter", (1, 2, 3), (False,)),
+    ("allgather_bucket_size", (1, 2), SIZES),
+    ("round_robin_gradients", (1, 2), (True,)),
+    ("sub_group_size", (3,), SIZES),
+    ("stage3_prefetch_bucket_size", (3,), SIZES),
+    ("stage3_param_persistence_threshold", (3,), (0, *SIZES)),
+    ("stage3_max_live_parameters", (3,), SIZES),
+    ("stage3_max_reuse_distance", (3,), SIZES),
+    ("stage3_use_all_reduce_for_fetch_params", (3,), (True,)),
 )
 """Keys of "zero_optimization" in random cases, the stages that have them, and their values."""
 
@@ -51,32 +39,30 @@ def random_cases(count: int, strategies: Sequence[str], ranks: int) -> list[Case
 
 def _random_case(seed: int, strategies: Sequence[str], ranks: int) -> Case:
     draw = random.Random(seed)
-    stage, _ = ZERO.get(strategy := draw.choice(strategies), (None, False))
+    strategy = draw.choice(strategies)
+    stage, _ = ZERO.get(strategy, (None, False))
     experts = stage in (0, 1, 2) and draw.random() < 0.2
-    case = Case(
+    precision = draw.choice(("float32", "bfloat16"))
+    return Case(
         "random",
         strategy,
         ranks,
         seed,
         model="experts" if experts else "edges",
         ep_size=draw.choice((1, 2)) if experts and ranks % 2 == 0 else 1,
-        precision="bfloat16" if draw.random() < 0.5 else "float32",
+        precision=precision,
         accumulate=draw.choice((1, 2, 4)),
         clip=0.0 if experts else draw.choice((0.0, CLIP)),  # DeepSpeed's norm of experts is another one
         syncs_each=draw.random() < 0.5,
+        config={} if stage is None else _random_config(draw, stage, experts, precision == "bfloat16"),
         **draw.choice(DRAWN_OPTIMIZERS),
-    )
-    return (
-        case
-        if stage is None
-        else replace(case, config=_random_config(draw, stage, experts, case.precision == "bfloat16"))
     )
 
 
 def _random_config(draw: random.Random, stage: int, experts: bool, bfloat16: bool) -> dict[str, Any]:
     refused = ("reduce_scatter", "contiguous_gradients") if experts else ()  # by DeepSpeed
     drawn = [each for each in DRAWN_KEYS if stage in each[1] and each[0] not in refused and draw.random() < 0.4]
-    own = {key: value(draw) for key, _, value in drawn}
+    own = {key: draw.choice(values) for key, _, values in drawn}
     config: dict[str, Any] = {"zero_optimization": own} if own else {}
     others: list[dict[str, Any]] = [{"communication_data_type": draw.choice(("fp32", "bf16"))}]
     if stage and bfloat16:

@@ -77,14 +77,14 @@ class Experts(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        # Each expert has room for all tokens, because tokens without room are dropped at random.
+        # Each expert has the capacity for all tokens, because tokens beyond it are dropped at random.
         self.mixture = MoE(WIDTH, expert, EXPERTS, ep_size, capacity_factor=EXPERTS)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
         mixed, imbalance, _ = self.mixture(x)
-        return loss_of(self.head(x + mixed), wanted) + 0.01 * imbalance
+        return loss_of(self.head(x + mixed), targets) + 0.01 * imbalance
 
 
 def build(case: Case) -> nn.Module:
@@ -115,5 +115,5 @@ def batches(case: Case, rank: int, device: torch.device) -> Iterator[tuple[Tenso
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(scores: Tensor, wanted: Tensor) -> Tensor:
-    return F.cross_entropy(scores.float().flatten(0, 1), wanted.flatten())
+def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.float().flatten(0, 1), targets.flatten())

@@ -20,13 +20,10 @@ from stepcheck.replay import Replay
 from stepcheck.start import Start
 from stepcheck.verdict import Verdict
 
-Batches = list[tuple[Tensor, Tensor]]
-
 
 def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
     """Trains a case on this rank. Returns the audit's verdict as plain data."""
-    verdict = train(Case(**fields), device)
-    return {**verdict.as_dict(), "summary": str(verdict)}
+    return train(Case(**fields), device).as_dict()
 
 
 def train(case: Case, device: torch.device) -> Verdict:
@@ -38,8 +35,13 @@ def train(case: Case, device: torch.device) -> Verdict:
     data = batches(case, dist.get_rank(), device)
     try:
         with audit(*training.audited, weights_every=1, on_fault="warn", start=training.start, replay=replay) as audited:
-            for _ in range(STEPS):
-                training.step(replay, [next(data) for _ in range(case.accumulate)])
+            for number in range(1, STEPS * case.accumulate + 1):
+                compute = partial(loss_of_batch, case, next(data))
+                training.prepare(is_last=number % case.accumulate == 0)
+                replay.micro_batch(compute)
+                loss = compute(training.model)
+                replay.loss(loss)
+                training.backward(loss, is_last=number % case.accumulate == 0)
     finally:
         training.free()
         del training, model
@@ -71,15 +73,15 @@ class TorchTraining:
         self.optimizer, self.schedule = optimizer, build_schedule(optimizer)
         self.audited: Any = self.model, optimizer
 
-    def step(self, replay: Replay, micro_batches: Batches) -> None:
-        """Trains one step on some micro-batches."""
-        for number, batch in enumerate(micro_batches, 1):
-            self.set_sync(self.case.syncs_each or number == len(micro_batches))
-            compute = partial(loss_of_batch, self.case, batch, parts=len(micro_batches))
-            replay.micro_batch(compute)
-            loss = compute(self.model)
-            replay.loss(loss)
-            loss.backward()
+    def prepare(self, is_last: bool) -> None:
+        """Decides whether the next backward pass averages the gradients."""
+        self.set_sync(self.case.syncs_each or is_last)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Computes gradients, and at the last micro-batch updates the weights."""
+        loss.backward()
+        if not is_last:
+            return
         if self.case.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
         self.optimizer.step()
@@ -99,31 +101,29 @@ class DeepSpeedTraining:
         self.case = case
         optimizer = build_optimizer(case, model)
         self.start = Start(model, optimizer)
-        self.engine: Any = deepspeed.initialize(
+        self.model: Any = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=build_schedule(optimizer), config=deepspeed_config(case)
         )[0]
-        self.audited: Any = (self.engine,)
+        self.audited: Any = (self.model,)
+        self.managed = case.config.get("managed_gradient_accumulation", True)
 
-    def step(self, replay: Replay, micro_batches: Batches) -> None:
-        """Trains one step on some micro-batches."""
-        managed = self.case.config.get("managed_gradient_accumulation", True)
-        for number, batch in enumerate(micro_batches, 1):
-            compute = partial(loss_of_batch, self.case, batch)
-            replay.micro_batch(compute)
-            loss = compute(self.engine)
-            replay.loss(loss)
-            if self.case.plain_backward:
-                loss.backward()
-            else:
-                self.engine.backward(loss)
-            if managed or number == len(micro_batches):
-                self.engine.step()
+    def prepare(self, is_last: bool) -> None:
+        """Does nothing: the engine counts micro-batches."""
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Computes gradients, and calls the engine's step."""
+        if self.case.plain_backward:
+            loss.backward()
+        else:
+            self.model.backward(loss)
+        if self.managed or is_last:
+            self.model.step()
 
     def free(self) -> None:
         """Destroys the engine, which would otherwise keep its tensors and hooks."""
         from stepcheck.engines.deepspeed import free
 
-        free(self.engine)
+        free(self.model)
 
 
 def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
@@ -146,6 +146,8 @@ def build_schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.85)
 
 
-def loss_of_batch(case: Case, batch: tuple[Tensor, Tensor], model: nn.Module, parts: int = 1) -> Tensor:
-    """Returns the loss of a micro-batch, one of some parts of a step. One model returns it itself."""
-    return (model(*batch) if case.model == "experts" else loss_of(model(batch[0]), batch[1])) / parts
+def loss_of_batch(case: Case, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
+    """Returns the loss that a training passes to the backward pass. One model returns it itself. DeepSpeed's engine
+    divides it by the number of micro-batches."""
+    loss = model(*batch) if case.model == "experts" else loss_of(model(batch[0]), batch[1])
+    return loss if case.strategy in ZERO else loss / case.accumulate

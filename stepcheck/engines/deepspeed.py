@@ -1,25 +1,22 @@
-"""View of a DeepSpeedEngine, ZeRO 0 to 3. The only file that reads attributes of DeepSpeed.
+"""View of a DeepSpeedEngine, ZeRO 0 to 3.
 
 Read in the sources of the releases 0.16.0 to 0.19.8. Where DeepSpeed keeps what its optimizer updates differs by stage
 and wrapper (`flat_groups`).
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from stepcheck.engines.view import Hook, NotAuditable, Part, Target, View
-
-LOSS = 1e-5
-"""Relative error of the loss's scale: a few roundings of float32."""
+from stepcheck.engines.deepspeed_step import EngineStep
+from stepcheck.engines.view import NotAuditable, Part, Target, View
 
 
 class DeepSpeedView(View):
@@ -39,7 +36,6 @@ class DeepSpeedView(View):
         self.trained = {index_of[id(each)] for group in groups for each in group if id(each) in index_of}
         self.trained |= {part.index for target in self._target_list for part in target.parts}
         self._give_experts_rows()
-        self._losses = LossScales(self)
 
     def _refuse_unreadable(self) -> None:
         engine = self.engine
@@ -60,12 +56,12 @@ class DeepSpeedView(View):
             if getattr(parameter, "allreduce", True):
                 continue
             groups = importlib.import_module("deepspeed.utils.groups")
-            spread, own = (
+            size, own = (
                 getattr(groups, f"_get_expert_parallel_{what}")(parameter.group_name) for what in ("world_size", "rank")
             )
-            self._expert_ranks[index] = spread
+            self._expert_ranks[index] = size
             self.rows[index] = len(self.row_names) + own
-            self.row_names += [f"{self.names[index]} of expert rank {rank}" for rank in range(spread)]
+            self.row_names += [f"{self.names[index]} of expert rank {rank}" for rank in range(size)]
 
     @property
     def label(self) -> str:
@@ -79,6 +75,14 @@ class DeepSpeedView(View):
 
     def targets(self) -> Iterator[Target]:
         yield from self._target_list
+
+    def parameter_groups(self) -> dict[int, dict[str, Any]]:
+        if self.stage < 3:
+            return super().parameter_groups()
+        # Between two steps, the groups have no tensors.
+        numbers = self.engine.optimizer.sub_group_to_group_id
+        groups = ((self.optimizer.param_groups[numbers[n]], target) for n, target in enumerate(self._target_list))
+        return {part.index: group for group, target in groups for part in target.parts}
 
     def shape(self, index: int) -> torch.Size:
         parameter = self.parameters[index]
@@ -122,10 +126,6 @@ class DeepSpeedView(View):
     def reduction_factor(self) -> float:
         return 1.0 if getattr(self.engine, "gradient_average", True) else float(self.ranks.size)
 
-    @property
-    def divisor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return float(self._losses.divisor)
-
     def clip_limit(self) -> float:
         return float(self.engine._config._param_dict.get("gradient_clipping", 0.0) or 0.0)
 
@@ -142,151 +142,7 @@ class DeepSpeedView(View):
         return dict.fromkeys(self.trained, given)
 
     def attach(self, audit: Any) -> list[Callable[[], None]]:
-        """Wraps the engine's methods of a step."""
-        handles = super().attach(audit)
-        module_hook = self._losses.watch_module()
-        for name, wrapper in (
-            ("forward", partial(self._forward, audit)),
-            ("backward", partial(self._backward, audit)),
-            ("step", partial(self._step, audit)),
-            ("load_checkpoint", partial(self._load, audit)),
-        ):
-            setattr(self.engine, name, partial(wrapper, getattr(self.engine, name)))
-        return [*handles, module_hook.remove, self._unwrap]
-
-    def _unwrap(self) -> None:
-        for name in ("forward", "backward", "step", "load_checkpoint"):
-            vars(self.engine).pop(name, None)
-
-    def _forward(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
-        self._judge_loss(audit, self._losses.plain_backward())
-        return self._losses.forward(real, *args, **kwargs)
-
-    def _backward(self, audit: Any, real: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        result, errors = self._losses.backward(real, loss, *args, **kwargs)
-        self._judge_loss(audit, errors)
-        return result
-
-    def _judge_loss(self, audit: Any, errors: list[tuple[Tensor, Tensor, float]]) -> None:
-        for error, factor, expected in errors:
-            audit.add("loss", error, _LossText(audit.micro_batches, factor, expected))
-
-    def _step(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
-        self._judge_loss(audit, self._losses.plain_backward())
-        steps, skipped, position = self.engine.global_steps, self.engine.skipped_steps, self._schedule_position()
-        audit.before_step()
-        result = real(*args, **kwargs)
-        stepped, moved = self.engine.global_steps > steps, self._schedule_position() - position
-        if moved not in ((0, 1) if stepped else (0,)):
-            where = "of a step" if stepped else "without a step"
-            audit.add(
-                "options", 2.0, f"the engine moves the learning-rate schedule by {moved} at a micro-batch {where}"
-            )
-        if stepped:
-            audit.end_step(skipped=self.engine.skipped_steps > skipped)
-        return result
-
-    def _schedule_position(self) -> int:
-        return int(
-            getattr(self.engine.lr_scheduler, "last_epoch", None)
-            or getattr(self.engine.lr_scheduler, "last_batch_iteration", 0)
-            or 0
-        )
-
-    def _load(self, audit: Any, real: Any, *args: Any, **kwargs: Any) -> Any:
-        audit.forget()
-        return real(*args, **kwargs)
-
-
-class _LossText:
-    """Words a wrong scale of the loss, when it is needed, because reading a factor synchronises the device."""
-
-    def __init__(self, micro_batch: int, factor: Tensor, expected: float):
-        self.micro_batch, self.factor, self.expected = micro_batch, factor, expected
-
-    def __str__(self) -> str:
-        return (
-            f"the loss of micro-batch {self.micro_batch} is scaled by {float(self.factor):.4g} "
-            f"instead of {self.expected:.4g}"
-        )
-
-
-class LossScales:
-    """Measures by what the engine multiplies the loss: on the loss itself (up to 0.18.1, and 0.19), or in hooks on the
-    module's outputs (0.18.3 to 0.18.5, and wherever a script calls `loss.backward()`). Only the product counts."""
-
-    def __init__(self, view: Any):
-        self.view, self.engine = view, view.engine
-        self.incoming: list[Tensor] = []  # gradient norms of the outputs, before the engine's hooks
-        self.outgoing: list[Tensor] = []  # and after them
-        self.outputs: list[Tensor] = []
-        self.divisor = 1  # of the last loss
-
-    def watch_module(self) -> Any:
-        watch = Hook(lambda module, inputs, output: self._watch(output, "incoming"))
-        return self.engine.module.register_forward_hook(watch)
-
-    def forward(self, real: Any, *args: Any, **kwargs: Any) -> Any:
-        self.outputs, self.incoming, self.outgoing = [], [], []
-        output = real(*args, **kwargs)
-        self._watch(output, "outgoing")
-        return output
-
-    def _watch(self, output: Any, which: str) -> None:
-        for tensor in tree_leaves(dict(output) if hasattr(output, "keys") else output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                seen = getattr(self, which)
-                tensor.register_hook(lambda gradient, seen=seen: seen.append(_norm(gradient)))
-                self.outputs.append(tensor)
-
-    def backward(
-        self, real: Any, loss: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Any, list[tuple[Tensor, Tensor, float]]]:
-        """Calls the engine's backward. Returns its result and, for each path of the loss, the share of the tolerance
-        that the error of its scale uses, the scale, and the expected scale."""
-        is_output = any(loss is each for each in self.outputs)
-        self.outputs = []
-        divides = self.view.divides_loss and kwargs.get("scale_wrt_gas", True)
-        self.divisor = self.engine.gradient_accumulation_steps() if divides else 1
-        expected = loss_scale(self.engine) / self.divisor
-        seen: list[Tensor] = []
-        handle = loss.register_hook(lambda gradient: seen.append(gradient.detach().double()))
-        result = real(loss, *args, **kwargs)
-        handle.remove()
-        one = torch.ones((), dtype=torch.float64, device=loss.device)
-        ratios = self._ratios()
-        factor = seen[0].norm() if seen else 0 * one
-        if is_output and ratios:
-            # The hook on the loss runs after the engine's hook on the same tensor, unless the loss was multiplied in
-            # place since, as transformers does: then it belongs to the new value and runs first.
-            ratios[0] = torch.where(factor == self.outgoing[0], one, ratios[0])
-            ratios = [torch.stack(ratios).prod()]
-        tolerance = max(LOSS, 8 * torch.finfo(loss.dtype).eps)
-        factors = [factor * ratio for ratio in ratios or [one]]
-        self.incoming, self.outgoing = [], []
-        return result, [((each / expected - 1).abs() / tolerance, each, expected) for each in factors]
-
-    def plain_backward(self) -> list[tuple[Tensor, Tensor, float]]:
-        """Returns the same for a backward pass that the script has started by `loss.backward()`, if there was one. The
-        engine divides by the micro-batches in its hooks on the outputs, and the script scales the loss for float16."""
-        expected = 1 / self.engine.gradient_accumulation_steps()
-        tolerance = max([LOSS, *(8 * torch.finfo(each.dtype).eps for each in self.outputs)])
-        ratios = self._ratios()
-        if self.outputs:
-            self.divisor = self.engine.gradient_accumulation_steps()
-        self.outputs, self.incoming, self.outgoing = [], [], []
-        return [((each / expected - 1).abs() / tolerance, each, expected) for each in ratios]
-
-    def _ratios(self) -> list[Tensor]:
-        """Returns the factor by which the engine's hooks have multiplied the gradient of each output."""
-        return [
-            torch.where(before > 0, after / before, torch.ones_like(before))
-            for before, after in zip(self.incoming, self.outgoing, strict=False)
-        ]
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double()
+        return [*super().attach(audit), EngineStep(self, audit).remove]
 
 
 def loss_scale(engine: Any) -> float:
@@ -334,11 +190,8 @@ def flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, 
             yield from ((each, [(each, 0, 0, each.numel())]) for each in group["params"])
     elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            parts, offset = [], 0
-            for each in group:
-                parts.append((each, 0, offset, each.numel()))
-                offset += each.numel()
-            yield target, parts
+            offsets = _offsets(each.numel() for each in group)
+            yield target, [(each, 0, offset, each.numel()) for each, offset in zip(group, offsets, strict=False)]
     elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
         for group, targets in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             yield from ((t, [(each, 0, 0, each.numel())]) for each, t in zip(group, targets, strict=True))
@@ -348,12 +201,14 @@ def flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, 
 
 def _stage_3_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
     for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-        parts, offset = [], 0
-        for each in group:
-            start, length = stage_3_part(each)
-            parts.append((each, start, offset, length))
-            offset += each.ds_tensor.ds_numel
-        yield target, parts
+        offsets = _offsets(each.ds_tensor.ds_numel for each in group)
+        shards = ((each, offset, *stage_3_part(each)) for each, offset in zip(group, offsets, strict=False))
+        yield target, [(each, start, offset, length) for each, offset, start, length in shards]
+
+
+def _offsets(lengths: Iterable[int]) -> Iterator[int]:
+    """Yields where each of some tensors begins that lie one after the other."""
+    return accumulate(lengths, initial=0)
 
 
 def _partitions(
@@ -363,11 +218,11 @@ def _partitions(
     paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(group) for group in groups]
     for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
         first = dist.get_rank(optimizer.real_dp_process_group[number]) * target.numel()
-        parts, offset = [], 0
-        for each, padding in zip(group, paddings[number], strict=True):
+        offsets = _offsets(each.numel() + padding for each, padding in zip(group, paddings[number], strict=True))
+        parts = []
+        for each, offset in zip(group, offsets, strict=False):
             begin, end = max(offset, first), min(offset + each.numel(), first + target.numel())
             parts.append((each, begin - offset, begin - first, max(0, end - begin)))
-            offset += each.numel() + padding
         yield target, parts
 
 

@@ -19,6 +19,11 @@ class NotAuditable(ValueError):
     """Raised for an engine that the audit cannot read."""
 
 
+def plain_name(name: str) -> str:
+    """Returns the name of a module or tensor as the model has it without the wrappers of DDP and torch.compile."""
+    return f"{name}.".replace("_orig_mod.", "").removeprefix("module.")[:-1]
+
+
 class Hook:
     """A hook of an audit on a module or an optimizer. A copy or a pickle of the module has a hook that does nothing
     instead, because it belongs to another training, or to a program without stepcheck."""
@@ -67,6 +72,14 @@ class RankInfo:
             return cls(dist.get_rank(), dist.get_world_size())
         return cls(0, 1)
 
+    def everywhere(self, own: Any) -> list[Any]:
+        """Returns an object of each rank. Every rank must call it."""
+        everyone: list[Any] = [own]
+        if self.size > 1:
+            everyone = [None] * self.size
+            dist.all_gather_object(everyone, own)
+        return everyone
+
     def __str__(self) -> str:
         return "1 rank" if self.size == 1 else f"{self.size} ranks"
 
@@ -85,7 +98,7 @@ class View:
         self.ranks = RankInfo.current()
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         named = dict(module.named_parameters())
-        self.names = [name.replace("_orig_mod.", "").removeprefix("module.") for name in named]
+        self.names = [plain_name(name) for name in named]
         self.parameters: list[Any] = list(named.values())
         self.trained = {index for index, each in enumerate(self.parameters) if id(each) in trained}
         self.rows = list(range(len(self.parameters)))
@@ -107,6 +120,12 @@ class View:
             parameter = self.parameters[index]
             yield Target(parameter, (Part(index, 0, 0, parameter.numel()),))
 
+    def parameter_groups(self) -> dict[int, dict[str, Any]]:
+        """Returns the parameter group of each parameter, by index, as far as this rank's optimizer has it."""
+        groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
+        pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets())
+        return {part.index: group for group, parts in pairs if group for part in parts}
+
     def starts_anew(self, index: int) -> bool:
         """Returns whether the gradient that autograd has just computed is the first one since gradients were reset."""
         return False
@@ -116,7 +135,7 @@ class View:
         return None
 
     def begin_micro_batch(self) -> str | None:
-        """Is called before each forward pass of the module. Returns why the audit must end here, on all ranks."""
+        """Prepares for a forward pass of the module. Returns why the audit must end here, on all ranks."""
 
     def begin_step(self) -> None:
         """Forgets what happened to the gradients of the last step."""
@@ -186,7 +205,7 @@ class View:
         return tensor
 
     def after_backward(self) -> None:
-        """Is called after each backward pass."""
+        """Looks at the gradients that a backward pass has left."""
 
     def foreign_gradients(self) -> set[int]:
         """Returns the parameters whose gradients at the step are not those that the backward pass has left, because the

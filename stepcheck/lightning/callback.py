@@ -91,7 +91,6 @@ class StepCheck(Callback):
         vars(module).pop("configure_optimizers", None)
         configured = configure()
         self._start = Start(module, optimizer_of(configured))
-        self._start.options.clear()  # compared at once, because callbacks may change them before the first step
         return configured
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,9 +122,6 @@ class StepCheck(Callback):
             return
         self._audits.append(audited)
         self.verdicts.append(audited.verdict)
-        if self._start is not None and trainer.ckpt_path is None:  # which would have set the options
-            for text in self._start.changed_options(audited.view.optimizer):
-                audited.add("options", 2.0, text)
         limit = float(trainer.gradient_clip_val or 0.0)
         if audited.view.owns_step:
             audited.view.divides_loss = False  # Lightning has divided it

@@ -2,7 +2,8 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,28 @@ def _train(
     module, data = _instances(case)
     trainer = _trainer(case, module, device, folder, [*callbacks, step_check, End(case)])
     seed_everything(case.seed, verbose=False)
-    # With TF32, the tolerances of float32 would be a thousand times as wide on a GPU (torch's "CUDA semantics").
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+    with reproducible_kernels():
         fit(trainer, module, data, checkpoint)
     verdict = step_check.verdict
     del trainer, module, data, step_check
     gc.collect()
     return verdict
+
+
+@contextmanager
+def reproducible_kernels() -> Iterator[None]:
+    """Makes cuDNN compute the same each time, and in float32. With TF32, the tolerances would be a thousand times as
+    wide on a GPU (torch's "CUDA semantics"). What a module sets in the block is undone at its end."""
+    cudnn: Any = torch.backends.cudnn
+    conv, rnn = (getattr(cudnn, name, None) for name in ("conv", "rnn"))  # not before torch 2.9
+    owners: Any = torch.backends, cudnn, conv, rnn, torch.backends.cuda.matmul
+    with cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        before = [(each, each.fp32_precision) for each in owners if hasattr(each, "fp32_precision")]
+        try:
+            yield
+        finally:  # otherwise `flags` finds settings of different kinds, and raises an error (torch 2.15)
+            for each, value in before:
+                each.fp32_precision = value
 
 
 def _instances(case: Case) -> list[Any]:

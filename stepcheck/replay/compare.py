@@ -104,8 +104,8 @@ def loss_errors(low: Computed, exact: Computed) -> list[float]:
 
 
 def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> Iterator[Compared]:
-    whole = math.sqrt(sum(float(each.square().sum()) for each in exact.gradients.values()))
-    sizes = {name: float(each.norm()) + SMALL * whole + 1e-300 for name, each in exact.gradients.items()}
+    norm_of_all = math.sqrt(sum(float(each.square().sum()) for each in exact.gradients.values()))
+    sizes = {name: float(each.norm()) + SMALL * norm_of_all + 1e-300 for name, each in exact.gradients.items()}
     rounding = mean_square(
         _distance(low.gradients[name], exact.gradients[name]) / sizes[name]
         for name in low.gradients.keys() & sizes.keys()
@@ -117,10 +117,10 @@ def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> 
         if name not in low.gradients:
             continue
         summed = max(1.0, float(exact.summands[name]) / sizes[name])
-        found, own = actual.gradients[name], low.gradients[name]
+        value, own = actual.gradients[name], low.gradients[name]
         few = rounding if high.numel() < FEW else 0.0
-        result = _compared("replayed gradient", name, found, own, high, eps * summed, sizes[name], few)
-        explanation = _factor(found.double(), own.double()) if result.share > 1 else ""
+        result = _compared("replayed gradient", name, value, own, high, eps * summed, sizes[name], few)
+        explanation = _factor(value.double(), own.double()) if result.share > 1 else ""
         yield Compared(result.kind, name, result.error, result.tolerance, result.elements, explanation)
     for name in actual.gradients.keys() - (exact.gradients.keys() & low.gradients.keys()):
         size = actual.gradients[name].numel()
@@ -178,8 +178,8 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 def mean_square(values: Iterable[float]) -> float:
     """Returns the root of the mean of the squares of the finite values."""
-    found = [each for each in values if math.isfinite(each)]
-    return math.sqrt(sum(each * each for each in found) / len(found)) if found else 0.0
+    finite = [each for each in values if math.isfinite(each)]
+    return math.sqrt(sum(each * each for each in finite) / len(finite)) if finite else 0.0
 
 
 def _factor(actual: Tensor, expected: Tensor) -> str:

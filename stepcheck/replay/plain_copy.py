@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stepcheck.engines.view import plain_name
 from stepcheck.replay.exact import Exact, wide
 from stepcheck.replay.random_state import set_random_state
 
@@ -71,11 +72,11 @@ class PlainCopy:
 
     def state_of(self, module: nn.Module) -> State:
         """Returns copies of what the attributes of a module hold, such as counters and modes."""
-        found = {}
+        states = {}
         for name, part in module.named_modules():
             own = {key: value for key, value in vars(part).items() if key not in self.internal and _is_state(value)}
-            found[name.removeprefix("module.").replace("_orig_mod.", "")] = _copied(own)
-        return found
+            states[plain_name(name)] = _copied(own)
+        return states
 
     def compute(
         self,
@@ -97,12 +98,12 @@ class PlainCopy:
             exact: Whether to compute in float64.
             then: Called at the end with the copy, which has the gradients of the step.
         """
-        found = Computed()
+        computed = Computed()
         self._restore(exact)
-        handles = watch(self.module, found)
+        handles = watch(self.module, computed)
         for name, parameter in self.module.named_parameters():
             if name in self.trained:
-                handles.append(parameter.register_hook(partial(found.add, name)))
+                handles.append(parameter.register_hook(partial(computed.add, name)))
         try:
             for compute, random_state, state in micro_batches:
                 for name, part in self.module.named_modules():
@@ -111,18 +112,18 @@ class PlainCopy:
                 with torch.enable_grad(), Exact(self.lowest) if exact else nullcontext():
                     loss = compute(self.module)
                     _backward(loss / divisor * scale)
-                found.losses.append(loss.detach())
+                computed.losses.append(loss.detach())
                 self.module.zero_grad(set_to_none=True)
             if then:
                 for name, parameter in self.module.named_parameters():
-                    parameter.grad = found.gradients[name].to(parameter) if name in found.gradients else None
+                    parameter.grad = computed.gradients[name].to(parameter) if name in computed.gradients else None
                 then(self.module)
-            found.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+            computed.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         finally:
             for handle in handles:
                 handle.remove()
             self.free()
-        return found
+        return computed
 
     @property
     def lowest(self) -> torch.dtype:

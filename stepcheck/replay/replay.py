@@ -2,8 +2,7 @@
 
 import importlib
 import math
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from stepcheck.engines.view import plain_name
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, PlainCopy
@@ -32,7 +32,6 @@ class Replay:
         copy: nn.Module,
         every: int = 1,
         steps: Collection[int] = (),
-        only: str = "",
         outputs: bool = False,
         internal: Collection[str] = (),
     ):
@@ -42,11 +41,10 @@ class Replay:
             copy: A deep copy of the module that will be trained, made before an engine or wrapper is built of it.
             every: Replay each step whose number is divisible by this; 0 for none.
             steps: Replay these steps, from 1, too.
-            only: Regular expression: gradients of other weights are not compared, and need no memory.
             outputs: Whether to compare the outputs of all submodules, so that a fault names the first that differs.
             internal: Names of attributes of the module that a step must not restore.
         """
-        self.every, self.steps, self.only, self.outputs = every, {*steps}, re.compile(only), outputs
+        self.every, self.steps, self.outputs = every, {*steps}, outputs
         self.copy = PlainCopy(copy, internal)
         self.audit: Any = None  # the Audit, from its start
         self.actual: Computed | None = None  # of the step that is being replayed
@@ -97,9 +95,8 @@ class Replay:
     # What the audit calls
     def saw_gradient(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient that autograd has computed."""
-        name = self.audit.view.names[index]
-        if self.actual is not None and self.only.search(name):
-            self.actual.add(name, gradient)
+        if self.actual is not None:
+            self.actual.add(self.audit.view.names[index], gradient)
 
     def judge(self) -> None:
         """Compares the step that has ended, on all ranks. A failure on one of them is not judged on any."""
@@ -111,10 +108,10 @@ class Replay:
         audit = self.audit
         low = self._compute(then=self.then)
         same = low is not None and bool(self._try(lambda: self._is_identical(low)))
-        answers, exact = audit.everywhere((self._error, same)), None
+        answers, exact = audit.view.ranks.everywhere((self._error, same)), None
         if not any(error for error, _ in answers) and not all(same for _, same in answers):
             exact = self._compute(exact=True)
-            answers = audit.everywhere((self._error, same))
+            answers = audit.view.ranks.everywhere((self._error, same))
         errors = [error for error, _ in answers if error]
         if errors:
             audit.verdict.not_judged[f"the replay of step {audit.step}"] = errors[0]
@@ -137,21 +134,19 @@ class Replay:
         begin_replay(view.device)
         needed = BYTES * sum(math.prod(view.shape(index)) for index in range(len(view.names)))
         free = available(view.device)
-        if any(audit.everywhere(free is not None and needed > free)):
+        if any(audit.view.ranks.everywhere(free is not None and needed > free)):
             raise MemoryError(
                 f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
             )
-        expected = {name for name, _ in self.copy.module.named_parameters()}
-        gathered = {name: view.full_weight(index) for index, name in enumerate(view.names)}
-        weights = {name: weight for name, weight in gathered.items() if name in expected}
-        missing = sorted(expected - weights.keys())
+        weights = {name: view.full_weight(index) for index, name in enumerate(view.names)}
+        missing = [name for name, _ in self.copy.module.named_parameters() if name not in weights]
         if missing:
             raise ValueError(f"the trained module has no weight {missing[0]}")
-        buffers = {name: buffer.detach().clone() for name, buffer in _buffers(view.module)}
+        buffers = {plain_name(name): buffer.detach().clone() for name, buffer in view.module.named_buffers()}
         for buffer in buffers.values() if view.syncs_buffers else ():
             dist.broadcast(buffer, 0)
         trained = {view.names[index] for index in view.trained if view.parameters[index].requires_grad}
-        self.copy.keep(weights, buffers, {name for name in trained if self.only.search(name)} or trained)
+        self.copy.keep(weights, buffers, trained)
         self.actual = Computed()
         self._handles = self._watch(view.module, self.actual)
 
@@ -171,16 +166,16 @@ class Replay:
         view = self.audit.view
         arguments = self._micro_batches, view.divisor, self.audit.scale, self._watch, exact, then
         with random_state_kept():
-            found = self._try(lambda: self.copy.compute(*arguments))
+            computed = self._try(lambda: self.copy.compute(*arguments))
             if has_drawn(self._micro_batches[-1][1]) and _compiles_random_numbers(view.module):
                 self._error = self._error or (
                     "torch.compile draws other random numbers; set torch._inductor.config.fallback_random"
                 )
-        return found
+        return computed
 
     def _is_identical(self, low: Computed) -> bool:
         assert self.actual is not None
-        self.actual.buffers = {name: buffer.detach() for name, buffer in _buffers(self.audit.view.module)}
+        self.actual.buffers = {plain_name(name): each.detach() for name, each in self.audit.view.module.named_buffers()}
         self._leave_out_unknown(self.actual, low)
         return compare.identical(self.actual, low) and not self._may_lack_gradients(low)
 
@@ -213,21 +208,21 @@ class Replay:
         exact.losses = exact.losses if low.losses else []
         exact.outputs = exact.outputs if low.outputs else []
         worst: dict[str, compare.Compared] = {}
-        errors = [each for own in audit.everywhere(compare.loss_errors(low, exact)) for each in own]
+        errors = [each for own in audit.view.ranks.everywhere(compare.loss_errors(low, exact)) for each in own]
         for each in compare.compare(actual, low, exact, self.copy.lowest, compare.mean_square(errors)):
             if each.kind not in worst or (each.share > worst[each.kind].share and worst[each.kind].share <= 1):
                 worst[each.kind] = each  # the first that is wrong, or the one that is nearest to it
         for each in worst.values():
             audit.add(each.kind, each.share, str(each))
 
-    def _watch(self, module: nn.Module, found: Computed) -> list[Any]:
-        """Makes submodules add their outputs to `found`."""
+    def _watch(self, module: nn.Module, computed: Computed) -> list[Any]:
+        """Makes submodules add their outputs to `computed`."""
         if not self.outputs:
             return []
         return [
-            part.register_forward_hook(partial(_keep_output, found, _plain_name(name)))
+            part.register_forward_hook(partial(_keep_output, computed, plain_name(name)))
             for name, part in module.named_modules()
-            if _plain_name(name)  # only the training may call the outermost module
+            if plain_name(name)  # only the training may call the outermost module
         ]
 
 
@@ -242,16 +237,7 @@ def _compiles_random_numbers(module: nn.Module) -> bool:
     return compiled and not importlib.import_module("torch._inductor.config").fallback_random
 
 
-def _keep_output(found: Computed, name: str, part: Any, inputs: Any, output: Any) -> None:
+def _keep_output(computed: Computed, name: str, part: Any, inputs: Any, output: Any) -> None:
     for each in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
         if isinstance(each, Tensor) and each.is_floating_point():
-            found.outputs.append((name, each.detach().clone()))
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in module.named_buffers():
-        yield _plain_name(name), buffer
-
-
-def _plain_name(name: str) -> str:
-    return "" if name == "module" else name.replace("_orig_mod.", "").removeprefix("module.")
+            computed.outputs.append((name, each.detach().clone()))

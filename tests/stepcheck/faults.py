@@ -39,19 +39,59 @@ def zero_2_class() -> Any:
     return DeepSpeedZeroOptimizer
 
 
+def multiply_losses(patch: Patch, factor: Callable[[Any], float]) -> None:
+    """Multiplies each loss by a factor that depends on the engine."""
+    wrap(patch, engine_class(), "backward", lambda real, self, loss, **more: real(self, factor(self) * loss, **more))
+
+
+def change_options(patch: Patch, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes each parameter group before each update."""
+
+    def step(real: Any, self: Any, group: int) -> None:
+        for each in self.optimizer.param_groups:
+            change(each)
+        real(self, group)
+
+    wrap(patch, zero_2_class(), "_optimizer_step", step)
+
+
+def change_at_the_start(patch: Patch, change: Callable[[Any, Any], None]) -> None:
+    """Changes the model and the optimizer when the engine is built."""
+
+    def start(real: Any, self: Any, args: Any, model: Any, optimizer: Any = None, *others: Any, **more: Any) -> None:
+        change(model, optimizer)
+        real(self, args, model, optimizer, *others, **more)
+
+    wrap(patch, engine_class(), "__init__", start)
+
+
+def change_after_step(patch: Patch, number: int, change: Callable[[Any], None]) -> None:
+    """Changes DeepSpeed's optimizer after a step."""
+    is_chosen = once_in(number)
+
+    def step(real: Any, self: Any, *args: Any, **more: Any) -> None:
+        real(self, *args, **more)
+        if is_chosen():
+            change(self)
+
+    wrap(patch, zero_2_class(), "step", step)
+
+
 def loss_halved(patch: Patch) -> None:
-    wrap(patch, engine_class(), "backward", lambda real, self, loss, **more: real(self, 0.5 * loss, **more))
+    multiply_losses(patch, lambda engine: 0.5)
 
 
 def loss_slightly_off(patch: Patch) -> None:
-    wrap(patch, engine_class(), "backward", lambda real, self, loss, **more: real(self, 1.0001 * loss, **more))
+    multiply_losses(patch, lambda engine: 1.0001)
 
 
 def second_micro_batch_lost(patch: Patch) -> None:
-    def backward(real: Any, self: Any, loss: Any, **more: Any) -> Any:
-        return real(self, loss * (self.micro_steps % 2 != 1), **more)
+    multiply_losses(patch, lambda engine: engine.micro_steps % 2 != 1)
 
-    wrap(patch, engine_class(), "backward", backward)
+
+def plain_backward_not_divided(patch: Patch) -> None:
+    """`loss.backward()` is not divided by the micro-batches."""
+    patch.setattr(engine_class(), "_backward_prologue_per_tensor", lambda self, gradient: gradient)
 
 
 def one_bucket_not_reduced(patch: Patch) -> None:
@@ -83,30 +123,19 @@ def clipped_by_local_norm(patch: Patch) -> None:
 
 
 def decay_lost(patch: Patch) -> None:
-    def step(real: Any, self: Any, group: int) -> None:
-        for each in self.optimizer.param_groups:
-            each["weight_decay"] = 0.0
-        real(self, group)
-
-    wrap(patch, zero_2_class(), "_optimizer_step", step)
+    change_options(patch, lambda group: group.update(weight_decay=0.0))
 
 
 def decay_on_all_from_the_start(patch: Patch) -> None:
-    def start(real: Any, self: Any, args: Any, model: Any, optimizer: Any = None, *others: Any, **more: Any) -> None:
+    def decay(model: Any, optimizer: Any) -> None:
         for group in optimizer.param_groups:
-            group["weight_decay"] = 0.1
-        real(self, args, model, optimizer, *others, **more)
+            group["weight_decay"] = 0.5
 
-    wrap(patch, engine_class(), "__init__", start)
+    change_at_the_start(patch, decay)
 
 
 def rate_changed_in_the_step(patch: Patch) -> None:
-    def step(real: Any, self: Any, group: int) -> None:
-        for each in self.optimizer.param_groups:
-            each["lr"] *= 1.01
-        real(self, group)
-
-    wrap(patch, zero_2_class(), "_optimizer_step", step)
+    change_options(patch, lambda group: group.update(lr=1.01 * group["lr"]))
 
 
 def schedule_steps_per_micro_batch(patch: Patch) -> None:
@@ -142,29 +171,20 @@ def steps_counted_twice(patch: Patch) -> None:
 
 
 def state_lost_between_steps(patch: Patch) -> None:
-    third = once_in(3)
+    def lose(zero: Any) -> None:
+        for state in zero.optimizer.state.values():
+            for name in state.keys() & {"exp_avg", "momentum_buffer"}:
+                state[name].zero_()
 
-    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
-        result = real(self, *args, **more)
-        if third():
-            for state in self.optimizer.state.values():
-                state["exp_avg"].zero_()
-        return result
-
-    wrap(patch, zero_2_class(), "step", step)
+    change_after_step(patch, 3, lose)
 
 
 def master_weights_rewritten(patch: Patch) -> None:
-    second = once_in(2)
+    def rewrite(zero: Any) -> None:
+        for target in zero.single_partition_of_fp32_groups:
+            target.data.mul_(1.001)
 
-    def step(real: Any, self: Any, *args: Any, **more: Any) -> Any:
-        result = real(self, *args, **more)
-        if second():
-            for target in self.single_partition_of_fp32_groups:
-                target.data.mul_(1.001)
-        return result
-
-    wrap(patch, zero_2_class(), "step", step)
+    change_after_step(patch, 2, rewrite)
 
 
 def weights_stale_on_one_rank(patch: Patch) -> None:
@@ -180,20 +200,18 @@ def weights_stale_on_one_rank(patch: Patch) -> None:
 
 
 def module_changed_by_the_engine(patch: Patch) -> None:
-    def start(real: Any, self: Any, args: Any, model: Any, *others: Any, **more: Any) -> None:
-        head = model.bias
-        head.forward = lambda inputs: 1.01 * type(head).forward(head, inputs)
-        real(self, args, model, *others, **more)
+    def change(model: Any, optimizer: Any) -> None:
+        layer = model.bias
+        layer.forward = lambda inputs: 1.01 * type(layer).forward(layer, inputs)
 
-    wrap(patch, engine_class(), "__init__", start)
+    change_at_the_start(patch, change)
 
 
 def untied_by_the_engine(patch: Patch) -> None:
-    def start(real: Any, self: Any, args: Any, model: Any, *others: Any, **more: Any) -> None:
+    def untie(model: Any, optimizer: Any) -> None:
         model.head.weight = nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
-        real(self, args, model, *others, **more)
 
-    wrap(patch, engine_class(), "__init__", start)
+    change_at_the_start(patch, untie)
 
 
 def batch_norm_frozen(patch: Patch) -> None:
@@ -267,10 +285,4 @@ def shards_multiplied_by_fsdp2(patch: Patch) -> None:
 
 def rate_restarts(patch: Patch) -> None:
     """A schedule goes on, and the engine updates with the first rate."""
-
-    def step(real: Any, self: Any, group: int) -> None:
-        for each in self.optimizer.param_groups:
-            each["lr"] = each["initial_lr"]
-        real(self, group)
-
-    wrap(patch, zero_2_class(), "_optimizer_step", step)
+    change_options(patch, lambda group: group.update(lr=group["initial_lr"]))

@@ -3,6 +3,7 @@
 import argparse
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", default="plain")
     parser.add_argument("--bf16", action="store_true")
@@ -65,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--weights", help="file for the weights after the training")
     parser.add_argument("--local_rank")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, object]]:

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import warnings
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,21 @@ import torch.distributed as dist
 from stepcheck.attach import Attached
 from tests.stepcheck import faults, loop
 
-DEFAULTS: dict[str, Any] = {
-    "engine": "plain",
-    "bf16": False,
-    "accumulate": 1,
-    "clip": 0.0,
-    "optimizer": "AdamW",
-    "offload": False,
-    "steps": 4,
-    "seed": 0,
-    "compile": False,
-}
-
 
 def train(row: dict[str, Any], out: Path) -> dict[str, Any]:
     """Trains a row with the audit, and without it if it has no fault. Returns the verdict and the weights' sums."""
     row = dict(row)
     fault = row.pop("fault", "")
-    options = Namespace(**{**DEFAULTS, **row})
+    weights_every = row.pop("weights_every", 4)
+    options = loop.parse([])
+    vars(options).update(steps=4, **row)
     result: dict[str, Any] = {}
     for audited in (True, False):
         if fault and not audited:
             continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
-            attached = Attached(
-                str(out.parent), weights_every=options.__dict__.pop("weights_every", 4), keep_going=True
-            )
+            attached = Attached(str(out.parent), weights_every=weights_every, keep_going=True)
             if fault:
                 getattr(faults, fault)(patch)
             if audited:
@@ -60,7 +47,7 @@ def train(row: dict[str, Any], out: Path) -> dict[str, Any]:
             key = "audited" if audited else "alone"
             result[key] = [float(each.detach().double().sum()) for each in engine.parameters() if each.numel()]
             for verdict in attached.verdicts:
-                result |= {**verdict.as_dict(), "summary": str(verdict)}
+                result |= verdict.as_dict()
             if hasattr(engine, "destroy"):
                 engine.destroy()
     return result

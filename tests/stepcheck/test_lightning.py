@@ -26,6 +26,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from stepcheck import StepCheckError, Verdict
 from stepcheck.lightning import StepCheck
 from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
+from stepcheck.lightning.train import reproducible_kernels
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 
@@ -260,15 +261,17 @@ class Unclipped(CPUDeepSpeedStrategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "text"),
+    ("strategy", "stage", "text"),
     [
-        (Changing, "weight_decay of parameter group 0 is 0.5, and 0.01 was given"),
-        (TwiceDivided, "the loss of micro-batch 1 is scaled by 0.5 instead of 1"),
-        (Unclipped, "the engine clips to 0.0, and 0.001 was given"),
+        (Changing, 2, "weight_decay of net.0.weight is 0.5, and 0.01 was given"),
+        (Changing, 3, "weight_decay of net.0.weight is 0.5, and 0.01 was given"),
+        (TwiceDivided, 2, "the loss of micro-batch 1 is scaled by 0.5 instead of 1"),
+        (Unclipped, 2, "the engine clips to 0.0, and 0.001 was given"),
     ],
 )
-def test_what_a_strategy_changes_is_found(strategy: Any, text: str) -> None:
-    assert text in str(verdict_of(Two(), strategy=strategy(stage=2), accumulate_grad_batches=2, gradient_clip_val=1e-3))
+def test_what_a_strategy_changes_is_found(strategy: Any, stage: int, text: str) -> None:
+    verdict = verdict_of(Two(), strategy=strategy(stage=stage), accumulate_grad_batches=2, gradient_clip_val=1e-3)
+    assert text in str(verdict)
 
 
 @pytest.mark.parametrize("stage", [None, 2])
@@ -423,3 +426,14 @@ def test_nan_that_autograd_computes_is_no_fault() -> None:
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     tmp_path.joinpath("file").touch()
     assert verdict_of(Two(), check=StepCheck(file=tmp_path / "file" / "check.json")).outcome == "agrees"
+
+
+def test_a_module_may_set_the_precision_of_float32() -> None:
+    cudnn: Any = torch.backends.cudnn
+    kinds: Any = torch.backends, cudnn, cudnn.conv, torch.backends.cuda.matmul
+    before = [each.fp32_precision for each in kinds]
+    for kind in kinds:
+        with reproducible_kernels():
+            kind.fp32_precision = "tf32"
+        assert [each.fp32_precision for each in kinds] == before
+        assert not cudnn.deterministic

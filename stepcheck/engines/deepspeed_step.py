@@ -1,0 +1,127 @@
+"""Watches the calls of a DeepSpeedEngine in a step."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from stepcheck.engines.view import Hook
+
+LOSS = 1e-5
+"""Relative error of the loss's scale: a few roundings of float32."""
+
+METHODS = ("forward", "backward", "step", "load_checkpoint")
+
+
+class EngineStep:
+    """Wraps the engine's METHODS. Ends the audit's steps, and measures by what the engine multiplies the loss: on the
+    loss itself (up to 0.18.1, and 0.19), or in hooks on the module's outputs (0.18.3 to 0.18.5, and wherever a script
+    calls `loss.backward()`). Only the product counts."""
+
+    def __init__(self, view: Any, audit: Any):
+        self.view, self.engine, self.audit = view, view.engine, audit
+        self.incoming: list[Tensor] = []  # gradient norms of the outputs, before the engine's hooks
+        self.outgoing: list[Tensor] = []  # and after them
+        self.outputs: list[Tensor] = []
+        watch = Hook(lambda module, inputs, output: self._watch(output, self.incoming))
+        self._handle = self.engine.module.register_forward_hook(watch)
+        for name in METHODS:
+            setattr(self.engine, name, partial(getattr(self, name), getattr(self.engine, name)))
+
+    def remove(self) -> None:
+        self._handle.remove()
+        for name in METHODS:
+            vars(self.engine).pop(name, None)
+
+    def forward(self, real: Any, *args: Any, **kwargs: Any) -> Any:
+        self._judge_plain_backward()
+        output = real(*args, **kwargs)
+        self._watch(output, self.outgoing)
+        return output
+
+    def _watch(self, output: Any, seen: list[Tensor]) -> None:
+        for tensor in tree_leaves(dict(output) if hasattr(output, "keys") else output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: seen.append(_norm(gradient)))
+                self.outputs.append(tensor)
+
+    def backward(self, real: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        is_output = any(loss is each for each in self.outputs)
+        self.outputs = []
+        divides = self.view.divides_loss and kwargs.get("scale_wrt_gas", True)
+        self.view.divisor = float(self.engine.gradient_accumulation_steps() if divides else 1)
+        expected = self.view.loss_scale() / self.view.divisor
+        seen: list[Tensor] = []
+        handle = loss.register_hook(lambda gradient: seen.append(gradient.detach().double()))
+        result = real(loss, *args, **kwargs)
+        handle.remove()
+        one = torch.ones((), dtype=torch.float64, device=loss.device)
+        ratios = self._ratios()
+        factor = seen[0].norm() if seen else 0 * one
+        if is_output and ratios:
+            # The hook on the loss runs after the engine's hook on the same tensor, unless the loss was multiplied in
+            # place since, as transformers does: then it belongs to the new value and runs first.
+            ratios[0] = torch.where(factor == self.outgoing[0], one, ratios[0])
+            ratios = [torch.stack(ratios).prod()]
+        self._judge_scale([factor * ratio for ratio in ratios or [one]], expected, loss)
+        self._forget_losses()
+        return result
+
+    def _judge_plain_backward(self) -> None:
+        """Judges a backward pass that the script has started by `loss.backward()`, if there was one. The engine divides
+        by the micro-batches in its hooks on the outputs, and the script scales the loss for float16."""
+        parts = float(self.engine.gradient_accumulation_steps())
+        if self.outputs:
+            self.view.divisor = parts
+        self._judge_scale(self._ratios(), 1 / parts, *self.outputs)
+        self._forget_losses()
+
+    def _ratios(self) -> list[Tensor]:
+        """Returns the factor by which the engine's hooks have multiplied the gradient of each output."""
+        return [
+            torch.where(before > 0, after / before, torch.ones_like(before))
+            for before, after in zip(self.incoming, self.outgoing, strict=False)
+        ]
+
+    def _judge_scale(self, factors: list[Tensor], expected: float, *losses: Tensor) -> None:
+        tolerance = max([LOSS, *(8 * torch.finfo(each.dtype).eps for each in losses)])
+        for factor in factors:
+            text = partial(_wrong_scale, self.audit.micro_batches, factor, expected)
+            self.audit.add("loss", (factor / expected - 1).abs() / tolerance, text)
+
+    def _forget_losses(self) -> None:
+        self.outputs, self.incoming, self.outgoing = [], [], []
+
+    def step(self, real: Any, *args: Any, **kwargs: Any) -> Any:
+        self._judge_plain_backward()
+        engine, audit = self.engine, self.audit
+        steps, skipped, position = engine.global_steps, engine.skipped_steps, self._schedule_position()
+        audit.before_step()
+        result = real(*args, **kwargs)
+        stepped, moved = engine.global_steps > steps, self._schedule_position() - position
+        if moved not in ((0, 1) if stepped else (0,)):
+            where = "of a step" if stepped else "without a step"
+            audit.add(
+                "options", 2.0, f"the engine moves the learning-rate schedule by {moved} at a micro-batch {where}"
+            )
+        if stepped:
+            audit.end_step(skipped=engine.skipped_steps > skipped)
+        return result
+
+    def _schedule_position(self) -> int:
+        schedule = self.engine.lr_scheduler
+        return int(getattr(schedule, "last_epoch", None) or getattr(schedule, "last_batch_iteration", None) or 0)
+
+    def load_checkpoint(self, real: Any, *args: Any, **kwargs: Any) -> Any:
+        self.audit.forget()
+        return real(*args, **kwargs)
+
+
+def _wrong_scale(micro_batch: int, factor: Tensor, expected: float) -> str:
+    return f"the loss of micro-batch {micro_batch} is scaled by {float(factor):.4g} instead of {expected:.4g}"
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double()

@@ -1,0 +1,58 @@
+"""Registers the hooks of an audit on a module and its parameters."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from stepcheck.engines.view import Hook
+
+
+class Hooks:
+    """Calls an audit before forward passes and checkpoints, and for each gradient that autograd computes."""
+
+    def __init__(self, audit: Any):
+        self.audit, self.view = audit, audit.view
+        self._of_parameters: dict[int, Any] = {}  # handles, by id of the parameter
+        before, loading = Hook(audit.before_forward), Hook(lambda *_: audit.forget())
+        modules = [*self.view.module.modules()]
+        handles = [
+            each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(self.view.module)
+        ]
+        handles += [each.register_load_state_dict_pre_hook(loading) for each in modules]
+        index_of = {id(each): index for index, each in enumerate(self.view.parameters)}
+        for module in modules if self.view.gathers else ():
+            own = {name: index_of[id(each)] for name, each in module._parameters.items() if id(each) in index_of}
+            if own:
+                handles.append(module.register_forward_pre_hook(Hook(partial(audit.before_module, own))))
+        self._handles = handles
+        self.watch_gradients()
+
+    def remove(self) -> None:
+        for handle in [*self._handles, *self._of_parameters.values()]:
+            handle.remove()
+
+    def watch_gradients(self) -> None:
+        """Registers hooks on the trained parameters, also on those that have been unfrozen since, after the hooks of
+        the script, which may change a gradient."""
+        for index in self.view.trained:
+            if self.view.parameters[index].requires_grad:
+                self.watch_gradient(index, self.view.parameters[index])
+
+    def watch_gradient(self, index: int, parameter: Any) -> None:
+        handle = self._of_parameters.get(id(parameter))
+        if handle is None:
+            see = partial(self.audit.saw_gradient, index, parameter)
+            self._of_parameters[id(parameter)] = parameter.register_hook(see)
+        elif next(reversed(parameter._backward_hooks)) != handle.id:
+            parameter._backward_hooks[handle.id] = parameter._backward_hooks.pop(handle.id)
+
+
+def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost modules that have a forward pass of their own. A ModuleList has none."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from _called_modules(child)
+    else:
+        yield module
