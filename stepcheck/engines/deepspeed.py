@@ -113,8 +113,18 @@ class DeepSpeedView(View):
         return 1 if sharded else self.ranks.size // self._expert_ranks.get(index, 1)
 
     def rounding_dtypes(self) -> set[torch.dtype]:
-        own = {self.parameters[index].dtype for index in self.trained}
+        trained = [self.parameters[index] for index in self.trained]
+        own = {each.dtype for each in trained}
+        if self.stage:  # with torch_autocast, ZeRO sends the gradients of some layers in low precision
+            for name in ("comm_dtype", "autocast_dtype"):  # since 0.17.6, and since 0.17.2
+                own |= {getattr(each, name, each.dtype) for each in trained}
         return own | {self.engine.communication_data_type, *self.engine.get_data_types()}
+
+    foreign = "ZeRO replaces them with the updates of Muon"
+
+    def foreign_gradients(self) -> set[int]:
+        muon = bool(self.stage) and "Muon" in type(self.optimizer).__name__
+        return {index for index in self.trained if muon and getattr(self.parameters[index], "use_muon", False)}
 
     def loss_scale(self) -> float:
         return loss_scale(self.engine)
