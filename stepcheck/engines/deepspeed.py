@@ -49,6 +49,8 @@ class DeepSpeedView(View):
             raise NotAuditable("SuperOffload updates the weights in another process")
         if hasattr(engine.optimizer, "backup_optimizer"):  # with an offload ratio below 1 (zero/stage3.py)
             raise NotAuditable("a second optimizer updates the part of the weights that is not offloaded")
+        if engine.mp_world_size > 1:
+            raise NotAuditable("tensor parallelism gives the ranks different parts of a weight under one name")
         offload = engine._config.zero_config.offload_optimizer
         if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
             raise NotAuditable("the optimizer's tensors are on NVMe")
@@ -130,7 +132,9 @@ class DeepSpeedView(View):
         return loss_scale(self.engine)
 
     def reduction_factor(self) -> float:
-        return 1.0 if getattr(self.engine, "gradient_average", True) else float(self.ranks.size)
+        if not getattr(self.engine, "gradient_average", True):
+            return float(self.ranks.size)
+        return float(self.engine.sequence_parallel_size)  # ranks that share a sequence are not divided by
 
     @property
     def divisor(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stepcheck.auditor import audit
-from stepcheck.engines import view_of
+from stepcheck.engines import NotAuditable, view_of
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +60,10 @@ def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(cl
             engine.step()
     assert audited.verdict.findings == []
     assert "Muon (1 of 2" in audited.verdict.not_judged["some gradients"]
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    engine = build(zero_optimization={"stage": 1}, optimizer=optimizer("AdamW"))
+    engine.mp_world_size = 2  # as with autotp_size 2, which needs two ranks
+    with pytest.raises(NotAuditable, match="different parts"):
+        view_of(engine)
