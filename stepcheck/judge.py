@@ -85,7 +85,8 @@ class Judge:
         factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
         tolerance = factor_tolerance(strength, view.ranks.size)
         norm = float((step.sums["square"][:, 0] / self.replicas)[trained].sum().sqrt())
-        findings = self._factor(step, factor, tolerance, norm) if strength > SIGMAS else []
+        complete = trained.equal(self.trained)
+        findings = self._factor(step, factor, tolerance, norm, complete) if strength > SIGMAS else []
         may_be_clipped = view.clip_limit() or not view.owns_step
         scaled = factor if may_be_clipped and abs(factor - 1) > tolerance and 0 < factor < 1 else 1.0
         error = (actual - scaled * expected).abs() + contrast
@@ -130,18 +131,17 @@ class Judge:
         verdict.values_in_all += int(self.sizes[self.trained].sum())
         foreign = step.sums["foreign"][:, 0] > 0
         if foreign.any():
-            verdict.not_judged["some gradients"] = (
-                "the script has set them, or clipped them other than by the norm of all "
-                f"({int(foreign.sum())} of {len(foreign)} in step {step.number})"
-            )
+            count = f"{int(foreign.sum())} of {len(foreign)} in step {step.number}"
+            verdict.not_judged["some gradients"] = f"{view.foreign} ({count})"
         updaters = step.sums["trained"][:, 0]
         if not view.owns_step and ((updaters > 0) & (updaters < view.ranks.size)).any():
             verdict.not_judged["gradients"] = "the optimizers of the ranks update different parameters"
             return torch.zeros_like(foreign)
         return ~foreign
 
-    def _factor(self, step: Step, factor: float, tolerance: float, norm: float) -> list[Finding]:
-        """Judges the factor that all gradients have in common, which clipping may make smaller than 1."""
+    def _factor(self, step: Step, factor: float, tolerance: float, norm: float, complete: bool) -> list[Finding]:
+        """Judges the factor that all gradients have in common, which clipping may make smaller than 1. `norm` is that
+        of all gradients if it is `complete`, or else of those that are compared."""
         limit, share = self.view.clip_limit(), abs(factor - 1) / tolerance
         rounding = CLIPPING + 2 * self.optimizer_unit
         if limit and norm > limit * (1 - rounding):
@@ -153,6 +153,9 @@ class Judge:
                     )
                 ]
             share = max(0.0, factor - 1) / (tolerance + rounding)
+        elif limit and not complete and share > 1 and 0 < factor < 1:
+            self.verdict.not_judged["clipping"] = "the norm has gradients that are not judged"
+            return []
         elif not self.view.owns_step and share > 1 and 0 < factor < 1 and not limit:
             self.verdict.not_judged["the scale of all gradients"] = (
                 f"something other than torch's clip_grad_norm_ multiplied them by {factor:.5g} in step {step.number}"

@@ -59,9 +59,3 @@ def write_junit(file: Path, result: dict[str, Any]) -> None:
     text = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True).decode()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(NOT_IN_XML.sub("", text), encoding="utf-8")
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table, with columns as wide as their longest text."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

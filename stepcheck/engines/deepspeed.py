@@ -45,6 +45,8 @@ class DeepSpeedView(View):
             raise NotAuditable("SuperOffload updates the weights in another process")
         if hasattr(engine.optimizer, "backup_optimizer"):  # with an offload ratio below 1 (zero/stage3.py)
             raise NotAuditable("a second optimizer updates the part of the weights that is not offloaded")
+        if engine.mp_world_size > 1:
+            raise NotAuditable("tensor parallelism gives the ranks different parts of a weight under one name")
         offload = engine._config.zero_config.offload_optimizer
         if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
             raise NotAuditable("the optimizer's tensors are on NVMe")
@@ -117,14 +119,26 @@ class DeepSpeedView(View):
         return 1 if sharded else self.ranks.size // self._expert_ranks.get(index, 1)
 
     def rounding_dtypes(self) -> set[torch.dtype]:
-        own = {self.parameters[index].dtype for index in self.trained}
+        trained = [self.parameters[index] for index in self.trained]
+        own = {each.dtype for each in trained}
+        if self.stage:  # with torch_autocast, ZeRO sends the gradients of some layers in low precision
+            for name in ("comm_dtype", "autocast_dtype"):  # since 0.17.6, and since 0.17.2
+                own |= {getattr(each, name, each.dtype) for each in trained}
         return own | {self.engine.communication_data_type, *self.engine.get_data_types()}
+
+    foreign = "ZeRO replaces them with the updates of Muon"
+
+    def foreign_gradients(self) -> set[int]:
+        muon = bool(self.stage) and "Muon" in type(self.optimizer).__name__
+        return {index for index in self.trained if muon and getattr(self.parameters[index], "use_muon", False)}
 
     def loss_scale(self) -> float:
         return loss_scale(self.engine)
 
     def reduction_factor(self) -> float:
-        return 1.0 if getattr(self.engine, "gradient_average", True) else float(self.ranks.size)
+        if not getattr(self.engine, "gradient_average", True):
+            return float(self.ranks.size)
+        return float(self.engine.sequence_parallel_size)  # ranks that share a sequence are not divided by
 
     def clip_limit(self) -> float:
         return float(self.engine._config._param_dict.get("gradient_clipping", 0.0) or 0.0)

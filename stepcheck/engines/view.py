@@ -207,9 +207,12 @@ class View:
     def after_backward(self) -> None:
         """Looks at the gradients that a backward pass has left."""
 
+    foreign = "the script has set them, or clipped them other than by the norm of all"
+    """Why gradients at the step may not be those that the backward pass has left."""
+
     def foreign_gradients(self) -> set[int]:
-        """Returns the parameters whose gradients at the step are not those that the backward pass has left, because the
-        script has set them, or torch has clipped them in a way that the audit does not repeat, by index."""
+        """Returns the parameters whose gradients at the step are not those that the backward pass has left, by
+        index."""
         return set()
 
     def attach(self, audit: Any) -> list[Callable[[], None]]:
