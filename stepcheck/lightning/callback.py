@@ -42,6 +42,7 @@ class StepCheck(Callback):
         replay_every: int = 0,
         steps: Collection[int] = (),
         count: int = 0,
+        only: str = "",
         outputs: bool = False,
         on_fault: Literal["raise", "warn"] = "raise",
         file: Path | None = None,
@@ -52,11 +53,18 @@ class StepCheck(Callback):
             replay_every: Replay each step whose number is divisible by this; 0 for none.
             steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
+            only: Regular expression: gradients of other weights are not replayed, and need no memory.
             outputs: Whether to compare the outputs of all submodules in these steps.
             on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and continue.
             file: JSON file to which rank 0 writes the verdict at the end.
         """
-        self.replay_every, self.steps, self.count, self.outputs = replay_every, {*steps}, count, outputs
+        self.replay_every, self.steps, self.count, self.only, self.outputs = (
+            replay_every,
+            {*steps},
+            count,
+            only,
+            outputs,
+        )
         self.on_fault: Literal["raise", "warn"] = on_fault
         self.file = file
         self.verdicts: list[Verdict] = []  # of each optimizer
@@ -149,7 +157,7 @@ class StepCheck(Callback):
         except Exception as error:  # the module's code may raise anything
             self._note("replays", f"building a copy of the module fails ({type(error).__name__}: {error})")
             return None
-        return Replay(plain, self.replay_every, self.steps, outputs=self.outputs, internal=INTERNAL)
+        return Replay(plain, self.replay_every, self.steps, self.only, self.outputs, INTERNAL)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Numbers the steps as the run does, also if it is resumed, and spreads the `count` replays over the run."""

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ class Replay:
         copy: nn.Module,
         every: int = 1,
         steps: Collection[int] = (),
+        only: str = "",
         outputs: bool = False,
         internal: Collection[str] = (),
     ):
@@ -41,10 +43,11 @@ class Replay:
             copy: A deep copy of the module that will be trained, made before an engine or wrapper is built of it.
             every: Replay each step whose number is divisible by this; 0 for none.
             steps: Replay these steps, from 1, too.
+            only: Regular expression: gradients of other weights are not compared, and need no memory.
             outputs: Whether to compare the outputs of all submodules, so that a fault names the first that differs.
             internal: Names of attributes of the module that a step must not restore.
         """
-        self.every, self.steps, self.outputs = every, {*steps}, outputs
+        self.every, self.steps, self.only, self.outputs = every, {*steps}, re.compile(only), outputs
         self.copy = PlainCopy(copy, internal)
         self.audit: Any = None  # the Audit, from its start
         self.actual: Computed | None = None  # of the step that is being replayed
@@ -95,8 +98,9 @@ class Replay:
     # What the audit calls
     def saw_gradient(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient that autograd has computed."""
-        if self.actual is not None:
-            self.actual.add(self.audit.view.names[index], gradient)
+        name = self.audit.view.names[index]
+        if self.actual is not None and self.only.search(name):
+            self.actual.add(name, gradient)
 
     def judge(self) -> None:
         """Compares the step that has ended, on all ranks. A failure on one of them is not judged on any."""
@@ -146,7 +150,7 @@ class Replay:
         for buffer in buffers.values() if view.syncs_buffers else ():
             dist.broadcast(buffer, 0)
         trained = {view.names[index] for index in view.trained if view.parameters[index].requires_grad}
-        self.copy.keep(weights, buffers, trained)
+        self.copy.keep(weights, buffers, {name for name in trained if self.only.search(name)} or trained)
         self.actual = Computed()
         self._handles = self._watch(view.module, self.actual)
 

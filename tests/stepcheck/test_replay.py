@@ -199,6 +199,12 @@ def test_the_state_of_a_wrapped_module_is_kept_as_its_own() -> None:
     assert [plain_name(name) for name in ("_orig_mod", "module._orig_mod", "module._orig_mod.a.b")] == ["", "", "a.b"]
 
 
+def test_only_chosen_weights_are_compared() -> None:
+    change = after("first", Scaled.apply)
+    assert train(change, only="second|third")[0].outcome == "agrees"
+    assert train(change, only="first")[0].outcome == "different"
+
+
 def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_module, "available", lambda device: 1000.0)
     verdict, _ = train()
