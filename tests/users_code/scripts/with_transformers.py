@@ -13,9 +13,9 @@ def network() -> nn.Module:
     """Returns a small BERT without dropout, for three classes."""
     from transformers import BertConfig, BertForSequenceClassification  # pyright: ignore[reportMissingImports]
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = BertConfig(vocab_size=50, **sizes)
-    config.num_labels = 3  # not an argument that pyright knows
+    config.num_labels = 3  # pyright does not know this argument
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     return BertForSequenceClassification(config)
 
