@@ -117,8 +117,13 @@ class Attached:
                     if each is optimizer or each not in before:
                         del self.pending[each]
             engine = result[0]
-            if engine.optimizer is not None:
-                self.audit(engine, start=start)
+            started = self.audit(engine, start=start) if engine.optimizer is not None else None
+            parameters = {id(each) for each in engine.module.parameters()}
+            for each in [*self.pending]:  # dropped, as by transformers (5.24, issue 38753)
+                if parameters & _ids(each):
+                    del self.pending[each]
+                    if started is not None:
+                        started.verdict.notes["optimizer"] = f"{type(each).__name__} never steps: DeepSpeed got another"
             return result
 
         deepspeed.initialize = audited

@@ -319,7 +319,7 @@ class Audit:
             for rank, of_rank in enumerate(view.ranks.everywhere(found) if worst > 1 else ())
             for kind, text, share in of_rank
         ]
-        step = Step(self.step, self.micro_batches, self.scale, sums)
+        step = Step(self.step, self.micro_batches, self.scale, sums, fingerprints)
         if skipped:
             verdict.skipped += 1
         else:

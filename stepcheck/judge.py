@@ -36,6 +36,7 @@ class Step:
     micro_batches: int
     scale: float  # the loss scale that is in autograd's gradients, and not in the optimizer's
     sums: dict[str, Tensor]  # of COLUMNS over the ranks, float64 (rows, width) on the CPU
+    batches: Tensor  # fingerprints of each rank's batches, float64 on the CPU
 
 
 class Judge:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stepcheck.accept.release import lacks_float16, unknown
+from stepcheck.accept.release import has_gpu, lacks_float16, unknown
 
 STEPS = 4
 """Optimizer steps in a case. All are audited. A wrong gradient shows at the first, a stale state at the second."""
@@ -27,6 +27,14 @@ ZERO = {
 """The ZeRO stage of each strategy with DeepSpeed, and whether the CPU updates the weights."""
 
 STRATEGIES = ("ddp", "fsdp2", *ZERO)
+
+THROUGH = {
+    "raw": "stepcheck.accept.train:train_case",
+    "lightning": "stepcheck.accept.frameworks:train_through_lightning",
+    "accelerate": "stepcheck.accept.frameworks:train_through_accelerate",
+    "transformers": "stepcheck.accept.frameworks:train_through_transformers",
+}
+"""The functions that train a case: in a plain loop, or as a script of a framework does."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +217,9 @@ ROWS = (
 )
 
 
-def plan(strategies: Sequence[str], ranks: int, quick: bool, seeds: int) -> tuple[list[Case], dict[str, str]]:
+def plan(
+    strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str = "raw"
+) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases, and the rows that are left out, with the reason of each."""
     cases: list[Case] = []
     left_out: dict[str, str] = {}
@@ -217,6 +227,8 @@ def plan(strategies: Sequence[str], ranks: int, quick: bool, seeds: int) -> tupl
         reason = f"needs a multiple of {row.ranks} ranks" if ranks % row.ranks else unknown(row.case.config, row.needs)
         if row.case.precision == "float16":
             reason = reason or lacks_float16()
+        if through != "raw":
+            reason = reason or _untrainable(row.case, through)
         chosen = [name for name in strategies if _trains(row, name)]
         if chosen and reason:
             left_out[row.case.row] = reason
@@ -224,6 +236,14 @@ def plan(strategies: Sequence[str], ranks: int, quick: bool, seeds: int) -> tupl
         for name in chosen:
             cases += [replace(row.case, strategy=name, ranks=ranks, seed=seed) for seed in range(seeds)]
     return cases, left_out
+
+
+def _untrainable(case: Case, through: str) -> str:
+    """Returns why a framework does not train a case, or ""."""
+    if case.precision == "float16" or (through == "transformers" and case.precision == "bfloat16"):
+        return "" if has_gpu() else f"{through} trains in {case.precision} on GPUs only"
+    own = case.plain_backward or not case.config.get("managed_gradient_accumulation", True)
+    return "a framework calls the engine in its own way" if own else ""
 
 
 def _trains(row: Row, strategy: str) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, ZERO, Case, plan
+from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, ZERO, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
 from stepcheck.accept.launch import train_cases
@@ -40,6 +41,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--strategies", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {', '.join(STRATEGIES)} (default: all)"
     )
+    add("--through", choices=THROUGH, default="raw", help="train with this framework (default: raw, in a plain loop)")
     add("--seeds", type=positive, default=1, metavar="N", help="train each case with N seeds (default: 1)")
     add("--fuzz", type=positive, metavar="N", help="train N random cases instead, which are the same each time")
     add("--print_cases", action="store_true", help="list the cases, and train nothing")
@@ -50,17 +52,20 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trains the cases and prints the verdict. Returns the exit code."""
-    strategies = options.strategies or [name for name in STRATEGIES if name not in ZERO or deepspeed_folder()]
+    usual = [name for name in STRATEGIES if name not in ZERO or deepspeed_folder()]
+    if options.through != "raw":
+        usual.remove("fsdp2")
+    strategies = options.strategies or usual
     _refuse_mistakes(options, strategies)
     left_out: dict[str, str] = {}
     if options.fuzz:
         cases = random_cases(options.fuzz, strategies, options.devices)
     else:
-        cases, left_out = plan(strategies, options.devices, options.quick, options.seeds)
+        cases, left_out = plan(strategies, options.devices, options.quick, options.seeds, options.through)
     if options.print_cases:
         _print_cases(cases)
     else:
-        results = _train(cases, options.devices)
+        results = _train(cases, options.devices, options.through)
     for row, why in left_out.items():
         print(f"left out: {row}: {why}")
     return 0 if options.print_cases else _conclude(results, left_out, options)
@@ -72,6 +77,11 @@ def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> 
         raise UsageError("--strategies: DeepSpeed is not installed; install it, or choose ddp and fsdp2")
     if options.fuzz and (options.quick or options.seeds > 1):
         raise UsageError("--fuzz: its cases have seeds of their own; leave out --quick and --seeds")
+    if options.through != "raw":
+        if options.fuzz or "fsdp2" in strategies:
+            raise UsageError(f"--through {options.through}: trains neither --fuzz nor fsdp2")
+        if importlib.util.find_spec(options.through) is None or not deepspeed_folder():
+            raise UsageError(f"--through {options.through}: needs {options.through} and DeepSpeed; install them")
     refuse_folders(options, "json", "junit")
 
 
@@ -83,7 +93,7 @@ def _print_cases(cases: Iterable[Case]) -> None:
         print(f"  {json.dumps({name: value for name, value in asdict(case).items() if value != getattr(BLANK, name)})}")
 
 
-def _train(cases: Sequence[Case], ranks: int) -> list[Result]:
+def _train(cases: Sequence[Case], ranks: int, through: str) -> list[Result]:
     """Trains the cases and prints a line for each. Returns their results."""
     results: list[Result] = []
 
@@ -91,7 +101,7 @@ def _train(cases: Sequence[Case], ranks: int) -> list[Result]:
         results.append(_result(case, verdict))
         print(f"{results[-1]['status']:5} {case}: {results[-1]['summary']}", flush=True)
 
-    train_cases(cases, ranks, report)
+    train_cases(cases, ranks, report, THROUGH[through])
     return results
 
 
@@ -142,7 +152,8 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
     versions = [f"{name} {_version(name)}" for name in ("torch", "deepspeed") if _version(name)]
     yield f"{', '.join(versions)}, {ranks} ranks, {sum(each['steps'] for each in results)} steps audited"
     replayed, identical = (sum(each[key] for each in right) for key in ("replayed", "identical"))
-    yield f"{replayed} computed again by plain PyTorch, {identical} of them bit-identical"
+    if replayed:
+        yield f"{replayed} computed again by plain PyTorch, {identical} of them bit-identical"
     kinds = sorted({kind for each in right for kind in each["shares"]})
     largest = [f"{kind} {max(each['shares'].get(kind, 0.0) for each in right):.2g}" for kind in kinds]
     if largest:

@@ -33,6 +33,9 @@ def main(folder: Path, pipe: int) -> None:
     if any(case["strategy"] in ZERO or case["config"] for case in work["cases"]):
         import deepspeed
 
+        from stepcheck.engines.deepspeed import compile_no_collective
+
+        compile_no_collective()
         deepspeed.init_distributed()
     watch()
     train = resolve_name(work["train"])

@@ -29,9 +29,13 @@ def _keys(config: dict[str, Any]) -> Iterator[str]:
             yield from _keys(value)
 
 
+def has_gpu() -> bool:
+    return Path("/dev/nvidia0").exists()
+
+
 def lacks_float16() -> str:
     """Returns why this machine cannot train in float16, or ""."""
-    if Path("/dev/nvidia0").exists() or "avx512_fp16" in Path("/proc/cpuinfo").read_text():
+    if has_gpu() or "avx512_fp16" in Path("/proc/cpuinfo").read_text():
         return ""
     return "this machine has neither a GPU nor a CPU with float16 (avx512_fp16)"
 

@@ -250,3 +250,11 @@ def free(engine: Any) -> None:
         methods = vars(coordinator.PartitionedParameterCoordinator)
         cached = methods["_PartitionedParameterCoordinator__params_to_release"]
         cached.__closure__[0].cell_contents.cache_clear()
+
+
+def compile_no_collective() -> None:
+    """Turns off a collective for CPUs that only DeepSpeed's inference uses, and that would be compiled at the first
+    start. The table is not read before, because then DeepSpeed (0.19.8, ops/__init__.py) tries to compile and link a
+    program for each operator, and in a notebook the errors of the linker appear."""
+    operators: Any = vars(deepspeed.ops)
+    operators.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False

@@ -5,12 +5,13 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
-import deepspeed
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.nn import Module
+
+from stepcheck.engines.deepspeed import compile_no_collective
 
 GROUP_LISTS = {"param_groups", "base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 """Attributes of torch's optimizers and schedulers that are lists with one element for each parameter group."""
@@ -68,11 +69,7 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
         if not self.on_cpu:
             super().setup_distributed()
             return
-        # Turned off, because only DeepSpeed's inference uses this collective, which would be compiled at the first
-        # start. The table is not read before, because then DeepSpeed (0.19.8, ops/__init__.py) tries to compile and
-        # link a program for each operator, and in a notebook the errors of the linker appear.
-        operators: Any = vars(deepspeed.ops)
-        operators.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+        compile_no_collective()
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()

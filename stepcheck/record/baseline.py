@@ -6,6 +6,7 @@ of that step were the same, bit by bit, its update is a fault.
 """
 
 import importlib.metadata
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stepcheck.bounds import EXACT, SIGMAS
 from stepcheck.judge import Judge, Step
@@ -25,6 +27,9 @@ KERNELS = 64.0
 SMALL = 1e-3
 """Share of the norm of all gradients that is added to the norm of one, which may nearly cancel."""
 
+ENVIRONMENT = ("ATEN_", "CUBLAS_", "CUDA_", "DS_", "MKL_", "NCCL_", "OMP_", "TORCH_")
+"""Beginnings of the names of environment variables that may change what is computed."""
+
 PACKAGES = ("torch", "deepspeed", "lightning", "accelerate", "transformers", "numpy")
 
 
@@ -34,7 +39,7 @@ class Baseline:
     def __init__(self, file: str, compare: bool, command: str):
         """Begins to save, or reads what was saved if `compare` is true."""
         self.file, self.compare = Path(file), compare
-        self.about = {"command": command, "machine": f"{platform.node()}, {platform.machine()}", **_versions()}
+        self.about = {"command": command, **_machine(), **_versions()}
         saved: Any = torch.load(file, weights_only=True) if compare else {"audits": []}
         self.changed = {
             what: f"{saved['about'].get(what)} in the baseline, {now} here"
@@ -74,6 +79,7 @@ class AuditBaseline:
             "gradients": judge.expected,
             "deviations": judge.deviation,
             "weights": weights,
+            "batches": step.batches,
         }
         if not self.compare:
             self.steps[step.number] = own
@@ -106,8 +112,27 @@ class AuditBaseline:
         worst = int(shares.argmax())
         if shares[worst] > 1:
             error = float(errors[worst].norm() / size[worst])
-            text = f"the gradient of {names[worst]} differs from the baseline's by {error:.2g} of its norm"
-            yield "gradient", f"{text}, from the same weights", float(shares[worst])
+            same = own["batches"].shape == saved["batches"].shape and torch.allclose(own["batches"], saved["batches"])
+            cause = "the same weights and batches" if same else "other batches"
+            text = (
+                f"the gradient of {names[worst]} differs from the baseline's by {error:.2g} of its norm, from {cause}"
+            )
+            yield "gradient" if same else "batch", text, float(shares[worst])
+
+
+def _machine() -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    about = {
+        "machine": f"{platform.node()}, {platform.machine()}",
+        "number of ranks": str(dist.get_world_size() if dist.is_initialized() else 1),
+        "number of threads": str(torch.get_num_threads()),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "environment": ", ".join(f"{name}={environment[name]}" for name in sorted(environment)),
+    }
+    if torch.cuda.is_available():
+        about |= {"GPU": torch.cuda.get_device_name(), "CUDA": str(torch.version.cuda)}
+    return about
 
 
 def _versions() -> dict[str, str]:

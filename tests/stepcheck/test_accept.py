@@ -87,6 +87,39 @@ def test_healthy_engines_pass(flags: str, tmp_path: Path):
     assert low is None or low["smallest_scale_error"] < 1e-6
 
 
+TWICE_DIVIDED = """
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+
+backward = DeepSpeedPrecision.backward
+# without the correction of CPUDeepSpeedStrategy, Lightning and the engine both divide the loss
+DeepSpeedPrecision.backward = lambda *args, scale_wrt_gas=True, **named: backward(*args, **named)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "framework",
+    ["lightning", *(pytest.param(each, marks=of_test_all) for each in ("accelerate", "transformers"))],
+)
+def test_a_framework_trains_the_cases(framework: str, tmp_path: Path):
+    pytest.importorskip(framework)
+    flags = ["--through", framework, "--quick", "--strategies", "ddp", "deepspeed_stage_2"]
+    code, output, result = accept(tmp_path, *flags)
+    assert code == 0, output
+    assert len(result["engines"]) + 2 * len(result["left_out"]) == 6
+
+
+@pytest.mark.distributed
+@of_test_all
+def test_a_fault_of_a_framework_is_found(tmp_path: Path):
+    flags = ["--through", "lightning", "--quick", "--strategies", "ddp", "deepspeed_stage_2"]
+    code, output, result = accept(tmp_path, *flags, site=TWICE_DIVIDED)
+    assert code == 1
+    failed = {each["engine"]: str(Finding(**each["findings"][0])) for each in result["engines"] if not each["passed"]}
+    assert set(failed) == {f"deepspeed_stage_2: {precision}, accumulated" for precision in ("float32", "bfloat16")}
+    assert all("step 1: the loss of micro-batch 1 is scaled by 0.0625" in each for each in failed.values()), output
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "fault",
@@ -117,6 +150,8 @@ def test_a_rank_that_fails_ends_its_case_and_not_the_others(tmp_path: Path):
     ("flags", "named"),
     [
         ("--strategies zero_7", "--strategies: invalid choice: 'zero_7'"),
+        ("--through lightning --fuzz 3", "--through lightning: trains neither --fuzz nor fsdp2"),
+        ("--through nothing", "--through: invalid choice: 'nothing'"),
         ("--devices 0", "--devices: 0 is not positive"),
         ("--fuzz 3 --quick", "--fuzz: its cases have seeds of their own"),
         ("--json .", "--json: . is a folder"),
