@@ -29,8 +29,8 @@ def install(**settings: Any) -> None:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function after a module was imported. `find_spec` may be called often before: transformers looks whether
-    deepspeed is there before it imports it."""
+    """Calls a function after a module was imported. `find_spec` may be called several times before the import, for
+    example by transformers, which checks whether deepspeed is installed."""
 
     def __init__(self, patches: dict[str, Callable[[Any], None]]):
         self.patches = patches
@@ -79,7 +79,8 @@ class Attached:
         self.is_first_rank = False
 
     def patch_torch(self, torch: Any) -> None:
-        """Notes each optimizer that is built, and waits for its model's forward pass or for its step."""
+        """Registers each optimizer that is built from now on. Its audit starts at the first forward pass of its model,
+        or at its first step."""
         importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
         importlib.import_module("stepcheck.engines.plain").watch()
         initialize, attached = torch.optim.Optimizer.__init__, self
@@ -173,8 +174,8 @@ class Attached:
             self.finder = None
 
     def before_step(self, optimizer: Any) -> None:
-        """Starts the audit of an optimizer at its first step, if no forward pass has started it: the model's was not
-        seen, or had not been wrapped yet."""
+        """Starts the audit of an optimizer at its first step, if no forward pass has started it. This happens if the
+        forward pass was not seen, or came before the model was wrapped."""
         import torch
 
         if not (torch.compiler.is_compiling() or self.building) and optimizer in self.pending:
@@ -194,7 +195,8 @@ class Attached:
         return root, started
 
     def on_fault(self, finding: Any) -> None:
-        """Ends all processes of the run at once, because ranks that go on would wait for those that have ended."""
+        """Prints the first fault and, unless the run is to continue, ends this process at once. Every rank does the
+        same, because a remaining rank would wait for the others."""
         if self.is_first_rank and not self.has_fault:
             print(f"stepcheck: {finding}", flush=True)
         self.has_fault = True
@@ -205,7 +207,7 @@ class Attached:
             os._exit(1)
 
     def finish(self) -> None:
-        """Writes the verdicts, on the first rank."""
+        """Writes the verdicts into the folder of reports, on rank 0."""
         if not self.is_first_rank or os.getpid() != self.process:
             return
         verdicts = [each.as_dict() for each in self.verdicts]
@@ -219,8 +221,8 @@ class Attached:
             (self.reports / f"{os.getpid()}.json").write_text(json.dumps(verdicts))
 
     def _report_at_exit(self) -> None:
-        """Makes this process write its verdicts at its end. A process that multiprocessing has forked ends without
-        atexit, and has inherited what its parent found."""
+        """Makes this process write its verdicts when it ends. Drops the verdicts that a forked process has inherited
+        from its parent. multiprocessing ends a forked process without atexit, so a Finalize is registered too."""
         if self.process != os.getpid():
             self.process, self.verdicts, self.refused = os.getpid(), [], {}
             self.is_first_rank = _rank() == 0
@@ -229,7 +231,7 @@ class Attached:
 
 
 def _rank() -> int:
-    """Returns the rank of this process, which a script may give without environment variables."""
+    """Returns the rank of this process from its process group, or else from the environment variable RANK."""
     import torch.distributed as dist
 
     initialized = dist.is_available() and dist.is_initialized()
@@ -241,8 +243,9 @@ def _ids(optimizer: Any) -> set[int]:
 
 
 def find_model(optimizer: Any) -> Any:
-    """Returns the smallest module that holds all parameters of an optimizer, or its outermost wrapper (DDP, or what
-    torch.compile returns). If several modules hold them, or none, returns a module made of these parts."""
+    """Returns the smallest module that holds all parameters of an optimizer, or the outermost wrapper of this module
+    (DDP, FSDP or torch.compile). If no single module holds them all, returns a new module that consists of the modules
+    and tensors that do."""
     import torch
 
     # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.

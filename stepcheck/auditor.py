@@ -27,8 +27,8 @@ from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """Adds the time that a hook takes to the verdict's `seconds`. If the hook fails, the step is not judged, and the
-    audit ends with the step on all ranks; the training goes on."""
+    """Wraps a hook. Adds its time to `seconds` of the verdict. If the hook raises an exception, the step is not judged,
+    the audit ends on all ranks at the end of the step, and the training continues."""
 
     @wraps(method)
     def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
@@ -126,13 +126,13 @@ class Audit:
         self._undo, self.stopped = [], True
 
     def stop(self, what: str, why: str) -> None:
-        """Ends the audit on a rank whose hooks run, and that therefore cannot remove them. Every rank must call it at
-        the same place."""
+        """Ends the audit, but leaves its hooks in place, because a hook of this rank is running and cannot remove them.
+        Every rank must call it at the same place."""
         self.verdict.not_judged[what] = why
         self.running, self.stopped = False, True
 
     def forget(self) -> None:
-        """Forgets what earlier steps left, because a checkpoint is about to be loaded."""
+        """Drops what is kept from earlier steps, because a checkpoint is about to be loaded."""
         self._updates.forget()
         self._judge.frozen = {}
         self._batch_norms.counts = {}
@@ -167,7 +167,7 @@ class Audit:
 
     @guarded
     def before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
-        """Sees the unsharded weights of a module before it computes."""
+        """Compares a module's unsharded weights just before it computes, and watches their gradients."""
         if not self.running or not torch.is_grad_enabled():
             return
         for name, index in own.items():
@@ -187,7 +187,8 @@ class Audit:
 
     @guarded
     def saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
-        """Sees what autograd computes for a parameter, before the engine does."""
+        """Adds the gradient that autograd has computed for a parameter in one micro-batch, before the engine changes
+        it."""
         if not self.running:  # the module itself was not called, only parts of it
             self._begin_step()
         if not self.running:
@@ -241,13 +242,13 @@ class Audit:
 
     @guarded
     def before_step(self) -> None:
-        """Remembers the options of the parameter groups as the user and the schedule left them, before an engine that
-        calls the optimizer itself."""
+        """Records the options of the parameter groups before an engine's step, as the user and the schedule set them.
+        The engine calls the optimizer itself."""
         self._options = {id(group): options_of(group) for group in self.view.optimizer.param_groups}
 
     @guarded
     def before_update(self, optimizer: Any) -> None:
-        """Sees the gradients that reach the optimizer."""
+        """Adds the gradients that reach the optimizer, and checks its options."""
         if not self.running and not self.view.owns_step:  # the script sets gradients that autograd has not accumulated
             self._begin_step()
         if not self.running:
@@ -294,7 +295,7 @@ class Audit:
             print(f"stepcheck: {findings[0]}", flush=True)
 
     def _judge_step(self, skipped: bool) -> list[Finding]:
-        """Adds up what the ranks contribute, and returns the findings, which are the same on all ranks."""
+        """Sums the contributions of the ranks, and returns the findings, which are the same on all ranks."""
         view, verdict = self.view, self.verdict
         self._batch_norms.compare(self.add)
         local, self._local = self._local, []
@@ -332,7 +333,7 @@ class Audit:
 
     @property
     def _in_turn(self) -> range:
-        """The indices of the weights that this step compares."""
+        """The indices of the weights to compare in this step."""
         return range(-self.step % self.weights_every, len(self.view.parameters), self.weights_every)
 
 

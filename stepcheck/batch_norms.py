@@ -10,7 +10,7 @@ from stepcheck.engines.view import Hook
 
 
 class BatchNormCounts:
-    """Checks that batch norms in training mode count each batch, as they do when they update their statistics."""
+    """Checks that batch norms in training mode count each batch, as they do whenever they update their statistics."""
 
     def __init__(self, module: nn.Module):
         self.norms = {

@@ -12,7 +12,8 @@ ELEMENTS = 4096
 
 
 class Batches:
-    """Looks at the inputs and at the random state of each micro-batch, without waiting for the device."""
+    """Records a fingerprint of the inputs of each micro-batch, and whether its random state repeats. Never waits for
+    the device."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device):
         self.rank = rank
@@ -27,7 +28,8 @@ class Batches:
         self._before, self._drew, self.repeats_random = None, False, False
 
     def before_forward(self, inputs: Any) -> None:
-        """Looks at a micro-batch before its forward pass."""
+        """Adds the inputs of a micro-batch to the fingerprint, and compares the random state with the first micro-batch
+        of the step. Is called before the forward pass."""
         tensors = (each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.numel() > 1)
         first = next(tensors, None)
         if first is not None and not first.is_sparse and not first.is_complex():
@@ -41,7 +43,8 @@ class Batches:
             self.repeats_random = True
 
     def in_backward(self) -> None:
-        """Looks at the random state after the forward pass."""
+        """Records whether a forward pass of the step has drawn random numbers. Is called at the start of a backward
+        pass."""
         if self._before is not None and not self._drew:
             self._drew = not torch.equal(_random_state(self.fingerprints.device), self._before)
 
@@ -65,5 +68,5 @@ class Batches:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Returns the state of the generator that dropout uses. Reading that of a GPU does not wait for it."""
+    """Returns the state of the generator that dropout uses. Reading a GPU's generator does not wait for the GPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

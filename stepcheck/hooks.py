@@ -34,8 +34,8 @@ class Hooks:
             handle.remove()
 
     def watch_gradients(self) -> None:
-        """Registers hooks on the trained parameters, also on those that have been unfrozen since, after the hooks of
-        the script, which may change a gradient."""
+        """Registers hooks on the trained parameters, including parameters that were unfrozen during the training. They
+        run after the script's own hooks, which may change a gradient."""
         for index in self.view.trained:
             if self.view.parameters[index].requires_grad:
                 self.watch_gradient(index, self.view.parameters[index])

@@ -30,7 +30,7 @@ judged."""
 
 @dataclass(frozen=True)
 class Step:
-    """A step as all ranks see it."""
+    """The sums of a step over all ranks."""
 
     number: int  # from 1
     micro_batches: int
@@ -40,7 +40,7 @@ class Step:
 
 
 class Judge:
-    """Compares the sums with their tolerances, and writes what it finds into a verdict."""
+    """Compares the sums with their tolerances, and records the results in a verdict."""
 
     def __init__(self, view: View, verdict: Verdict):
         self.view, self.verdict = view, verdict
@@ -60,7 +60,7 @@ class Judge:
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
     def finding(self, step: int, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
-        """Records a share of a tolerance that exceeds 1, and returns the finding."""
+        """Records an error that exceeds its tolerance, and returns its finding. `share` is error / tolerance."""
         self.verdict.record(kind, share)
         return Finding(0 if kind == "start" else step, kind, text, share, rank)
 
@@ -116,8 +116,8 @@ class Judge:
     def _measure(
         self, trained: Tensor, expected: Tensor, summands: Tensor, deviation: Tensor, tolerance: float
     ) -> None:
-        """Adds to the verdict what was judged, and how small an error would have been seen. A gradient counts as judged
-        if half of it would be seen to be missing, or if autograd computed 0."""
+        """Adds to the verdict how many gradient elements were judged, and the smallest error that would have been
+        detected. A gradient counts as judged if losing half of it would be detected, or if autograd computed 0."""
         visible = (SIGMAS * deviation[:, 0] / expected.abs().amax(1).clamp(min=1e-30))[trained]
         computed = summands[trained] > 0
         self.verdict.values += int(self.sizes[trained][(visible < 0.5) | ~computed].sum())
@@ -127,7 +127,7 @@ class Judge:
             self.verdict.smallest_tensor_error = max(median, self.verdict.smallest_tensor_error or 0.0)
 
     def _comparable(self, step: Step) -> Tensor:
-        """Returns for each row whether what autograd computed is what the optimizer should get."""
+        """Returns for each row whether the gradient that autograd computed should reach the optimizer unchanged."""
         view, verdict = self.view, self.verdict
         verdict.values_in_all += int(self.sizes[self.trained].sum())
         foreign = step.sums["foreign"][:, 0] > 0
@@ -141,8 +141,8 @@ class Judge:
         return ~foreign
 
     def _factor(self, step: Step, factor: float, tolerance: float, norm: float, complete: bool) -> list[Finding]:
-        """Judges the factor that all gradients have in common, which clipping may make smaller than 1. `norm` is that
-        of all gradients if it is `complete`, or else of those that are compared."""
+        """Judges the factor that all gradients have in common. Clipping may make it smaller than 1. `norm` is the norm
+        of all gradients if `complete` is true, or else of the compared gradients only."""
         limit, share = self.view.clip_limit(), abs(factor - 1) / tolerance
         rounding = CLIPPING + 2 * self.optimizer_unit
         if limit and norm > limit * (1 - rounding):
@@ -169,7 +169,7 @@ class Judge:
         return [self.finding(step.number, "scale", text + self._meaning(step, factor), share)]
 
     def _meaning(self, step: Step, factor: float) -> str:
-        """Names what a wrong factor may come from."""
+        """Returns the likely cause of a wrong factor, or ""."""
         ranks, parts = self.view.ranks.size, step.micro_batches
         causes = {
             1 / parts: f"divided by the {parts} micro-batches once too often",

@@ -15,7 +15,7 @@ NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def refuse_folders(options: argparse.Namespace, *flags: str) -> None:
-    """Raises UsageError if the file of a flag is a folder."""
+    """Raises UsageError if the path for a flag's file is a folder."""
     for flag in flags:
         file = getattr(options, flag)
         if file is not None and file.is_dir():

@@ -30,7 +30,7 @@ if spec:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the parser of `stepcheck run`."""
+    """Adds the command `run` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "run",
         help="audit each step of a script",
@@ -111,7 +111,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Namespace) -> int:
-    """Prints and writes the verdicts. Returns the exit code."""
+    """Prints the verdicts, and writes them to the files of --json and --junit. Returns the exit code."""
     audited = [each for each in verdicts if each["steps"]]
     passed = bool(audited) and all(each["passed"] for each in audited)
     for each in verdicts:

@@ -12,7 +12,8 @@ PLAIN = (int, float, str)
 
 
 class Start:
-    """A model and its optimizer before an engine is built: plain attributes of modules, ties, and options."""
+    """Records a model and its optimizer before an engine is built: plain attributes of modules, tied parameters, and
+    options."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
@@ -22,7 +23,7 @@ class Start:
         self.options = {id(parameter): options_of(group) for group in groups for parameter in group["params"]}
 
     def changes(self, model: nn.Module) -> list[str]:
-        """Returns what has changed since, one sentence each."""
+        """Returns a sentence for each value that has changed since the start."""
         model = model.module if isinstance(model, DistributedDataParallel) else model
         after = {name: _attributes(module) for name, module in model.named_modules()}
         texts = []
@@ -39,8 +40,8 @@ class Start:
 
 
 def changed_options(view: View, start: Start | None) -> Iterator[str]:
-    """Yields a sentence for each option of the optimizer that is not as the user gave it. A schedule may have changed
-    the learning rate."""
+    """Yields a sentence for each optimizer option that differs from the user's value. The learning rate is left
+    out if a schedule may have changed it."""
     given = view.given_options()
     for index, parameter in enumerate(view.parameters):
         if start and id(parameter) in start.options:

@@ -16,7 +16,7 @@ FAILED = 1e300
 
 
 class Totals:
-    """The columns of this rank, and their sums over the ranks, which one small collective brings."""
+    """This rank's values in COLUMNS, and their sums over the ranks, which take one small collective per step."""
 
     def __init__(self, view: View):
         self.view = view
@@ -37,23 +37,23 @@ class Totals:
         self.used = {}
 
     def mark(self, column: str, indices: Iterable[int]) -> None:
-        """Sets the number of some parameters in a column to 1."""
+        """Sets a column to 1 for some parameters."""
         for index in indices:
             self.columns[column][self.view.rows[index]] = 1
 
     def forget_gradient(self, index: int) -> None:
-        """Forgets what autograd has computed for a parameter."""
+        """Resets the sums of autograd's gradients of a parameter."""
         for column in ("expected", "summands"):
             self.columns[column][self.view.rows[index]] = 0.0
 
     def saw_gradient(self, index: int, gradient: Tensor) -> None:
-        """Adds what autograd has computed for a parameter."""
+        """Adds a gradient that autograd has computed for a parameter."""
         row, sketch = self.view.rows[index], project(gradient).to(self.view.device)
         self.columns["expected"][row] += sketch[:K]
         self.columns["summands"][row] += sketch[K].sqrt()
 
     def saw_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
-        """Adds the gradient of a tensor of the optimizer. `measure` is whether its norm must be exact."""
+        """Adds the gradient of a tensor that the optimizer updates. `measure` is whether its norm must be exact."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for part in parts:
             values = flat[part.offset : part.offset + part.length]
@@ -62,7 +62,7 @@ class Totals:
             self.columns["square"][self.view.rows[part.index]] += sketch[K]
 
     def saw_optimizer_weights(self, indices: Collection[int]) -> None:
-        """Adds this rank's parts of some parameters, as the optimizer has them."""
+        """Adds this rank's parts of some parameters, with the optimizer's values."""
         view = self.view
         for target in self.targets:
             flat = view.local(target.tensor).detach().reshape(-1)
@@ -78,7 +78,7 @@ class Totals:
         self.columns["reference"][self.view.rows[index]] += sketch.to(self.view.device)
 
     def saw_weight(self, index: int, parameter: Tensor) -> None:
-        """Compares a weight, as a forward or backward pass uses it, with its first use in this step."""
+        """Compares a weight in a forward or backward pass with its first use in this step."""
         if not parameter.numel():
             return
         sketch = project(parameter, exact=True)[:K].to(self.view.device)
@@ -125,5 +125,6 @@ class Totals:
 
 
 def _contrast(replica: int, replicas: int) -> float:
-    """Returns the weight of a replica. The weights of all replicas differ and add up to 0."""
+    """Returns the factor of a replica. The factors of all replicas differ and add up to 0, so that the sum over equal
+    replicas is 0."""
     return (2 * replica - replicas + 1) / replicas

@@ -66,12 +66,13 @@ class UpdateCheck:
         self.kept: dict[int, tuple[Slice, dict[str, Tensor]]] = {}  # what the last update left, by id of the target
 
     def forget(self) -> None:
-        """Forgets what the last update left, before a checkpoint is loaded."""
+        """Drops the state after the last update, because a checkpoint is about to be loaded."""
         self.kept = {}
 
     def begin(self, optimizer: Any, report: Report) -> None:
-        """Updates copies of slices, before the optimizer updates its tensors. Compares weights and state with what the
-        last update left. Weights that differ are only noted, unless an engine owns the step: a script may clip them."""
+        """Updates copies of slices, before the optimizer updates its tensors. Compares weights and state with their
+        values after the last update. A difference in weights is only a note if the script itself calls the optimizer,
+        because the script may clip weights."""
         self.slices = []
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if self.kind is None or (overflow is not None and overflow > 0):  # a fused optimizer leaves such a step out
@@ -172,7 +173,7 @@ class Pairs:
         self.expected: list[Tensor] = []
 
     def add(self, name: str, actual: Tensor | None, expected: Tensor) -> None:
-        """Adds a pair. A value that is missing counts as infinitely far off."""
+        """Adds a pair. A missing value counts as an infinite error."""
         self.names.append(name)
         self.actual.append(torch.full_like(expected, torch.inf) if actual is None else actual)
         self.expected.append(expected)
@@ -213,6 +214,6 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def distances(some: list[Tensor], others: list[Tensor]) -> Tensor:
-    """Returns the norm of the difference of each pair of tensors, float64. Two elements that are both not finite do not
-    differ; one that is differs by its size."""
+    """Returns the norm of the difference of each pair of tensors, float64. Two non-finite elements count as equal. A
+    single non-finite element counts with the size of the other element."""
     return norms([a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0) for a, b in zip(some, others, strict=True)])

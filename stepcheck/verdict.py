@@ -76,7 +76,8 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """The verdict in a word or two. What was not judged is never called agreement."""
+        """The verdict in a word or two. It is "agrees" only if the audit has passed and `coverage` is at least
+        ENOUGH."""
         if self.findings:
             return "different"
         return "agrees" if self.passed and self.coverage >= ENOUGH else "not judged"
@@ -87,11 +88,11 @@ class Verdict:
         return self.values / self.values_in_all if self.values_in_all else 0.0
 
     def record(self, kind: Kind, share: float) -> None:
-        """Keeps the largest share of a tolerance."""
+        """Updates the largest error / tolerance of a kind."""
         self.shares[kind] = max(self.shares.get(kind, 0.0), share)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the verdict as plain data for JSON. Shares that are not finite become strings."""
+        """Returns the verdict as plain data for JSON. Non-finite shares become strings."""
         finite = {kind: share if share < float("inf") else "infinite" for kind, share in self.shares.items()}
         return {
             "outcome": self.outcome,

@@ -29,7 +29,7 @@ def check_type(flag: str, value: Any, hint: Any) -> None:
 
 
 def described(hint: Any) -> str:
-    """Returns a type in words, for example: int or one of ['auto']."""
+    """Returns the name of a type for an error message, such as `int or one of ['auto']`."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Literal:
         return f"one of {[*inner]}"

@@ -49,8 +49,8 @@ class Inputs(NamedTuple):
 
 
 def inputs(side: int = IMAGE_SHAPE[1], normalization: str = "half") -> Inputs:
-    """Returns the inputs for --data.image_size and --data.normalize. Raises UsageError if the normalisation is
-    invalid."""
+    """Returns the size and normalisation of the images from the values of --data.image_size and --data.normalize.
+    Raises UsageError if the normalisation is invalid."""
     try:
         numbers = [float(number) for number in NORMALIZATIONS.get(normalization, normalization).split(",")]
     except ValueError:

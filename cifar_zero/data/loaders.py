@@ -177,7 +177,8 @@ class MemoryLoader(Resumable):
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):
-    """A dataset of a split's images after the tutorial's transforms: float32 (3, H, W), normalised."""
+    """A dataset of a split's images as the PyTorch tutorial transforms them (ToTensor, then Normalize): float32 (3, H,
+    W)."""
 
     def __init__(self, split: Split, inputs: Inputs) -> None:
         self._split = split

@@ -27,7 +27,7 @@ Result = dict[str, Any]
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the parser of `stepcheck accept`."""
+    """Adds the command `accept` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "accept",
         help="audit the installed PyTorch and DeepSpeed",
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> None:
-    """Raises UsageError if the flags make no sense."""
+    """Raises UsageError if flags contradict one another, or need a package that is not installed."""
     if not deepspeed_folder() and {*strategies} & {*ZERO}:
         raise UsageError("--strategies: DeepSpeed is not installed; install it, or choose ddp and fsdp2")
     if options.fuzz and (options.quick or options.seeds > 1):

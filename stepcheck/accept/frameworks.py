@@ -52,7 +52,7 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
 
 
 def _wrong_factors(case: Case, factors: list[Tensor]) -> list[Finding]:
-    """Finds losses that are not divided by the number of micro-batches exactly once."""
+    """Returns a finding for each loss that was not divided by the number of micro-batches exactly once."""
     parts = case.accumulate
     return [
         Finding(
@@ -68,7 +68,7 @@ def _wrong_factors(case: Case, factors: list[Tensor]) -> list[Finding]:
 
 @cache
 def _attached(folder: str) -> Attached:
-    """Audits all that this process builds from now on."""
+    """Starts to audit every engine and optimizer that this process builds from now on."""
     import deepspeed
 
     attached = Attached(folder, weights_every=1, keep_going=True)
@@ -218,7 +218,7 @@ def _data(case: Case) -> TensorDataset:
 
 
 def _forget_accelerator() -> None:
-    """Lets this process train with another configuration. Accelerate keeps the first for the whole process."""
+    """Resets Accelerate's global state, so that this process can train with another configuration."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)

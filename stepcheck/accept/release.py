@@ -42,7 +42,7 @@ def lacks_float16() -> str:
 
 @cache
 def _names() -> set[str]:
-    """Returns all words in the sources of DeepSpeed that read its configuration."""
+    """Returns all words in DeepSpeed's source files that read its configuration."""
     folder = deepspeed_folder()
     files = [*folder.glob("runtime/*.py"), *folder.glob("runtime/zero/*.py")] if folder else []
     return {word for file in files for word in re.findall(r"\w+", file.read_text())}

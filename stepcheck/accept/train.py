@@ -51,7 +51,7 @@ def train(case: Case, device: torch.device) -> Verdict:
 
 
 class TorchTraining:
-    """DistributedDataParallel or FSDP2."""
+    """Trains a case under DistributedDataParallel or FSDP2."""
 
     def __init__(self, case: Case, model: Any):
         self.case = case
@@ -89,11 +89,11 @@ class TorchTraining:
         self.optimizer.zero_grad()
 
     def free(self) -> None:
-        """Does nothing: references do not outlive the training."""
+        """Does nothing, because no references outlive the training."""
 
 
 class DeepSpeedTraining:
-    """DeepSpeed's engine."""
+    """Trains a case with DeepSpeed's engine."""
 
     def __init__(self, case: Case, model: nn.Module):
         import deepspeed
@@ -127,7 +127,8 @@ class DeepSpeedTraining:
 
 
 def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer of a case. Weight decay holds only for matrices. Experts have groups of their own."""
+    """Returns the optimizer of a case. Only matrices have weight decay, and experts are in separate parameter
+    groups."""
     trained = [each for each in model.parameters() if each.requires_grad]
     matrices, vectors = ([each for each in trained if (each.dim() > 1) == matrix] for matrix in (True, False))
     groups: Any = [
@@ -142,7 +143,7 @@ def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def build_schedule(optimizer: torch.optim.Optimizer) -> Any:
-    """Returns a schedule in which each step has another learning rate."""
+    """Returns a schedule with a different learning rate in each step."""
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.85)
 
 

@@ -52,7 +52,8 @@ class DeepSpeedView(View):
             raise NotAuditable("the optimizer's tensors are on NVMe")
 
     def _give_experts_rows(self) -> None:
-        """Gives each expert of each rank a row of its own, because ranks have different experts under one name."""
+        """Gives each expert of each rank a separate row in the matrix of sketches, because ranks have different experts
+        under one name."""
         self.row_names, self._expert_ranks = [*self.names], {}
         for index, parameter in enumerate(self.parameters):
             if getattr(parameter, "allreduce", True):
@@ -95,7 +96,7 @@ class DeepSpeedView(View):
             return super().full_weight(index)
 
     def prepare_copy(self, copy: nn.Module) -> None:
-        """Gives the copy's layers of experts the same groups of ranks, as the engine's start does."""
+        """Sets the process groups in the copy's layers of experts, as the engine does when it starts."""
         parts: Iterator[Any] = copy.modules()
         for part in parts:
             if hasattr(part, "set_deepspeed_parallelism"):
@@ -144,7 +145,8 @@ class DeepSpeedView(View):
         return float(self.engine._config._param_dict.get("gradient_clipping", 0.0) or 0.0)
 
     def given_options(self) -> dict[int, dict[str, Any]]:
-        """Returns the options of the optimizer section of the configuration, if DeepSpeed has built the optimizer."""
+        """Returns the optimizer options in DeepSpeed's configuration, for each parameter by index, if DeepSpeed built
+        the optimizer."""
         section = self.engine._config._param_dict.get("optimizer") or {}
         if self.engine.client_optimizer is not None or not section.get("params"):
             return {}
@@ -160,12 +162,14 @@ class DeepSpeedView(View):
 
 
 def loss_scale(engine: Any) -> float:
-    """Returns the factor of the gradients until the step. It is 1 unless the engine scales the loss."""
+    """Returns the loss scale that is in the gradients until the optimizer's step, or 1 if the engine does not scale the
+    loss."""
     return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
 
 
 def stage_3_part(parameter: Any) -> tuple[int, int]:
-    """Returns the start and the length of this rank's shard of a parameter at ZeRO 3, without the padding."""
+    """Returns the start and the length of this rank's shard in the flattened parameter at ZeRO 3, without the
+    padding."""
     size = parameter.ds_tensor.ds_numel
     start = dist.get_rank(parameter.ds_process_group) * size
     return start, max(0, min(size, parameter.ds_numel - start))
@@ -221,7 +225,8 @@ def _stage_3_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Para
 
 
 def _offsets(lengths: Iterable[int]) -> Iterator[int]:
-    """Yields where each of some tensors begins that lie one after the other."""
+    """Yields the offset at which each tensor begins in a flat tensor that holds all of them, given their lengths. The
+    last offset is the total length."""
     return accumulate(lengths, initial=0)
 
 
@@ -253,8 +258,8 @@ def free(engine: Any) -> None:
 
 
 def compile_no_collective() -> None:
-    """Turns off a collective for CPUs that only DeepSpeed's inference uses, and that would be compiled at the first
-    start. The table is not read before, because then DeepSpeed (0.19.8, ops/__init__.py) tries to compile and link a
-    program for each operator, and in a notebook the errors of the linker appear."""
+    """Keeps DeepSpeed from compiling its shared-memory collective for CPUs, which only DeepSpeed's inference uses. The
+    table of operators is written without reading it first. Reading it would make DeepSpeed (0.19.8, ops/__init__.py)
+    compile and link a test program for each operator, and a notebook would show the linker's errors."""
     operators: Any = vars(deepspeed.ops)
     operators.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False

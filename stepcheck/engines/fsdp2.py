@@ -17,7 +17,8 @@ from stepcheck.engines.view import NotAuditable, Part, Target
 
 
 class FSDP2View(PlainView):
-    """Each rank has rows of each parameter. With a mesh of two dimensions, several ranks have the same rows."""
+    """Reads a training under FSDP2, where each rank has some rows of each parameter. In a mesh of two dimensions,
+    several ranks have the same rows."""
 
     gathers = True
 
@@ -98,8 +99,8 @@ class FSDP2View(PlainView):
         return number
 
     def begin_micro_batch(self) -> None:
-        """Looks once for gradients of earlier micro-batches. A rank whose shard is empty never has one, so single
-        parameters do not tell."""
+        """Records whether gradients of earlier micro-batches are left. Checks all parameters, because a rank never has
+        a gradient of a parameter of which its shard is empty."""
         kept = any(self.parameters[index].grad is not None for index in self.trained)
         kept = kept or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
         self.fresh = set() if kept else {*self.trained}

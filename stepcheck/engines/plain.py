@@ -22,7 +22,7 @@ SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compre
 
 
 class PlainView(View):
-    """One process, in which nothing averages gradients."""
+    """Reads a training in a single process, without averaging of gradients."""
 
     def __init__(self, module: nn.Module, optimizer: Any):
         super().__init__(module, optimizer)
@@ -30,7 +30,8 @@ class PlainView(View):
             raise NotAuditable("several ranks train without DDP or FSDP, so whose gradients are averaged is unknown")
 
     def attach(self, audit: Any) -> list[Callable[[], None]]:
-        """Ends a step after each call of the optimizer, and learns of clipping and of loss scaling."""
+        """Also ends the audited step after each call of the optimizer's step, and receives the reports of torch's
+        functions that clip or unscale gradients (see `watch`)."""
         watch()
         handles = super().attach(audit)
         ends = self.optimizer.register_step_post_hook(Hook(lambda *_: audit.depth or audit.end_step()))
@@ -68,7 +69,8 @@ class PlainView(View):
         self.left = {index: (weakref.ref(each), each._version) for index, each in gradients if each is not None}
 
     def changed_by_torch(self) -> None:
-        """Takes what the gradients are now as what torch has made of them."""
+        """Records the current gradients as valid, after torch has clipped or unscaled them, so that `foreign_gradients`
+        does not report the change."""
         for index, (left, _) in self.left.items():
             if left() is not None:
                 self.left[index] = left, left()._version
@@ -90,7 +92,7 @@ class PlainView(View):
 
 
 class DDPView(PlainView):
-    """DistributedDataParallel: each rank has the mean of all ranks' gradients."""
+    """Reads a training under DistributedDataParallel, where each rank has the mean of all ranks' gradients."""
 
     def __init__(self, module: nn.Module, optimizer: Any, wrappers: Sequence[DistributedDataParallel]):
         super().__init__(module, optimizer)
@@ -134,7 +136,8 @@ WATCHED: MutableMapping[int, PlainView] = weakref.WeakValueDictionary()
 
 
 def watch() -> None:
-    """Makes torch's functions that clip and unscale gradients report to the views. A second call does nothing."""
+    """Replaces torch's functions that clip and unscale gradients by functions that also report to the views. A second
+    call does nothing."""
     utils: Any = nn.utils
     scaler = torch.amp.GradScaler
     if hasattr(scaler.step, "watched"):
@@ -185,7 +188,7 @@ def watch() -> None:
 
 
 def _views_of(parameters: list[Any]) -> Iterator[tuple[PlainView, set[int]]]:
-    """Yields each view that has some of the parameters, and their indices."""
+    """Yields each view that trains some of the given parameters, with the indices of these parameters."""
     given = {id(each) for each in parameters}
     for view in [*WATCHED.values()]:
         own = {index for index in view.trained if id(view.parameters[index]) in given}

@@ -20,7 +20,7 @@ class NotAuditable(ValueError):
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of a module or tensor as the model has it without the wrappers of DDP and torch.compile."""
+    """Returns the name of a module or tensor without the prefixes that DDP and torch.compile add."""
     return f"{name}.".replace("_orig_mod.", "").removeprefix("module.")[:-1]
 
 
@@ -73,7 +73,7 @@ class RankInfo:
         return cls(0, 1)
 
     def everywhere(self, own: Any) -> list[Any]:
-        """Returns an object of each rank. Every rank must call it."""
+        """Returns each rank's object, in rank order. Every rank must call it."""
         everyone: list[Any] = [own]
         if self.size > 1:
             everyone = [None] * self.size
@@ -85,7 +85,7 @@ class RankInfo:
 
 
 class View:
-    """Reads a model and a torch optimizer in one process. Engines override what they do differently."""
+    """Reads a model and a torch optimizer in one process. Subclasses override what other engines do differently."""
 
     gathers = False
     """Whether a module's weights are unsharded only while the module computes."""
@@ -107,7 +107,7 @@ class View:
 
     @property
     def label(self) -> str:
-        """Names the engine for the verdict."""
+        """The name of the engine in the verdict."""
         return "plain PyTorch"
 
     @property
@@ -121,7 +121,8 @@ class View:
             yield Target(parameter, (Part(index, 0, 0, parameter.numel()),))
 
     def parameter_groups(self) -> dict[int, dict[str, Any]]:
-        """Returns the parameter group of each parameter, by index, as far as this rank's optimizer has it."""
+        """Returns the parameter group of each parameter, by index, if this rank's optimizer has a part of the
+        parameter."""
         groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
         pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets())
         return {part.index: group for group, parts in pairs if group for part in parts}
@@ -149,7 +150,7 @@ class View:
         return 1
 
     def replica(self, index: int) -> int:
-        """Returns which of the replicas of a gradient's part this rank has."""
+        """Returns this rank's index among the ranks that hold the same part of a gradient."""
         return self.ranks.rank if self.gradient_replicas(index) == self.ranks.size else 0
 
     def weight_replicas(self, index: int) -> int:
@@ -179,7 +180,8 @@ class View:
         return {self.parameters[index].dtype for index in self.trained}
 
     def loss_scale(self) -> float:
-        """Returns the factor of a low precision that is still in autograd's gradients, and not in the optimizer's."""
+        """Returns the factor, such as float16's loss scale, by which autograd's gradients exceed the gradients that
+        reach the optimizer."""
         return 1.0
 
     divides_loss = True
@@ -189,7 +191,7 @@ class View:
     """By what the engine is expected to divide each loss, in addition to the loss scale."""
 
     def reduction_factor(self) -> float:
-        """Returns what the reduced gradient is of the mean over the ranks, as configured."""
+        """Returns the configured ratio of the reduced gradient to the mean over the ranks."""
         return 1.0
 
     def clip_limit(self) -> float:
@@ -197,7 +199,8 @@ class View:
         return 0.0
 
     def given_options(self) -> dict[int, dict[str, Any]]:
-        """Returns the options that the user gave for each parameter, by index, before any engine read them."""
+        """Returns the optimizer options that the user gave for each parameter, by index, before an engine changed
+        them."""
         return {}
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -205,7 +208,7 @@ class View:
         return tensor
 
     def after_backward(self) -> None:
-        """Looks at the gradients that a backward pass has left."""
+        """Records the gradients at the end of a backward pass."""
 
     foreign = "the script has set them, or clipped them other than by the norm of all"
     """Why gradients at the step may not be those that the backward pass has left."""

@@ -174,20 +174,20 @@ class StepCheck(Callback):
             self._note("replays", "the number of steps is unknown: give replay_every or steps")
 
     def _on_micro_batch(self, trainer: Trainer, start: Callable[..., None], batch: Any, batch_idx: int) -> None:
-        """Remembers a micro-batch. Lightning calls this method of the strategy after all hooks that may change the
-        micro-batch or the module."""
+        """Passes a micro-batch to the replay. Lightning calls this method of the strategy after all hooks that may
+        change the micro-batch or the module."""
         start(batch, batch_idx)
         assert self._replay is not None
         kept = cloned(batch) if self._replay.chooses(self._audits[0].step) else None
         self._replay.micro_batch(partial(loss_of, trainer, kept, batch_idx))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Remembers the loss of a replayed step."""
+        """Passes the loss of a micro-batch to the replay."""
         if self._replay is not None:
             self._replay.loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Finds schedules that moved more than once since the last step."""
+        """Reports learning-rate schedules that have moved more than once since the last step."""
         for audited in self._audits[:1]:
             if audited.step == self._seen:
                 continue
@@ -208,7 +208,7 @@ class StepCheck(Callback):
             print(f"stepcheck: {self.verdict.outcome}: {self.verdict}", flush=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Writes the verdict so far."""
+        """Writes the verdict on the steps before the exception."""
         self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
@@ -250,4 +250,4 @@ def cloned(batch: Any) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Logs nothing in a replay."""
+    """Replaces the module's `log` in a replay, and logs nothing."""

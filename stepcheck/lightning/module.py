@@ -34,7 +34,7 @@ Result = dict[str, Any]
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the parser of `stepcheck module`."""
+    """Adds the command `module` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "module",
         help="check strategies on your own LightningModule",

@@ -26,7 +26,7 @@ State = dict[tuple[Kind, str], Any]
 
 
 class Followed(Callback):
-    """Keeps the state before the step after `step`, and the last weights."""
+    """Records the state before the step that follows `step`, and the last weights and optimizer state."""
 
     def __init__(self, step: int):
         self.step = step
@@ -43,7 +43,7 @@ class Followed(Callback):
 
 
 class Saved(Followed):
-    """Also saves a checkpoint, and continues."""
+    """Also saves a checkpoint after `step`. The training continues."""
 
     def __init__(self, step: int, folder: Path):
         super().__init__(step)
@@ -64,7 +64,7 @@ class Saved(Followed):
 
 
 class Resumed(Followed):
-    """Compares the resumed run with the other run."""
+    """Compares the resumed training with the training that saved the checkpoint."""
 
     def __init__(self, saved: Saved):
         super().__init__(0)  # its first step, whatever its number
@@ -99,7 +99,7 @@ def _differences(step: int, expected: State, actual: State, when: str) -> list[F
 
 
 def _state(trainer: Trainer, module: LightningModule, batch: Any) -> State:
-    """Returns the state from which a step starts. Buffers are those of the first rank, as in a checkpoint."""
+    """Returns the state in which a step starts. Buffers are rank 0's, as in a checkpoint."""
     found = _flat("batch", "the batch", batch) | _weights(trainer, module)
     found["counter", "the number of steps"] = trainer.global_step
     found["counter", "the number of epochs"] = trainer.current_epoch
@@ -129,7 +129,7 @@ def _weights(trainer: Trainer, module: LightningModule) -> State:
 
 
 def _flat(kind: Kind, name: str, tree: Any) -> State:
-    """Returns the checksums of the tensors in a tree, and its numbers and texts."""
+    """Returns the checksum of each tensor in a tree, and the tree's plain values, keyed by kind and by path."""
     found: State = {}
     for path, value in tree_leaves_with_path(tree):
         label = f"{keystr(path)} of {name}" if path else name

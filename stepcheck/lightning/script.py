@@ -49,11 +49,12 @@ class ScriptCheck(Callback):
         self._rates: dict[str, tuple[float, float]] = {}  # of each weight in the step before, in module and script
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module, for replays in float64."""
+        """Copies the module, so that steps can be replayed in float64."""
         self._trainer, self._module, self._copy = trainer, pl_module, copy.deepcopy(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Computes with the script's settings, matches the names, and watches the optimizer."""
+        """Applies the script's numerical settings, matches the names of weights and buffers, and registers the
+        hooks."""
         use_settings(self.recording.settings)
         build_copy(self._copy, trainer)
         self._copy = PlainCopy(self._copy, INTERNAL)
@@ -72,7 +73,8 @@ class ScriptCheck(Callback):
         optimizer.register_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
 
     def _before_micro_batch(self, start: Callable[..., None], batch: Any, batch_idx: int) -> None:
-        """Makes the module start where the script did, after all hooks that may change the micro-batch."""
+        """Sets the random state that the script had at this micro-batch and, at the first micro-batch of a step, the
+        script's weights and buffers. Runs after all hooks that may change the micro-batch."""
         start(batch, batch_idx)
         if len(self._micro_batches) in (0, self.recording.accumulate):
             self._begin_step()
@@ -94,7 +96,8 @@ class ScriptCheck(Callback):
         self._copy.keep(_snapshot(weights), _snapshot(buffers), trained)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Keeps a loss."""
+        """Records the loss of a micro-batch without the loss scale, and whether its forward pass drew the script's
+        random numbers."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         number = len(self._computed.losses)
         self._computed.losses.append(loss.detach().clone() / (scaler.get_scale() if scaler else 1))
@@ -124,7 +127,7 @@ class ScriptCheck(Callback):
         trainer.should_stop = ended and self.number == self.recording.steps
 
     def _add(self, kind: Kind, share: float, text: str, key: str = "") -> None:
-        """Adds what was compared. Only the first fault of each kind and key is kept in a step."""
+        """Records a comparison in the verdict. Of the faults in a step, only the first of each kind and key is kept."""
         self.verdict.record(kind, share)
         if not share <= 1 and (kind, key) not in self._faults:
             self._faults.add((kind, key))
@@ -248,7 +251,7 @@ class ScriptCheck(Callback):
 
     # Data
     def compare_batches(self, loader: Any) -> None:
-        """Compares the batches of the module's own loader with the script's, in order."""
+        """Compares the batches of the module's own loader with the script's batches, in order."""
         epoch, own = None, iter(())
         for number in range(1, self.recording.steps + 1):
             step = self.recording.step(number)

@@ -88,8 +88,9 @@ def _train(
 
 @contextmanager
 def reproducible_kernels() -> Iterator[None]:
-    """Makes cuDNN compute the same each time, and in float32. With TF32, the tolerances would be a thousand times as
-    wide on a GPU (torch's "CUDA semantics"). What a module sets in the block is undone at its end."""
+    """Makes cuDNN deterministic and turns TF32 off within the context. With TF32, the tolerances on a GPU would be a
+    thousand times as wide (torch's "CUDA semantics"). Settings that the module changes in the context are restored at
+    its end."""
     cudnn: Any = torch.backends.cudnn
     conv, rnn = (getattr(cudnn, name, None) for name in ("conv", "rnn"))  # not before torch 2.9
     owners: Any = torch.backends, cudnn, conv, rnn, torch.backends.cuda.matmul
@@ -164,8 +165,8 @@ def _strategy(case: Case, module: Any, device: torch.device) -> Any:
 
 
 class End(Callback):
-    """Refuses epochs that end within a step, ends the training after its steps, and frees DeepSpeed's engine before
-    this process trains the next case."""
+    """Ends the training after the case's steps, and then frees DeepSpeed's engine, before this process trains the next
+    case. Raises UsageError if an epoch would end within an optimizer step."""
 
     def __init__(self, case: Case):
         self.case = case

@@ -37,7 +37,7 @@ class Baseline:
     """The steps of all audits of a process."""
 
     def __init__(self, file: str, compare: bool, command: str):
-        """Begins to save, or reads what was saved if `compare` is true."""
+        """Reads a saved baseline if `compare` is true. Otherwise begins a new one."""
         self.file, self.compare = Path(file), compare
         self.about = {"command": command, **_machine(), **_versions()}
         saved: Any = torch.load(file, weights_only=True) if compare else {"audits": []}
@@ -57,7 +57,7 @@ class Baseline:
         return AuditBaseline(self.audits[self._begun - 1], self.compare, self.changed)
 
     def write(self) -> None:
-        """Writes the file, unless it was read."""
+        """Writes a new baseline to its file. A baseline that was read stays unchanged."""
         if not self.compare:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"about": self.about, "audits": self.audits}, self.file)
@@ -72,7 +72,8 @@ class AuditBaseline:
         self.same_gradients = False  # in the step before, bit by bit
 
     def judge(self, judge: Judge, step: Step) -> list[Finding]:
-        """Saves a step, or compares it. All ranks do the same."""
+        """Adds a step to a new baseline, or compares it with the saved one. Returns the findings, which are the same on
+        all ranks."""
         weights = step.sums["reference"] / judge.weight_replicas[:, None]
         own = {
             "names": judge.view.row_names,

@@ -18,7 +18,7 @@ from stepcheck.usage import UsageError
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the parser of `stepcheck script`."""
+    """Adds the command `script` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "script",
         allow_abbrev=False,

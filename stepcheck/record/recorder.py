@@ -125,7 +125,8 @@ class Recorder:
             self._before, self._unscaled, self._seen = None, None, []
 
     def _trained_on(self) -> tuple[Any, int, Any]:
-        """Returns the oldest fetched batch of which a module has received a tensor, or else the last one."""
+        """Returns the batch of the current micro-batch. It is the oldest fetched batch of which a module has received a
+        tensor, or else the last fetched batch."""
         if not self._fetched:
             raise Refused("its loop must take its batches from a torch DataLoader")
         while len(self._fetched) > 1 and not self._was_seen(self._fetched[0][0]):
@@ -202,7 +203,7 @@ def model_of(optimizer: Any) -> nn.Module:
 
 
 def around(owner: Any, name: str, call: Any) -> None:
-    """Replaces a function of `owner`. The new one calls `call` with the function and its arguments."""
+    """Replaces a function of `owner` by one that calls `call` with the original function and its arguments."""
     original = getattr(owner, name)
 
     @wraps(original)

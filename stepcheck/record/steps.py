@@ -69,7 +69,7 @@ class Recording:
         return torch.load(self.folder / f"{number}.pt", weights_only=False)
 
     def add(self, step: Step) -> None:
-        """Writes the next step."""
+        """Appends a step to the recording, as a file in its folder."""
         self.steps += 1
         self.settings = settings()
         torch.save(step, self.folder / f"{self.steps}.pt")
@@ -101,7 +101,7 @@ def use_settings(wanted: Mapping[str, Any]) -> None:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Returns the options of a parameter group that change an update, each as numbers."""
+    """Returns the options of a parameter group that change an update, as numbers."""
     found = {key: group[key] for key in OPTIONS if group.get(key) is not None}
     return {
         key: tuple(float(each) for each in (value if isinstance(value, (tuple, list)) else [value]))

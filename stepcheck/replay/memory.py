@@ -25,18 +25,18 @@ def available(device: torch.device) -> float | None:
 
 
 def peak(device: torch.device) -> int:
-    """Returns the peak memory of this rank so far without replayed steps, in bytes: of its tensors on a GPU, or of the
+    """Returns the peak memory of this rank in bytes, outside of replays. It covers the tensors on a GPU, or else the
     whole process."""
     return max(_peaks.get(device.type, 0), _measured_peak(device))
 
 
 def begin_replay(device: torch.device) -> None:
-    """Keeps the peak so far."""
+    """Saves the peak before a replay, because the replay will raise the measured peak."""
     _peaks[device.type] = peak(device)
 
 
 def end_replay(device: torch.device) -> None:
-    """Forgets what was measured since `begin_replay`."""
+    """Resets the measured peak, so that the memory of the replay does not count."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -22,7 +22,7 @@ State = dict[str, dict[str, Any]]
 
 
 class Computed:
-    """What autograd has computed in some micro-batches of a step on this rank."""
+    """The values that autograd has computed in some of a step's micro-batches on this rank."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -32,7 +32,7 @@ class Computed:
         self.outputs: list[tuple[str, Tensor]] = []  # of the submodules, in the order of their calls
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds a gradient of a micro-batch."""
+        """Adds the gradient of a micro-batch to the sum for a parameter."""
         value = gradient.detach()
         value = value.double() if value.dtype == torch.float64 else value.float()
         if name in self.gradients:
@@ -43,7 +43,7 @@ class Computed:
 
 
 class PlainCopy:
-    """Computes micro-batches again. Between two replays it has the shapes of its weights, and no memory for them."""
+    """Computes micro-batches again. Between two replays its weights keep their shapes but use no memory."""
 
     def __init__(self, module: nn.Module, internal: Collection[str] = ()):
         """Takes a deep copy of a module, made before an engine or wrapper is built of the module.
@@ -66,12 +66,12 @@ class PlainCopy:
         self.free()
 
     def keep(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], trained: Collection[str]) -> None:
-        """Keeps unsharded weights, in the dtype in which they are used, and buffers, as they are before a step."""
+        """Saves the weights, unsharded and in the dtype of the forward pass, and the buffers before a step."""
         self._weights, self._buffers, self.trained = dict(weights), dict(buffers), {*trained}
         self._dtypes = {each.dtype for each in weights.values() if each.is_floating_point()} or {torch.float32}
 
     def state_of(self, module: nn.Module) -> State:
-        """Returns copies of what the attributes of a module hold, such as counters and modes."""
+        """Returns copies of the state in a module's attributes, such as counters and modes."""
         states = {}
         for name, part in module.named_modules():
             own = {key: value for key, value in vars(part).items() if key not in self.internal and _is_state(value)}
@@ -136,11 +136,11 @@ class PlainCopy:
         return bool(self._autocast)
 
     def free(self) -> None:
-        """Gives the memory of the weights back. Their shapes stay."""
+        """Frees the memory of the weights. Their shapes stay."""
         drop_weights(self.module)
 
     def forget(self) -> None:
-        """Gives back what `keep` has kept."""
+        """Frees the values that `keep` has saved."""
         self._weights, self._buffers = {}, {}
 
     def _restore(self, exact: bool) -> None:
@@ -163,7 +163,7 @@ class PlainCopy:
 
 
 def drop_weights(module: nn.Module, device: torch.device | None = None) -> None:
-    """Gives the memory of a module's weights and gradients back. The weights keep their shapes, and are on `device`."""
+    """Frees the memory of a module's weights and gradients. The weights keep their shapes, and are on `device`."""
     for parameter in module.parameters():
         parameter.data = parameter.new_empty((), device=device).expand(parameter.shape)
         parameter.grad = None

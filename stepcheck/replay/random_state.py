@@ -10,8 +10,8 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the states. Only the generator of the rank's own GPU is read, because reading all would initialize every
-    GPU in each rank."""
+    """Returns the states of Python's, NumPy's and torch's random generators. Of the GPUs, only the rank's own generator
+    is read, because reading all of them would initialize every GPU in each rank."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
@@ -38,7 +38,7 @@ def has_drawn(state: dict[str, Any]) -> bool:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restores the states at the end of the context."""
+    """Context manager that restores the random states at its end."""
     state = random_state()
     try:
         yield

@@ -23,7 +23,7 @@ gradients of the training and of the first replay (4 each), and weights, their g
 
 
 class Replay:
-    """Computes chosen steps again on a plain copy, on each rank by itself. Pass it to `audit`.
+    """Computes chosen steps again on a plain copy, on each rank separately. Pass it to `audit`.
 
     Call `micro_batch` before each forward pass.
     """
@@ -64,7 +64,7 @@ class Replay:
         return step in self.steps or bool(self.every and step % self.every == 0)
 
     def attach(self, audit: Any) -> None:
-        """Starts with an audit, whose engine has been built."""
+        """Connects the replay to an audit. The engine must have been built."""
         self.audit = audit
         audit.view.prepare_copy(self.copy.module)
         self.hooked = {
@@ -73,7 +73,7 @@ class Replay:
 
     # What the training calls
     def micro_batch(self, compute: Callable[[nn.Module], Tensor]) -> None:
-        """Remembers a micro-batch, before its forward pass. Every rank must call it.
+        """Saves a micro-batch, before its forward pass. Every rank must call it.
 
         Args:
             compute: Takes a module like the trained one, and returns the loss of the micro-batch, as the training
@@ -91,19 +91,21 @@ class Replay:
             self._try(lambda: self._remember(compute))
 
     def loss(self, loss: Tensor) -> None:
-        """Remembers the loss of the last micro-batch, as `compute` returns it. Not calling it leaves losses out."""
+        """Records the loss of the last micro-batch, as `compute` returns it. Without this call, losses are not
+        compared."""
         if self.actual is not None:
             self.actual.losses.append(loss.detach().clone())
 
     # What the audit calls
     def saw_gradient(self, index: int, gradient: Tensor) -> None:
-        """Adds a gradient that autograd has computed."""
+        """Adds a gradient that autograd has computed to the sum of the step."""
         name = self.audit.view.names[index]
         if self.actual is not None and self.only.search(name):
             self.actual.add(name, gradient)
 
     def judge(self) -> None:
-        """Compares the step that has ended, on all ranks. A failure on one of them is not judged on any."""
+        """Compares the replayed step with the training, on all ranks. If one rank fails to replay it, no rank judges
+        the step."""
         if self._chosen:
             self._judge()
             self._end()
