@@ -40,21 +40,21 @@ def add_parser(commands: Any) -> None:
         epilog="examples: stepcheck run train.py --lr 0.1; stepcheck run torchrun --nproc_per_node 2 train.py; "
         "stepcheck run deepspeed train.py; stepcheck run accelerate launch train.py",
     )
-    parser.add_argument("--every", type=positive, default=1, metavar="N", help="audit each N-th step (default: 1)")
+    parser.add_argument("--every", type=positive, default=1, metavar="N", help="audit every N-th step (default: 1)")
     parser.add_argument(
         "--weights_every",
         type=positive,
         default=8,
         metavar="N",
-        help="compare each weight in each N-th step (default: 8)",
+        help="compare each weight in every N-th step (default: 8)",
     )
-    parser.add_argument("--keep_going", action="store_true", help="report all faults at the end, instead of the first")
+    parser.add_argument("--keep_going", action="store_true", help="continue after a fault, and report all at the end")
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--save", type=Path, metavar="FILE", help="save what each step computes")
-    either.add_argument("--against", type=Path, metavar="FILE", help="compare each step with those that --save saved")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdict for a CI system")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="a .py file, or a launcher")
+    either.add_argument("--save", type=Path, metavar="FILE", help="save what each step computes, for --against")
+    either.add_argument("--against", type=Path, metavar="FILE", help="compare each step with the file of --save")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML, for CI systems")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="a .py file or launcher")
     parser.set_defaults(run=run)
 
 

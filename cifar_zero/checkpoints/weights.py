@@ -166,7 +166,7 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
     if not loaded:
         has = _few([*weights]) if weights else "nothing"
         raise UsageError(
-            f"--weights {file}: no name and shape fits the model ({_few([*expected])}); the file has {has}"
+            f"--weights {file}: no tensor has a name and shape of the model ({_few([*expected])}); the file has {has}"
         )
     return Match(
         loaded,

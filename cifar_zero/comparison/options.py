@@ -103,4 +103,4 @@ def _check_can_write(flag: str, file: Path) -> None:
         raise UsageError(f"{flag} {file} is a directory: name a file")
     existing = next(folder for folder in file.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UsageError(f"{flag} {file} cannot be written: {existing} is not a directory of yours")
+        raise UsageError(f"{flag} {file} cannot be written: {existing} is not a directory that you may write to")

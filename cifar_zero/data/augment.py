@@ -251,5 +251,5 @@ def check_transform(config: AugmentConfig, side: int) -> None:
     if not torch.equal(together[:1], alone):
         raise UsageError(
             f"{flag}: its result for an image depends on the other images of the batch: draw random values once per "
-            "call"
+            "call, not once per image"
         )

@@ -95,15 +95,15 @@ def _parse() -> Namespace:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    add("checks", metavar="CHECK", nargs="*", help=f"run only these checks, of {', '.join(CHECKS)} (default: all)")
+    add("checks", metavar="CHECK", nargs="*", help=f"checks to run (default: all): {', '.join(CHECKS)}")
     add("--ranks", metavar="N", type=int, default=2, help="ranks of a run on this machine (default: %(default)s)")
     add("--out", metavar="DIR", default=Output.out, help="directory for run folders (default: %(default)s)")
     root = "directory of the dataset (default: %(default)s)"
     add("--data.root", dest="data_root", metavar="DIR", default=DataConfig.root, help=root)
     timeout = "how long a rank may wait for the others in each step (default: %(default)g)"
     add("--timeout", metavar="SECONDS", type=float, default=20.0, help=timeout)
-    add("--nodes", action="store_true", help="compare the nodes of a run; run doctor itself under torchrun or srun")
-    add("--strict", action="store_true", help="let a warning make the exit code 1 too")
+    add("--nodes", action="store_true", help="compare the nodes of a run; start doctor with torchrun or srun")
+    add("--strict", action="store_true", help="exit with code 1 after a warning too")
     add("--local_rank", help=argparse.SUPPRESS)  # given by DeepSpeed's launcher, which sets LOCAL_RANK too
     add("--json", action="store_true", help="print one JSON object, for programs")
     options = parser.parse_intermixed_args()

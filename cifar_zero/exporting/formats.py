@@ -109,7 +109,7 @@ def _inputs_of(metadata: Mapping[str, str], file: Path) -> Inputs:
         check_numbers(recipe)
         return recipe.inputs
     except (UsageError, ValueError) as error:
-        raise UsageError(f"{file} describes its images wrongly: {short(error)}") from error
+        raise UsageError(f"{file}: its description of the images is invalid: {short(error)}") from error
 
 
 def _encode_onnx(net: nn.Module, metadata: dict[str, str]) -> bytes:

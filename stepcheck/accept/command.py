@@ -36,17 +36,16 @@ def add_parser(commands: Any) -> None:
         epilog="examples: stepcheck accept --quick; stepcheck accept --strategies deepspeed_stage_2 --seeds 5",
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="train only the most important cases")
+    add("--quick", action="store_true", help="train only the most sensitive cases")
     add("--devices", type=positive, default=2, metavar="N", help="number of ranks (default: 2)")
-    add(
-        "--strategies", nargs="+", choices=STRATEGIES, metavar="NAME", help=f"of {', '.join(STRATEGIES)} (default: all)"
-    )
-    add("--through", choices=THROUGH, default="raw", help="train with this framework (default: raw, in a plain loop)")
+    names = f"strategies to train under (default: all): {', '.join(STRATEGIES)}"
+    add("--strategies", nargs="+", choices=STRATEGIES, metavar="NAME", help=names)
+    add("--through", choices=THROUGH, default="raw", help="framework that trains (default: raw, a plain loop)")
     add("--seeds", type=positive, default=1, metavar="N", help="train each case with N seeds (default: 1)")
-    add("--fuzz", type=positive, metavar="N", help="train N random cases instead, which are the same each time")
+    add("--fuzz", type=positive, metavar="N", help="train N random cases instead (the same ones in each call)")
     add("--print_cases", action="store_true", help="list the cases, and train nothing")
-    add("--json", type=Path, metavar="FILE", help="write the verdicts")
-    add("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI system")
+    add("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
+    add("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     parser.set_defaults(run=run)
 
 
@@ -76,12 +75,12 @@ def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> 
     if not deepspeed_folder() and {*strategies} & {*ZERO}:
         raise UsageError("--strategies: DeepSpeed is not installed; install it, or choose ddp and fsdp2")
     if options.fuzz and (options.quick or options.seeds > 1):
-        raise UsageError("--fuzz: its cases have seeds of their own; leave out --quick and --seeds")
+        raise UsageError("--fuzz does not work with --quick or --seeds: leave them out")
     if options.through != "raw":
         if options.fuzz or "fsdp2" in strategies:
-            raise UsageError(f"--through {options.through}: trains neither --fuzz nor fsdp2")
+            raise UsageError(f"--through {options.through} does not work with --fuzz or fsdp2: leave them out")
         if importlib.util.find_spec(options.through) is None or not deepspeed_folder():
-            raise UsageError(f"--through {options.through}: needs {options.through} and DeepSpeed; install them")
+            raise UsageError(f"--through {options.through} needs {options.through} and DeepSpeed: install both")
     refuse_folders(options, "json", "junit")
 
 

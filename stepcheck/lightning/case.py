@@ -33,7 +33,7 @@ class Case:
             raise UsageError(f"precision {self.precision}: {nearest(str(self.precision), PRECISIONS)}")
         for name, value, least in (("accumulate", self.accumulate, 1), ("gradient_clip_val", self.clip, 0)):
             if not isinstance(value, (int, float)) or value < least:
-                raise UsageError(f"{name} {value}: it must be a number from {least} on")
+                raise UsageError(f"{name} {value}: it must be a number of at least {least}")
         if 0 < self.steps <= self.resume_at:
             raise UsageError(f"--resume_at {self.resume_at} must be from 1 to {self.steps - 1}, so that a step follows")
 

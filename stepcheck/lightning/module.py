@@ -52,24 +52,25 @@ def add_parser(commands: Any) -> None:
         "--strategies",
         nargs="+",
         metavar="NAME",
-        help=f"of {', '.join(STRATEGIES)}, or configurations of DeepSpeed, *.json (default: DeepSpeed's, or ddp)",
+        help="strategies to train under (default: all of DeepSpeed, or ddp if it is not installed): "
+        f"{', '.join(STRATEGIES)}, or DeepSpeed configurations (*.json)",
     )
     add("--devices", type=positive, metavar="N", help="number of ranks (default: all GPUs, or two CPU ranks)")
-    add("--accumulate", nargs="+", type=positive, metavar="N", help="micro-batches of a step (default: 1)")
-    add("--precision", choices=PRECISIONS, help="(default: 32-true)")
-    add("--gradient_clip_val", dest="clip", type=float, metavar="X", help="largest norm of the gradients (default: 0)")
+    add("--accumulate", nargs="+", type=positive, metavar="N", help="micro-batches per optimizer step (default: 1)")
+    add("--precision", choices=PRECISIONS, help="precision of the training (default: 32-true)")
+    add("--gradient_clip_val", dest="clip", type=float, metavar="X", help="clip gradients to this norm (default: off)")
     add("--steps", type=positive, default=Case.steps, metavar="N", help="optimizer steps (default: %(default)s)")
     add(
         "--replay",
         type=int,
         default=Case.replayed,
         metavar="N",
-        help="of these, steps that a plain copy of the module computes again (default: %(default)s)",
+        help="how many of these steps a plain copy of the module computes again (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add("--resume_at", type=positive, default=0, metavar="N", help="save after step N, resume, and compare both runs")
-    add("--json", type=Path, metavar="FILE", help="write the verdicts")
-    add("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI system")
+    add("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
+    add("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     parser.set_defaults(run=run, sections=(*PARTS, "trainer"))
 
 

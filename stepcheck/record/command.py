@@ -33,11 +33,11 @@ def add_parser(commands: Any) -> None:
     add("module", metavar="FILE.py:MODULE", help="the LightningModule; --module.NAME VALUE sets its arguments")
     add("--datamodule", metavar="FILE.py:DATA", help="its data module; --datamodule.NAME VALUE sets its arguments")
     add("--steps", type=positive, default=20, metavar="N", help="number of steps (default: 20)")
-    add("--max_steps", type=positive, default=0, metavar="N", help="length of the training, if the schedule needs it")
+    add("--max_steps", type=positive, default=0, metavar="N", help="steps of the training, if its schedule needs them")
     add("--rename", nargs="+", default=[], metavar="OLD=NEW", help="replace prefixes of the script's weight names")
     add("--own_data", action="store_true", help="compare the batches of the module's own loader too")
-    add("--json", type=Path, metavar="FILE", help="write the verdict")
-    add("--junit", type=Path, metavar="FILE", help="write the verdict for a CI system")
+    add("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
+    add("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML, for CI systems")
     parser.set_defaults(run=run, sections=PARTS)
 
 

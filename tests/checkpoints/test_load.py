@@ -49,5 +49,5 @@ def test_a_file_without_fitting_weights_is_refused(net: nn.Module, tmp_path: Pat
     torch.save({"lr": 0.1}, tmp_path / "other.pt")
     with pytest.raises(UsageError, match="contains no weights"):
         read_plain(tmp_path / "other.pt")
-    with pytest.raises(UsageError, match=r"--weights vit\.pt: no name and shape fits the model"):
+    with pytest.raises(UsageError, match=r"--weights vit\.pt: no tensor has a name and shape of the model"):
         match(net, models.build("vit_tiny", 10).state_dict(), "vit.pt")

@@ -213,7 +213,7 @@ FILES = {
         (["own.py:Healthy", "--model.lr", "1"], "--model.lr is not an option: did you mean --module.NAME?"),
         (["own.py:Healthy", "--strategies", "deepspeed_stage_4"], "did you mean deepspeed_stage_"),
         (["own.py:Healthy", "--steps", "3", "--resume_at", "3"], "--resume_at 3 must be from 1 to 2"),
-        (["own.py:Healthy", "--gradient_clip_val", "-1"], "gradient_clip_val -1.0: it must be a number from 0 on"),
+        (["own.py:Healthy", "--gradient_clip_val", "-1"], "gradient_clip_val -1.0: it must be a number of at least 0"),
         (["own.py:Healthy", "--junit", "."], "--junit: . is a folder"),
         (["own.py:Healthy", "--strategies", "no.json"], "--strategies no.json cannot be read"),
         (
