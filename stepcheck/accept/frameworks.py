@@ -123,7 +123,7 @@ def _lightning(case: Case, model: nn.Module, loss_of: Loss, device: torch.device
 
 def _accelerate(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> None:
     """Trains a case in a loop with Accelerate."""
-    from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
+    from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs  # pyright: ignore[reportMissingImports]
 
     zero = case.strategy in ZERO
     _forget_accelerator()
@@ -153,7 +153,7 @@ def _accelerate(case: Case, model: nn.Module, loss_of: Loss, device: torch.devic
 
 def _transformers(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> None:
     """Trains a case with the Trainer of Hugging Face."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments  # pyright: ignore[reportMissingImports]
 
     class OwnOptimizer(Trainer):
         """Builds the optimizer itself, because with DeepSpeed the Trainer drops the one that it is given (transformers
@@ -219,7 +219,7 @@ def _data(case: Case) -> TensorDataset:
 
 def _forget_accelerator() -> None:
     """Resets Accelerate's global state, so that this process can train with another configuration."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
 
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
