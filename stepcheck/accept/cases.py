@@ -73,7 +73,7 @@ class Row:
 
     why: str  # the code path that it executes
     case: Case
-    stages: tuple[int, ...] = ()  # ZeRO stages that train it; empty for all strategies, also of PyTorch
+    stages: tuple[int | None, ...] = ()  # ZeRO stages that train it, None for PyTorch; empty for all strategies
     offload: bool = True  # whether the strategies with offload train it too
     needs: tuple[str, ...] = ()  # what a release of DeepSpeed must have, besides the keys of the configuration
     ranks: int = 1  # must divide the number of ranks
@@ -100,6 +100,11 @@ ROWS = (
             **SGD,
         ),
         stages=(1, 2, 3),
+    ),
+    Row(
+        "DDP and FSDP2: each micro-batch's gradients averaged by themselves; DDP copies buffers before each",
+        Case("averaged one by one", accumulate=2, syncs_each=True, **SGD),
+        stages=(None,),
     ),
     Row(
         "ZeRO 3: gathering, prefetching and releasing each parameter",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -125,7 +124,25 @@ class Replay:
             self._report(low, exact)
 
     def _remember(self, compute: Callable[[nn.Module], Tensor]) -> None:
+        if self.audit.view.syncs_buffers and self.audit.view.ranks.rank:
+            compute = self._with_synced_buffers(compute)
         self._micro_batches.append((compute, random_state(), self.copy.state_of(self.audit.view.module)))
+
+    def _with_synced_buffers(self, compute: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tensor]:
+        """Makes a replayed micro-batch start from the buffers that DDP copies from rank 0 before its forward pass."""
+        view, synced = self.audit.view, {}
+
+        def keep(*_: Any) -> None:
+            if not synced:
+                synced.update({plain_name(name): each.detach().clone() for name, each in view.module.named_buffers()})
+
+        def compute_from_synced(module: nn.Module) -> Tensor:
+            for name, buffer in module.named_buffers():
+                buffer.copy_(synced[name])
+            return compute(module)
+
+        self._handles += [wrapper.module.register_forward_pre_hook(keep) for wrapper in view.wrappers]
+        return compute_from_synced
 
     def _try(self, function: Callable[[], Any]) -> Any:
         """Calls a function. If it raises, keeps the first exception of this step in one line, and returns None."""
@@ -149,8 +166,6 @@ class Replay:
         if missing:
             raise ValueError(f"the trained module has no weight {missing[0]}")
         buffers = {plain_name(name): buffer.detach().clone() for name, buffer in view.module.named_buffers()}
-        for buffer in buffers.values() if view.syncs_buffers else ():
-            dist.broadcast(buffer, 0)
         trained = {view.names[index] for index in view.trained if view.parameters[index].requires_grad}
         self.copy.keep(weights, buffers, {name for name in trained if self.only.search(name)} or trained)
         self.actual = Computed()
