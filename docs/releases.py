@@ -1,4 +1,4 @@
-"""Draws releases.png, one square for each release and strategy of benchmarks/results/deepspeed_releases.json, into the
+"""Draws releases.png, one square for each release and strategy of benchmarks/results/audited_releases.json, into the
 current folder: `python docs/releases.py`."""
 
 import json
@@ -16,20 +16,18 @@ LABELS = {
     "not judged": "not judged",
     "cannot run": "does not run",
 }
-OFTEN = 7  # strategies that stand above the rare options
 
-file = Path(__file__).parents[1] / "benchmarks/results/deepspeed_releases.json"
+file = Path(__file__).parents[1] / "benchmarks/results/audited_releases.json"
 (tested,) = json.loads(file.read_text()).values()
 releases = sorted(tested, key=Version)
 strategies = list(tested[releases[-1]]["strategies"])
 kinds = list(COLORS)
 squares = [[kinds.index(tested[each]["strategies"][name][0]) for each in releases] for name in strategies]
 
-figure, axes = pyplot.subplots(figsize=(9.6, 4.8))
+figure, axes = pyplot.subplots(figsize=(14, 3.6))
 axes.pcolormesh(
     squares, cmap=ListedColormap(list(COLORS.values())), vmin=0, vmax=len(kinds), edgecolor="w", linewidth=3
 )
-axes.axhline(OFTEN, color="black", linewidth=1)
 axes.invert_yaxis()
 axes.set_aspect("equal")
 axes.set_xticks([index + 0.5 for index in range(len(releases))], releases, rotation=45, ha="right")
