@@ -2,7 +2,7 @@
 plain PyTorch computes, what the audit costs, how fast the speed record's recipe is, and how much memory a run takes.
 
 With 2 or 8 GPUs it also measures whether all ranks end after one is killed, and whether a run resumes on one rank. A
-call goes on where the last one stopped: each result is written as soon as it is measured, a cell that takes longer than
+call continues where the last stopped: each result is written as soon as it is measured, a cell that takes longer than
 its limit fails, and cells that failed are measured again last. A cell that does not fit into the rest of `--minutes` is
 left to the next call. `--accelerator cpu` rehearses the first cell of each table in small.
 """
@@ -279,7 +279,7 @@ def killed(ranks: int, session: Session) -> Row:
 
 
 def resumed(relay: Sequence[tuple[str, str, int]], session: Session) -> Row:
-    """Returns the losses of a run that goes on for ten steps on each leg of `relay`, and the loss of an uninterrupted
+    """Returns the losses of a run that continues for ten steps on each leg of `relay`, and the loss of an uninterrupted
     run on the last leg. A leg is an accelerator, a strategy and a number of ranks. The row fails if the last two losses
     differ by LOSS_ERROR or more."""
     recipe = ["--optimizer", "adam", "--batch_size", "64", "--precision", "32-true", "--log_interval", "1"]

@@ -1,4 +1,4 @@
-"""Starts a run in a process group of its own, and ends the process group. Does not import torch."""
+"""Starts a run in a separate process group, and ends the process group. Does not import torch."""
 
 import os
 import signal

@@ -18,6 +18,7 @@ from stepcheck.accept.cases import MICRO_BATCH, STEPS, ZERO, Case, deepspeed_con
 from stepcheck.accept.models import LENGTH, VOCABULARY, build
 from stepcheck.accept.train import build_optimizer, build_schedule, loss_of_batch
 from stepcheck.attach import Attached
+from stepcheck.engines.deepspeed_step import wrong_scale
 from stepcheck.verdict import Finding
 
 Loss = Callable[[tuple[Tensor, Tensor], nn.Module], Tensor]
@@ -45,7 +46,7 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
     del model
     gc.collect()
     if attached.refused:
-        return {"error": f"not judged: {' '.join(*attached.refused.values())}"}
+        return {"error": "not judged: " + "; ".join(f"{engine} {why}" for engine, why in attached.refused.values())}
     [verdict] = attached.verdicts
     verdict.findings += _wrong_factors(case, factors)[:1]
     return verdict.as_dict()
@@ -55,12 +56,7 @@ def _wrong_factors(case: Case, factors: list[Tensor]) -> list[Finding]:
     """Returns a finding for each loss that was not divided by the number of micro-batches exactly once."""
     parts = case.accumulate
     return [
-        Finding(
-            number // parts + 1,
-            "loss",
-            f"the loss of micro-batch {number % parts + 1} is scaled by {float(factor):.4g} instead of {1 / parts:.4g}",
-            math.inf,
-        )
+        Finding(number // parts + 1, "loss", wrong_scale(number % parts + 1, factor, 1 / parts), math.inf)
         for number, factor in enumerate(factors)
         if float(factor) != 1 / parts
     ]

@@ -66,8 +66,8 @@ def _started(cases: Sequence[Any], ranks: int, train: str) -> Iterator[tuple[Pro
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     # No case compiles. Otherwise importing DeepSpeed's Muon would import the compiler.
     shared = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **os.environ}
-    shared |= {"PYTHONPATH": path, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    shared |= {"LOCAL_SIZE": str(ranks)}  # without it, DeepSpeed starts numactl to count the devices
+    # Without LOCAL_SIZE, DeepSpeed starts numactl to count the devices.
+    shared |= {"PYTHONPATH": path, **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(ranks))}
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "stepcheck.accept.rank", str(folder), str(writing)]
     processes = []

@@ -88,7 +88,7 @@ class EngineStep:
     def _judge_scale(self, factors: list[Tensor], expected: float, *losses: Tensor) -> None:
         tolerance = max([LOSS, *(8 * torch.finfo(each.dtype).eps for each in losses)])
         for factor in factors:
-            text = partial(_wrong_scale, self.audit.micro_batches, factor, expected)
+            text = partial(wrong_scale, self.audit.micro_batches, factor, expected)
             self.audit.add("loss", (factor / expected - 1).abs() / tolerance, text)
 
     def _forget_losses(self) -> None:
@@ -119,7 +119,8 @@ class EngineStep:
         return real(*args, **kwargs)
 
 
-def _wrong_scale(micro_batch: int, factor: Tensor, expected: float) -> str:
+def wrong_scale(micro_batch: int, factor: Tensor, expected: float) -> str:
+    """Returns the sentence about a loss that is scaled by a wrong factor. Waits for the device."""
     return f"the loss of micro-batch {micro_batch} is scaled by {float(factor):.4g} instead of {expected:.4g}"
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 TRANSFORMS: Any = importlib.import_module("torch._C._functorch")
-"""Has the stack of torch.func's transforms, such as `grad` and `vmap`."""
+"""The module with the stack of torch.func's transforms, such as `grad` and `vmap`."""
 
 
 class NotAuditable(ValueError):
@@ -188,7 +188,7 @@ class View:
     """Whether the engine is to divide each loss by the micro-batches of a step. Lightning has done it."""
 
     divisor: float = 1.0
-    """By what the engine is expected to divide each loss, in addition to the loss scale."""
+    """The number by which the engine is expected to divide each loss, in addition to the loss scale."""
 
     def reduction_factor(self) -> float:
         """Returns the configured ratio of the reduced gradient to the mean over the ranks."""
