@@ -19,7 +19,7 @@ RUNS = {
 if WHOLE:
     RUNS |= {
         "net ddp bf16-mixed": False,
-        "net fsdp2 32-true": False,
+        "net fsdp2 32-true": True,
         "net deepspeed_stage_3 32-true": True,
         "vit_tiny ddp 32-true": True,
         "vit_tiny fsdp2 32-true": True,

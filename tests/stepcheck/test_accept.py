@@ -14,7 +14,7 @@ import pytest
 
 from stepcheck.__main__ import main
 from stepcheck.verdict import Finding
-from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all
+from tests.support.suite import HANG_SECONDS, ROOT, of_test_all
 
 FAULTS = {
     "loss_halved": ("1", r"step 1: the loss of micro-batch 1 is scaled by 0\.125 instead of 0\.25"),

@@ -24,7 +24,7 @@ from stepcheck.lightning.module import cases_of, parse_cases, train
 from stepcheck.lightning.user_classes import check_classes
 from stepcheck.testing import assert_agrees
 from stepcheck.usage import UsageError
-from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all
+from tests.support.suite import HANG_SECONDS, ROOT, of_test_all
 from tests.users_code.own_code import Alone
 from tests.users_code.own_modules import MODULES, LoRA, OwnParameters
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import HANG_SECONDS, ROOT
+from tests.support.suite import HANG_SECONDS, ROOT
 
 
 @pytest.mark.distributed

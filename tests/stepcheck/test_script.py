@@ -15,7 +15,7 @@ from stepcheck.record.command import record
 from stepcheck.record.steps import match_names, settings
 from stepcheck.usage import UsageError
 from stepcheck.verdict import Verdict
-from tests.support.helpers import ROOT, of_test_all
+from tests.support.suite import ROOT, of_test_all
 
 FOLDER = ROOT / "tests" / "users_code" / "scripts"
 SCRIPT, MODULE = str(FOLDER / "old_train.py"), f"{FOLDER / 'migrated.py'}:Migrated"

@@ -37,19 +37,7 @@ from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.core.console import next_to_python
 from cifar_zero.launch import local_launcher
 from tests.support.many_runs import train_run
-
-WHOLE = "TEST_ALL" in os.environ
-"""Whether `make test-all` runs the tests. It runs all tests in full, which takes hours."""
-
-of_test_all = pytest.mark.skipif(not WHOLE, reason="of make test-all")
-
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
-
-ROOT = Path(__file__).resolve().parents[2]
-
-HANG_SECONDS = 1800
-"""How long tests wait for the end of a program, or for another event, that takes a few seconds on an idle machine. Next
-to 20 busy processes such an event takes less than this. The limit only ends a test that would never end."""
+from tests.support.suite import HANG_SECONDS, ROOT, WHOLE, needs_gpu, of_test_all  # noqa: F401
 
 WARM = ("train.py", "-c", "train", "evaluate", "export", "predict", "compare", "plan")
 """Programs whose imports take five seconds. Programs that import little are started as usual."""
