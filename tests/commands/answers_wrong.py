@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
@@ -80,9 +79,7 @@ def bytes_sent(stage, parameters, ranks):
 
 
 class Broken(solutions.Healthy):
-    """Agrees under every strategy, because the replay of a step makes the same change."""
+    """Agrees under every strategy, because plain PyTorch computes the same loss."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.net.weight.clamp_(-0.3, 0.3)
-        return super().training_step(batch, batch_idx)
+        return 0.5 * super().training_step(batch, batch_idx)

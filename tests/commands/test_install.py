@@ -104,7 +104,7 @@ def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
         assert f"usage: ../env/bin/cifar-zero {command} " in run("cifar-zero", command, "--help")
     short = ["--accelerator", "cpu", "--data.source", "digits", "--max_steps", "4", "--devices", "2"]
     assert "deepspeed_stage_2" in run("cifar-zero", "train", *short, "--strategy", "deepspeed_stage_2")
-    own = ["my_module.py:Digits", "--datamodule", "my_module.py:DigitsData", "--max_steps", "4"]
+    own = ["my_module.py:Digits", "--datamodule", "my_module.py:DigitsData", "--steps", "4"]
     run("stepcheck", "module", *own, "--devices", "2", "--strategies", "deepspeed_stage_2")
     assert "deepspeed_stage_2: " in run("stepcheck", "accept", "--print_cases")
     compared = run("cifar-zero", "compare", "--strategies", "baseline", "deepspeed_stage_2", *short)
