@@ -102,6 +102,7 @@ class Model(Options):
     the number of classes and this entry."""
 
     tokens_per_image: ClassVar[int] = 0  # number of a transformer's patches; 0 for other models
+    may_need_values: ClassVar[bool] = False  # whether its shapes may depend on values, which the meta device lacks
 
     def build(self, num_classes: int) -> "nn.Module":
         """Returns the model with freshly initialised weights and `num_classes` output scores."""
