@@ -224,8 +224,8 @@ class Regularization:
 
     tta: Views = field(default="none", metadata=MAY_CHANGE)
     """Test-time augmentation: average the scores of several views of each image in the test, but not in validation.
-    mirror: the image and its mirror image. mirror_translate: 6 views, which are these two, both shifted by one pixel up
-    and left, and both shifted down and right. The unshifted views have half of the total weight."""
+    mirror: the image and its mirror image. mirror_translate: six views, namely these two, the two shifted by one pixel
+    up and left, and the two shifted down and right. The unshifted views have half of the total weight."""
 
 
 @dataclass(frozen=True)

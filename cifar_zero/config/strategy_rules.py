@@ -58,7 +58,7 @@ def _graphs(run: Run) -> Rules:
 def _optimizers(run: Run) -> Rules:
     optimizer, strategy = run.recipe.optimizer, run.placement.strategy_name
     rules: Rules = {
-        f"--optimizer {optimizer.name} needs whole tensors, and {strategy} shards them: use deepspeed_stage_0, ddp or "
+        f"--optimizer {optimizer.name} needs full tensors, and {strategy} shards them: use deepspeed_stage_0, ddp or "
         "baseline, or --optimizer adamw": optimizer.name not in OFFLOADED_BY and run.spec.shards_tensors,
         "--schedule range_test sets one learning rate, but --optimizer muon_sgd has three: use --optimizer muon": (
             optimizer.name == "muon_sgd" and run.recipe.schedule.name == "range_test"

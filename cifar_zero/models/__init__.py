@@ -251,7 +251,7 @@ def _harmless(value: Any) -> bool:
 
 
 class ThirdParty(Model):
-    """A model that was not written for this program. The whole model is built before it is sharded. Before a run,
+    """A model that was not written for this program. The full model is built before it is sharded. Before a run,
     `external.check` builds it and runs it on a micro-batch of the run's shape."""
 
 

@@ -226,7 +226,8 @@ def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tu
     a sentence that says what is missing. `estimates` are in the order of PLANNED.
 
     Raises:
-        UsageError: if `train` would refuse every strategy. The message is why it refuses the first strategy of PLANNED.
+        UsageError: if `train` would refuse every strategy. The message says why it refuses the first strategy of
+            PLANNED.
     """
     accepted = [estimate for estimate in estimates if not estimate.refused]
     if not accepted:

@@ -59,8 +59,8 @@ def _plain(placement: Placement) -> Strategy | str:
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
-    """Returns the hooks of a strategy: those of DeepSpeed's engine, of the class in the strategy's attribute `hooks`,
-    or the default ones."""
+    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise the class in the strategy's attribute
+    `hooks`, or Hooks if there is none."""
     # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
     # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy

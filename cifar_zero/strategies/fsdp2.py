@@ -42,8 +42,8 @@ def build(placement: Placement, shards_module: bool = False) -> MeshStrategy:
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Shards each block of a model that has `blocks`, and then the rest of the model. The parameters of a block are
-    gathered just before it computes, and the gathered copy is freed right after. A model without blocks is gathered
-    whole. Under mixed precision, parameters are gathered and used in the low precision, while gradients are reduced and
+    gathered just before it computes, and the gathered copy is freed right after. A model without blocks is gathered in
+    full. Under mixed precision, parameters are gathered and used in the low precision, while gradients are reduced and
     weights are updated in float32."""
     _cast(net, policy)
     if mesh["tensor_parallel"].size() > 1:
