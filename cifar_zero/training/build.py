@@ -108,7 +108,7 @@ def strategy_of(run: Run) -> Strategy | str:
     """Returns the strategy for the run's own model and optimizer, either as an object or by its name in Lightning."""
     net = create_meta_model(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
-    return strategies.build(run.placement, sum(sizes), max(sizes), run)
+    return strategies.build(run, sum(sizes), max(sizes))
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:

@@ -95,12 +95,6 @@ class Averaging(Callback):
         self._count += 1
         self._stale = self._kind == "swa"
 
-    def averages(self, pl_module: LightningModule) -> dict[str, dict[str, Any]]:
-        """Returns, for each tensor of `averaged_tensors`, this rank's part of its average and the number of values that
-        were averaged. Empty before the first average."""
-        parts = zip(averaged_tensors(pl_module), self._averages, strict=False)  # no averages at first
-        return {name: {"average": part, "averaged": self._count} for name, part in parts}
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the averages to the checkpoint, keyed by their names in the plain model. Under ZeRO 3 each rank adds its
         own shards. Lightning calls this method on every rank."""
