@@ -175,7 +175,7 @@ class CIFARModule(LightningModule):
     def resume_rates(self, scheduled: bool) -> None:
         """Sets the learning rates for the step at which a run resumes. They may differ from the learning rates in the
         checkpoint, because the schedule or the length of the run may have changed. If the schedule was constant and
-        still is, the learning rates of the checkpoint stay, because --reduce_on_plateau may have lowered them.
+        still is, the learning rates of the checkpoint stay, because a callback may have changed them.
 
         Args:
             scheduled: Whether the run that wrote the checkpoint had a schedule that is not constant.

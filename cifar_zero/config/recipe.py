@@ -183,10 +183,6 @@ class Training:
     """Loss that training minimises, and that train/loss, val/loss and test/loss show. mse: squared distance of the
     scores from 1 for the class and 0 for the others. bce: binary cross-entropy, each class against the rest."""
 
-    reduce_on_plateau: int = limited(0, may_change_on_resume=True)
-    """Divide the learning rate by 10 after this many validations in a row (one per epoch) without a lower val/loss.
-    Needs --schedule constant. 0: never."""
-
     seed: int = limited(0, at_most=2**32 - 1)
     """Seed of the initial weights, the data order, the augmentation and the validation split."""
 

@@ -85,8 +85,8 @@ def _switches(run: Run) -> Rules:
     GPU with a torch.optim.AdamW. This AdamW keeps the learning rate of the first step."""
     spec, placement, recipe = run.spec, run.placement, run.recipe
     zero, offload = placement.zero != ZeROConfig(), placement.offload != OffloadConfig()
-    constant = recipe.schedule.name == "constant" and not recipe.reduce_on_plateau
-    splits = spec.stage == 3 and spec.offload_optimizer == "cpu" and recipe.optimizer.name == "adamw" and constant
+    constant_adamw = recipe.optimizer.name == "adamw" and recipe.schedule.name == "constant"
+    splits = spec.stage == 3 and spec.offload_optimizer == "cpu" and constant_adamw
     return {
         f"instead of --zero.* and --offload.*, set DeepSpeed's options in {placement.ds_config}": (
             spec.raw is not None and (zero or offload)
@@ -95,8 +95,9 @@ def _switches(run: Run) -> Rules:
         f"--offload.*: {placement.strategy} does not offload: use deepspeed_stage_3_offload": (
             offload and not spec.offload_optimizer
         ),
-        "--offload.ratio below 1 works only with deepspeed_stage_3_offload, --optimizer adamw, --schedule constant, "
-        "and without --reduce_on_plateau": placement.offload.ratio < 1 and not splits,
+        "--offload.ratio below 1 works only with deepspeed_stage_3_offload, --optimizer adamw, --schedule constant": (
+            placement.offload.ratio < 1 and not splits
+        ),
     }
 
 

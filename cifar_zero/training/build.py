@@ -34,7 +34,7 @@ from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.curves import Experts, GradientLogger, TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.callbacks.figures import TestFigures
-from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
+from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
 from cifar_zero.training.callbacks.throughput import ProgressLines, Throughput, training_flops
 from stepcheck.lightning import StepCheck
@@ -122,8 +122,6 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         made.append(Experts())
     if run.output.log_gradients:
         made.append(GradientLogger())
-    if recipe.reduce_on_plateau:
-        made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
     made += _user_callbacks(run.consent.callbacks)
 
     flops = training_flops(recipe, run.num_classes, run.micro_batch, run.data.image_size)

@@ -86,7 +86,6 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (0, f"{OFFLOAD_3} adamw --offload.ratio 1.5", "--offload.ratio must be"),
         (2, f"{OFFLOAD_3} adam --offload.ratio 0.5", "--optimizer adamw, --schedule"),
         (2, f"{OFFLOAD_3} adamw --offload.ratio 0.5 --schedule cosine", "--schedule constant, and"),
-        (2, f"{OFFLOAD_3} adamw --offload.ratio 0.5 --reduce_on_plateau 1", "without --reduce_on_plateau"),
         (0, f"{SUPER} adam", "use deepspeed_stage_3_offload"),
         (2, f"{SUPER} adam --optimizer.weight_decay 0.1", "as AdamW does"),
         (2, f"{SUPER} adamw --resume last", "start again with --weights"),
