@@ -213,11 +213,6 @@ class Regularization:
     """Decay of an exponential moving average of the weights, which averages over about 1 / (1 - decay) optimizer steps:
     over a thousand for 0.999. Validation, test, the best checkpoint and exports use the average. 0: off."""
 
-    swa_from: float = limited(0.0, below=1, may_change_on_resume=True)
-    """Stochastic weight averaging: the share of the training, from 0 to below 1, after which the weights at the end of
-    each epoch (and of training) are averaged with equal weight. From the first averaged epoch on, the average is used
-    as with --ema. 0: off."""
-
     tta: Views = field(default="none", metadata=MAY_CHANGE)
     """Test-time augmentation: average the scores of several views of each image in the test, but not in validation.
     mirror: the image and its mirror image. mirror_translate: six views, namely these two, the two shifted by one pixel

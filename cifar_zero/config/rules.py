@@ -60,7 +60,6 @@ def check_values(settings: Settings) -> None:
             "--ds_config replaces the strategy: leave out --strategy": (
                 placement.ds_config and placement.strategy != Placement.strategy
             ),
-            "--ema and --swa_from cannot be combined: leave one of them out": recipe.ema and recipe.swa_from,
             f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
                 recipe.delta and not recipe.weights
             ),

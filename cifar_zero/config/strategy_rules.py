@@ -21,7 +21,6 @@ def check_strategy(run: Run) -> None:
 
 def _devices(run: Run) -> Rules:
     placement, name = run.placement, run.placement.strategy_name
-    averages = run.recipe.ema or run.recipe.swa_from
     # torch (2.15) has synchronised batch norms for GPUs only; Lightning (2.6.6) applies them under DDP only.
     syncs = run.recipe.trainer.get("sync_batchnorm")
     return {
@@ -35,8 +34,8 @@ def _devices(run: Run) -> Rules:
         "--zero.overlap_comm needs a GPU: leave it out": run.on_cpu and placement.zero.overlap_comm,
         "--offload.* needs a GPU: leave it out": run.on_cpu and placement.offload != OffloadConfig(),
         "--trainer.sync_batchnorm works only with ddp on GPUs": syncs and (run.on_cpu or run.spec.family != "baseline"),
-        f"--ema and --swa_from cannot average weights of {name}: use deepspeed_stage_3 or deepspeed_stage_3_offload": (
-            averages and not run.spec.averages
+        f"--ema cannot average weights of {name}: use deepspeed_stage_3 or deepspeed_stage_3_offload": (
+            run.recipe.ema and not run.spec.averages
         ),
     }
 

@@ -244,7 +244,7 @@ def average(run: Run, network: Network) -> int:
     """Returns the bytes that a rank holds for the average of the weights (callbacks/averaging.py), which is in float32.
     If the weights are cast to a lower precision, the bytes include a float32 copy of the weights. Returns 0 if the run
     averages no weights."""
-    if not (run.recipe.ema or run.recipe.swa_from):
+    if not run.recipe.ema:
         return 0
     elements = network.trained
     if run.spec.stage == 3:

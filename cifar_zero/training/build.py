@@ -114,8 +114,8 @@ def strategy_of(run: Run) -> Strategy | str:
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     recipe = run.recipe
     made: list[Callback] = [BatchNormStatistics(), RunState()]
-    if recipe.ema or recipe.swa_from:
-        made.append(Averaging(recipe.ema, recipe.swa_from))
+    if recipe.ema:
+        made.append(Averaging(recipe.ema))
     curves = TrainingCurves(writes_losses=not recipe.only_measures)
     made += [curves, Divergence(curves), EngineInfo(), Interrupt()]
     if issubclass(models.MODELS[recipe.model.name], MixtureOptions):
