@@ -75,9 +75,8 @@ class CIFARModule(LightningModule):
             self.net.compile(dynamic=False, mode="reduce-overhead" if settings.placement.cuda_graphs else None)
 
     def starting_weights(self) -> Mapping[str, Tensor]:
-        """Returns the weights that the model computes from training images before training starts, by name. SpeedNet's
-        whitening filters are such weights. The mapping is empty for a model without such weights, and if no data module
-        is attached."""
+        """Returns the weights that the model computes from training images before training starts, by name. SpeedNet
+        has such weights, its whitening filters. For other models, or without a data module, the mapping is empty."""
         compute = getattr(self.net, "starting_weights", None)
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         if compute is None or datamodule is None:
@@ -176,7 +175,7 @@ class CIFARModule(LightningModule):
     def resume_rates(self, scheduled: bool) -> None:
         """Sets the learning rates for the step at which a run resumes. They may differ from the learning rates in the
         checkpoint, because the schedule or the length of the run may have changed. If the schedule was constant and
-        still is, the learning rates of the checkpoint stay, because --reduce_on_plateau may have lowered them.
+        still is, the learning rates of the checkpoint stay, because a callback may have changed them.
 
         Args:
             scheduled: Whether the run that wrote the checkpoint had a schedule that is not constant.

@@ -109,7 +109,6 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def num_test(self) -> int:
-        """Number of test images."""
         return len(self.dataset.test_labels)
 
     def sample(self, count: int) -> torch.Tensor:

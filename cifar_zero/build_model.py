@@ -1,10 +1,10 @@
-"""Builds the model of a run, and selects which of its parameters are trained: all, some, or those of adapters.
+"""Builds the model of a run, and selects which of its parameters are trained: all, some, or only LoRA adapters.
 
-The adapters are LoRA adapters (Hu et al. 2022), which train the product of two small matrices next to a frozen linear
-layer. Hugging Face's peft is not used, because it renames every weight of a plain model
-(`base_model.model.<layer>.base_layer.weight`, `lora_A.default.weight`). No checkpoint would then fit the model, be it
-for --weights, an evaluation or an export. With the adapters of this module, the weights of a layer keep their names,
-and the two matrices of an adapter are named `<layer>.lora_a` and `<layer>.lora_b`.
+An adapter trains the product of two small matrices next to a frozen linear layer (Hu et al. 2022). Hugging Face's peft
+is not used, because it renames every weight of a plain model (`base_model.model.<layer>.base_layer.weight`,
+`lora_A.default.weight`). No checkpoint would then fit the model, be it for --weights, an evaluation or an export. With
+the adapters of this module, the weights of a layer keep their names, and the two matrices of an adapter are named
+`<layer>.lora_a` and `<layer>.lora_b`.
 """
 
 import math

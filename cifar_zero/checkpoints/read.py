@@ -64,8 +64,8 @@ def check_resumable(content: Mapping[str, Any], name: object) -> None:
 
 
 def of_another_version(name: object, error: Exception) -> UsageError:
-    """Returns the UsageError to raise for the file `name`, in which an entry is missing or unknown. `error` is the
-    error of reading the entry."""
+    """Returns the UsageError to raise if the file `name` lacks an entry or has an unknown one. `error` is the exception
+    that reading the entry raised."""
     why = f"it has no {error}" if isinstance(error, KeyError) else short(error)
     return UsageError(
         f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that wrote it"

@@ -47,9 +47,9 @@ PARTS = "zero_parts"
 ON_DISK = "zero_on_disk"  # key of the names of this rank's groups in DeepSpeed's files on NVMe
 
 AVERAGE = "average"
-"""Key under which callbacks/averaging.py adds `kind`, `count`, `weights` and `sharded` to the checkpoints of every
-strategy. `weights` are the averages, keyed by the names in state_dict. If `sharded` is set, they are only this rank's
-shards, as stage 3 shards the parameters, without padding."""
+"""Key under which callbacks/averaging.py adds `count`, `weights` and `sharded` to the checkpoints of every strategy.
+`weights` are the averages, keyed by the names in state_dict. If `sharded` is set, they are only this rank's shards, as
+stage 3 shards the parameters, without padding."""
 
 TIED = "zero_tied"
 """Key of a dict that maps each additional plain name of a tied weight to its first plain name, which a shard

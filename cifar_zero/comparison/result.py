@@ -1,5 +1,4 @@
-"""Defines the result of a comparison, which comparison.json contains. Importing this module does not
-import torch."""
+"""Defines the result of a comparison, which comparison.json contains. Importing this module does not import torch."""
 
 import statistics
 import sys
@@ -87,7 +86,6 @@ class Variant:
 
     @property
     def by_seed(self) -> dict[int, FinishedRun]:
-        """The runs of the variant by seed."""
         return {run.seed: run for run in self.runs}
 
 

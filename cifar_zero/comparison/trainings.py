@@ -72,7 +72,7 @@ def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[
     """
     log = folder / f"{name}.log"
     where = ["--out", str(folder), "--name", name]
-    with run_process.start(run_process.TRAIN, [*flags, *where], log, launcher=launcher) as child:
+    with run_process.start([*flags, *where], log, launcher) as child:
         child.wait()
     run_folders = run_process.folders(folder, name)
     if child.returncode or not run_folders:

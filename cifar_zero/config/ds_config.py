@@ -35,9 +35,6 @@ RENAMED = {
 }
 """DeepSpeed keys that become an option of train, and the name of that option."""
 
-BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
-"""Keys that have no effect on a user's module, whose data loader decides."""
-
 OFFLOADS = ("offload_optimizer", "offload_param")
 """Sections of `zero_optimization` that configure offloading."""
 

@@ -183,10 +183,6 @@ class Training:
     """Loss that training minimises, and that train/loss, val/loss and test/loss show. mse: squared distance of the
     scores from 1 for the class and 0 for the others. bce: binary cross-entropy, each class against the rest."""
 
-    reduce_on_plateau: int = limited(0, may_change_on_resume=True)
-    """Divide the learning rate by 10 after this many validations in a row (one per epoch) without a lower val/loss.
-    Needs --schedule constant. 0: never."""
-
     seed: int = limited(0, at_most=2**32 - 1)
     """Seed of the initial weights, the data order, the augmentation and the validation split."""
 
@@ -217,15 +213,10 @@ class Regularization:
     """Decay of an exponential moving average of the weights, which averages over about 1 / (1 - decay) optimizer steps:
     over a thousand for 0.999. Validation, test, the best checkpoint and exports use the average. 0: off."""
 
-    swa_from: float = limited(0.0, below=1, may_change_on_resume=True)
-    """Stochastic weight averaging: the share of the training, from 0 to below 1, after which the weights at the end of
-    each epoch (and of training) are averaged with equal weight. From the first averaged epoch on, the average is used
-    as with --ema. 0: off."""
-
     tta: Views = field(default="none", metadata=MAY_CHANGE)
     """Test-time augmentation: average the scores of several views of each image in the test, but not in validation.
-    mirror: the image and its mirror image. mirror_translate: 6 views, which are these two, both shifted by one pixel up
-    and left, and both shifted down and right. The unshifted views have half of the total weight."""
+    mirror: the image and its mirror image. mirror_translate: six views, namely these two, the two shifted by one pixel
+    up and left, and the two shifted down and right. The unshifted views have half of the total weight."""
 
 
 @dataclass(frozen=True)

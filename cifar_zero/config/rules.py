@@ -60,10 +60,6 @@ def check_values(settings: Settings) -> None:
             "--ds_config replaces the strategy: leave out --strategy": (
                 placement.ds_config and placement.strategy != Placement.strategy
             ),
-            "--ema and --swa_from cannot be combined: leave one of them out": recipe.ema and recipe.swa_from,
-            f"--reduce_on_plateau needs --schedule constant: leave out --schedule {recipe.schedule.name}": (
-                recipe.reduce_on_plateau and recipe.schedule.name != "constant"
-            ),
             f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
                 recipe.delta and not recipe.weights
             ),
@@ -107,7 +103,7 @@ def _check_images(settings: Settings) -> None:
 def of_validation(settings: Settings) -> list[str]:
     """Returns the names of the options that need a validation and differ from their default."""
     given, defaults = flat(settings), flat(Settings())
-    names = ("early_stopping", "reduce_on_plateau", "monitor", "save_top_k")
+    names = ("early_stopping", "monitor", "save_top_k")
     return [name for name in names if given[name] != defaults[name]]
 
 

@@ -14,8 +14,8 @@ from cifar_zero.core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Settings):
-    """A run with its open options decided; `training.resolve.resolve` makes it. Among its options,
-    devices is a number, accelerator is cpu or gpu, precision is a number format, and resume and weights are paths.
+    """A run with its open options decided; `training.resolve.resolve` makes it. Among its options, devices is a number,
+    accelerator is cpu or gpu, precision is a number format, and resume and weights are paths.
 
     Two options may still be open, until `training.starting` decides them: data.source may be auto, and resume may be
     last or auto on several nodes or under torchrun."""

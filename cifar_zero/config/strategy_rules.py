@@ -21,7 +21,6 @@ def check_strategy(run: Run) -> None:
 
 def _devices(run: Run) -> Rules:
     placement, name = run.placement, run.placement.strategy_name
-    averages = run.recipe.ema or run.recipe.swa_from
     # torch (2.15) has synchronised batch norms for GPUs only; Lightning (2.6.6) applies them under DDP only.
     syncs = run.recipe.trainer.get("sync_batchnorm")
     return {
@@ -35,8 +34,8 @@ def _devices(run: Run) -> Rules:
         "--zero.overlap_comm needs a GPU: leave it out": run.on_cpu and placement.zero.overlap_comm,
         "--offload.* needs a GPU: leave it out": run.on_cpu and placement.offload != OffloadConfig(),
         "--trainer.sync_batchnorm works only with ddp on GPUs": syncs and (run.on_cpu or run.spec.family != "baseline"),
-        f"--ema and --swa_from cannot average weights of {name}: use deepspeed_stage_3 or deepspeed_stage_3_offload": (
-            averages and not run.spec.averages
+        f"--ema cannot average weights of {name}: use deepspeed_stage_3 or deepspeed_stage_3_offload": (
+            run.recipe.ema and not run.spec.averages
         ),
     }
 
@@ -58,7 +57,7 @@ def _graphs(run: Run) -> Rules:
 def _optimizers(run: Run) -> Rules:
     optimizer, strategy = run.recipe.optimizer, run.placement.strategy_name
     rules: Rules = {
-        f"--optimizer {optimizer.name} needs whole tensors, and {strategy} shards them: use deepspeed_stage_0, ddp or "
+        f"--optimizer {optimizer.name} needs full tensors, and {strategy} shards them: use deepspeed_stage_0, ddp or "
         "baseline, or --optimizer adamw": optimizer.name not in OFFLOADED_BY and run.spec.shards_tensors,
         "--schedule range_test sets one learning rate, but --optimizer muon_sgd has three: use --optimizer muon": (
             optimizer.name == "muon_sgd" and run.recipe.schedule.name == "range_test"
@@ -85,8 +84,8 @@ def _switches(run: Run) -> Rules:
     GPU with a torch.optim.AdamW. This AdamW keeps the learning rate of the first step."""
     spec, placement, recipe = run.spec, run.placement, run.recipe
     zero, offload = placement.zero != ZeROConfig(), placement.offload != OffloadConfig()
-    constant = recipe.schedule.name == "constant" and not recipe.reduce_on_plateau
-    splits = spec.stage == 3 and spec.offload_optimizer == "cpu" and recipe.optimizer.name == "adamw" and constant
+    constant_adamw = recipe.optimizer.name == "adamw" and recipe.schedule.name == "constant"
+    splits = spec.stage == 3 and spec.offload_optimizer == "cpu" and constant_adamw
     return {
         f"instead of --zero.* and --offload.*, set DeepSpeed's options in {placement.ds_config}": (
             spec.raw is not None and (zero or offload)
@@ -95,8 +94,9 @@ def _switches(run: Run) -> Rules:
         f"--offload.*: {placement.strategy} does not offload: use deepspeed_stage_3_offload": (
             offload and not spec.offload_optimizer
         ),
-        "--offload.ratio below 1 works only with deepspeed_stage_3_offload, --optimizer adamw, --schedule constant, "
-        "and without --reduce_on_plateau": placement.offload.ratio < 1 and not splits,
+        "--offload.ratio below 1 works only with deepspeed_stage_3_offload, --optimizer adamw, --schedule constant": (
+            placement.offload.ratio < 1 and not splits
+        ),
     }
 
 

@@ -46,7 +46,7 @@ class Spec:
 
     @property
     def averages(self) -> bool:
-        """Whether --ema and --swa_from can average the model's weights."""
+        """Whether --ema can average the model's weights."""
         return not self.splits_model and self.offload_parameters != "nvme"
 
     @property

@@ -116,9 +116,9 @@ def curves(folder: Path) -> str:
 
 
 def next_to_python(name: str) -> str:
-    """Returns what to type in a shell to start a program from the running interpreter's environment, which may not be
-    activated. The result is the program's name if PATH leads to this program or if the environment lacks it. Otherwise
-    it is the program's path."""
+    """Returns what to type in a shell to start the program `name` of this interpreter's environment, even if the
+    environment is not activated. This is the program's path, or only its name if PATH leads to the same program or the
+    environment lacks the program."""
     program, first = Path(sys.executable).with_name(name), shutil.which(name)
     known = first is not None and os.path.samefile(os.path.dirname(first), program.parent)
     if known or not program.exists():

@@ -95,8 +95,8 @@ that matches, so a failure that causes another one comes before it."""
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns `<cause>; <fix>` if the exception is a known failure, otherwise None. The exceptions that Python would
-    print before it in a traceback are searched too."""
+    """Returns `<cause>; <fix>` if the exception is a known failure, otherwise None. Also searches the exceptions that
+    led to it, which a traceback prints before it."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:  # a chain may lead back to itself

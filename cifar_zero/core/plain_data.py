@@ -141,10 +141,10 @@ def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> 
 
 
 def check(tree: Any, what: str) -> None:
-    """Raises UsageError unless `tree`, the content of a file, is plain data without control characters, and without the
-    keys `class_path` and `init_args`, by which jsonargparse would import code. Also raises UsageError if the tree is
-    too large or nested too deeply. The error message begins with `what`, which describes the file. A string is checked
-    as a YAML value, because jsonargparse parses strings as YAML."""
+    """Raises UsageError unless `tree`, the content of a file, is plain data. It may not have control characters, or the
+    keys `class_path` and `init_args`, with which jsonargparse imports code. It may not be too large or nested too
+    deeply. A string is checked as the YAML value that jsonargparse would read. The error message begins with `what`,
+    which describes the file."""
     left, seen = [("", tree, 0)], 0
     while left:
         name, value, level = left.pop()

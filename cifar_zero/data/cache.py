@@ -2,7 +2,7 @@
 
 One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
 `meta.json`. The directory is written next to its final place, flushed to the disk and renamed in one step. A reader
-therefore sees a whole cache or none, even if a writer is killed.
+therefore sees a complete cache or none, even if a writer is killed.
 """
 
 import errno

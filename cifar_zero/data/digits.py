@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import affine_grid, grid_sample
 
 from cifar_zero.config.settings import DataConfig
-from cifar_zero.data import CLASSES, cache
+from cifar_zero.data import cache
+from cifar_zero.data.classes import CLASSES
 from cifar_zero.data.dataset import stratified_split
 from cifar_zero.models import IMAGE_SHAPE
 

@@ -15,8 +15,11 @@ from tqdm import tqdm
 
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data import SUFFIXES, cache
+from cifar_zero.data import cache
 from cifar_zero.models import IMAGE_SHAPE
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+"""File name suffixes of images."""
 
 SPLITS = ("train", "test")
 _LAYOUT = "--data.source folder reads <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"

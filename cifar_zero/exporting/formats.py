@@ -50,8 +50,8 @@ class Classifier:
 
 def load_classifier(path: str, trust: bool = False, delta: str = "") -> Classifier:
     """Returns a classifier from any export, or from a path that `run_folder.find_checkpoint` accepts. Raises UsageError
-    if the file is missing or damaged, or can be loaded only with `trust`. The file `delta` of `export --to delta`, if
-    one is given, is applied to the weights."""
+    if the file is missing or damaged, or can be loaded only with `trust`. `delta` is a file of `export --to delta`,
+    which is applied to the weights, or an empty string."""
     file = run_folder.find_checkpoint(path)
     if not delta and file.suffix in (".safetensors", ".onnx"):
         return load_export(file, file.suffix)

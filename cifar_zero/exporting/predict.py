@@ -13,7 +13,6 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, printable, quieten
 from cifar_zero.core.errors import UsageError
-from cifar_zero.data import SUFFIXES
 from cifar_zero.exporting.export import add_weight_options
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 def find_images(paths: Sequence[str]) -> list[Path]:
     """Returns the given files and all images in the given folders. The images of a folder are sorted. Raises UsageError
     if a file does not exist, if a folder has no images, or for a pipe or a device, whose reading may never end."""
+    from cifar_zero.data.folder import SUFFIXES
+
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():

@@ -102,6 +102,7 @@ class Model(Options):
     the number of classes and this entry."""
 
     tokens_per_image: ClassVar[int] = 0  # number of a transformer's patches; 0 for other models
+    may_need_values: ClassVar[bool] = False  # whether its shapes may depend on values, which the meta device lacks
 
     def build(self, num_classes: int) -> "nn.Module":
         """Returns the model with freshly initialised weights and `num_classes` output scores."""
@@ -250,7 +251,7 @@ def _harmless(value: Any) -> bool:
 
 
 class ThirdParty(Model):
-    """A model that was not written for this program. The whole model is built before it is sharded. Before a run,
+    """A model that was not written for this program. The full model is built before it is sharded. Before a run,
     `external.check` builds it and runs it on a micro-batch of the run's shape."""
 
 

@@ -21,6 +21,7 @@ class UserModel(ThirdParty):
     """A model in the user's own code. Its fields are the arguments of the class or function that builds it. The values
     of the fields are not checked against limits."""
 
+    may_need_values = True
     make: ClassVar[Callable[..., Any]]
     takes_classes: ClassVar[bool]
 

@@ -121,7 +121,7 @@ class RMSprop(OptimizerOptions):
     """Share of the last update that is kept."""
 
     centered: bool = False
-    """Divide by the deviation of the gradient from its running mean instead (Graves 2013)."""
+    """Divide by the gradient's running standard deviation, not by its size (Graves 2013)."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Adagrad(OptimizerOptions):
 
 @dataclass
 class Adadelta(OptimizerOptions):
-    """Adadelta: steps in units of the updates so far (Zeiler 2012)"""
+    """Adadelta: steps scaled by the size of earlier updates (Zeiler 2012)"""
 
     lr: float = 1.0
     """Factor of the update, whose size Adadelta computes itself."""
@@ -208,7 +208,7 @@ class MuonSGD(OptimizerOptions):
     images."""
 
     head_lr: float = 1000.0
-    """Learning rate of SGD for the weights of the last layer, also with respect to the mean loss of a batch."""
+    """Learning rate of SGD for the weights of the last layer, with respect to the mean loss of a batch."""
 
     sgd_momentum: float = limited(0.85, below=1)
     """SGD's momentum, in Nesterov's form."""
@@ -247,4 +247,4 @@ OFFLOADED_BY = {
     "lion": "torch",
 }
 """The code that updates the weights on the CPU when a strategy offloads the optimizer. Optimizers that are not listed
-need whole tensors. They cannot run under ZeRO 1 to 3, which flatten the tensors and cut them into shards."""
+need full tensors. They cannot run under ZeRO 1 to 3, which flatten and shard the tensors."""

@@ -22,7 +22,7 @@ def parameter_groups(
 
     Args:
         parameters: the model's parameters in the model's order, keyed by name.
-        shape: returns the whole shape of a parameter, which the strategy may have sharded.
+        shape: returns the unsharded shape of a parameter.
     """
     dimensions = {name: len(shape(each)) for name, each in parameters.items()}
     # The weights of linear and convolution layers, in the model's order.

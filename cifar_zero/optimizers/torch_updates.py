@@ -103,8 +103,9 @@ class TorchLion(GroupOptimizer):
 
 
 class TorchMuon(GroupOptimizer):
-    """Updates parameter groups whose option `muon` is true by Muon (Jordan et al. 2024), all weights of one shape at
-    once. Other groups are updated by AdamW if they have the option `betas`, else by SGD with Nesterov's momentum.
+    """Updates the weights in parameter groups with the option `muon` by Muon (Jordan et al. 2024), all weights of one
+    shape at once. Other groups are updated by AdamW if they have the option `betas`, else by SGD with Nesterov's
+    momentum.
 
     A convolution's weight (out, in, height, width) is treated as the matrix (out, in x height x width), as in Keller
     Jordan's own programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py).

@@ -1,2 +1,1 @@
-"""Predicts how much memory a rank needs under each strategy, and recommends a strategy
-(cifar-zero plan)."""
+"""Predicts how much memory a rank needs under each strategy, and recommends a strategy (cifar-zero plan)."""

@@ -110,7 +110,7 @@ class MemoryEstimate:
     buckets: int  # communication buckets and temporarily gathered parameters
     activations: int  # activations of the run's micro-batch; 0 if `train` would refuse the strategy
     update: int  # copies of the gradients in the update, after activations and buckets are freed
-    average: int  # the average of the weights (--ema, --swa_from) on the device
+    average: int  # the average of the weights (--ema) on the device
     host_buffers: int  # buffers of offloading on the host, and the average of weights that are stored there
     activation_offload: bool
     """Whether the host holds the activations too. The device is still planned for all activations, because temporary
@@ -226,7 +226,8 @@ def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tu
     a sentence that says what is missing. `estimates` are in the order of PLANNED.
 
     Raises:
-        UsageError: if `train` would refuse every strategy. The message is why it refuses the first strategy of PLANNED.
+        UsageError: if `train` would refuse every strategy. The message says why it refuses the first strategy of
+            PLANNED.
     """
     accepted = [estimate for estimate in estimates if not estimate.refused]
     if not accepted:

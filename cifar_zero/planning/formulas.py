@@ -9,13 +9,13 @@ follow the software:
 
 - DeepSpeed keeps float32 master weights as a second copy even if the model is float32, and torch never keeps them. A
   float32 model under autocast takes 4 bytes for each number that takes 2 bytes in a cast model.
-- Stage 1 holds whole gradients only in the backward pass. From then until the update it holds only the rank's shard of
+- Stage 1 holds full gradients only in the backward pass. From then until the update it holds only the rank's shard of
   the gradients, like stage 2.
-- Stage 3 keeps parameters of up to --zero.param_persistence_threshold elements whole, in addition to the rank's shard
+- Stage 3 keeps parameters of up to --zero.param_persistence_threshold elements in full, in addition to the rank's shard
   of them.
 - If the optimizer is offloaded to the CPU, the gradients are there too, in float32. Stage 3 also keeps a copy in the
   model's format there.
-- Frozen parameters have neither gradients nor optimizer state. Stages 0 to 2 keep them whole on each rank.
+- Frozen parameters have neither gradients nor optimizer state. Stages 0 to 2 keep them in full on each rank.
 """
 
 import math
@@ -68,9 +68,9 @@ class Network:
 
     weights: tuple[Weight, ...]
     blocks: tuple[int, ...]
-    """Elements of each block that fsdp2 shards separately."""
+    """Number of elements of each block. fsdp2 shards each block separately."""
     built_unsharded: bool = False
-    """Whether the model is built whole on the host before ZeRO 3 shards it."""
+    """Whether the full model is built on the host before ZeRO 3 shards it."""
 
     @property
     def largest_block(self) -> int:
@@ -194,7 +194,7 @@ def buckets(run: Run, network: Network) -> int:
     """Returns the bytes that the backward pass holds in addition to activations: buckets and temporarily gathered
     parameters.
 
-    Stage 1 also holds whole gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
+    Stage 1 also holds full gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
     without overlap_comm). They are counted in addition to all activations, which is more than stage 1 ever holds.
     """
     size = parameter_size(run.spec, run.placement.precision)
@@ -244,7 +244,7 @@ def average(run: Run, network: Network) -> int:
     """Returns the bytes that a rank holds for the average of the weights (callbacks/averaging.py), which is in float32.
     If the weights are cast to a lower precision, the bytes include a float32 copy of the weights. Returns 0 if the run
     averages no weights."""
-    if not (run.recipe.ema or run.recipe.swa_from):
+    if not run.recipe.ema:
         return 0
     elements = network.trained
     if run.spec.stage == 3:
@@ -272,7 +272,7 @@ def built_on_host(run: Run, network: Network) -> int:
     """Returns the bytes that the model takes on the host while it is built, before it is cast and sharded.
 
     The model is built in float32, or in bfloat16 with bf16-true. fsdp2 builds it on the host. Stage 3 shards each layer
-    right after it is built (deepspeed/strategy.py), but builds models of other packages whole on the host.
+    right after it is built (deepspeed/strategy.py), but builds full models of other packages on the host.
     """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0

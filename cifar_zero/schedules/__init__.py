@@ -58,7 +58,7 @@ class Linear(FiniteSchedule):
     """Share of the optimizer's learning rate at the first step."""
 
     end_factor: float = 0.0
-    """Share of the optimizer's learning rate after total_steps, and from then on."""
+    """Share of the optimizer's learning rate from total_steps on."""
 
     def rate(self, step: float, base_lr: float) -> float:
         share = share_done(step, self.total_steps)
@@ -81,7 +81,7 @@ class Cosine(FiniteSchedule):
     """down half a cosine wave (torch's CosineAnnealingLR; Loshchilov and Hutter 2017, without restarts)"""
 
     min_lr: float = 0.0
-    """Learning rate after total_steps, and from then on."""
+    """Learning rate from total_steps on."""
 
     def rate(self, step: float, base_lr: float) -> float:
         return cosine(base_lr, self.min_lr, share_done(step, self.total_steps))
@@ -172,7 +172,7 @@ class WarmupCosine(WarmupLinear):
     """from 0 up to the optimizer's learning rate, then down half a cosine wave"""
 
     min_lr: float = 0.0
-    """Learning rate after total_steps, and from then on."""
+    """Learning rate from total_steps on."""
 
     def fall(self, base_lr: float, share: float) -> float:  # transformers' get_cosine_schedule_with_warmup
         return cosine(base_lr, self.min_lr, share)

@@ -8,7 +8,6 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cifar_zero.config import ds_config
 from cifar_zero.config.placement import Placement
 
 if TYPE_CHECKING:
@@ -18,28 +17,21 @@ if TYPE_CHECKING:
     from cifar_zero.strategies.hooks import Hooks
 
 
-def build(
-    placement: Placement, num_parameters: int, largest_parameter: int = 0, run: Run | None = None
-) -> Strategy | str:
-    """Returns the strategy for Lightning's Trainer. Clipping and accumulation are left to the Trainer. Raises
-    UsageError if the placement's DeepSpeed configuration cannot be used.
+def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | str:
+    """Returns the strategy with which Lightning's Trainer trains a run. Clipping and accumulation are left to the
+    Trainer.
 
     Args:
-        placement: Where and how to train. It must be resolved: no value is "auto".
+        run: The run.
         num_parameters: Number of elements of all parameters. DeepSpeed's communication buckets are no larger.
-        largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers. 0 if
-            unknown.
-        run: The run whose own model and optimizer are trained; None for another LightningModule.
+        largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers.
     """
-    spec = ds_config.spec_of(placement)
-    if spec.family == "baseline":
-        return _plain(placement)
-    family = import_module(f"cifar_zero.strategies.{spec.family}")
-    if spec.family == "deepspeed":
-        return family.build(placement, spec, num_parameters, largest_parameter, run)
-    if spec.family == "fsdp2":
-        return family.build(placement, shards_module=run is None)
-    return family.build(placement)
+    if run.spec.family == "baseline":
+        return _plain(run.placement)
+    family = import_module(f"cifar_zero.strategies.{run.spec.family}")
+    if run.spec.family == "deepspeed":
+        return family.build(run, num_parameters, largest_parameter)
+    return family.build(run.placement)
 
 
 def _plain(placement: Placement) -> Strategy | str:
@@ -59,8 +51,8 @@ def _plain(placement: Placement) -> Strategy | str:
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
-    """Returns the hooks of a strategy: those of DeepSpeed's engine, of the class in the strategy's attribute `hooks`,
-    or the default ones."""
+    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise the class in the strategy's attribute
+    `hooks`, or Hooks if there is none."""
     # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
     # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy

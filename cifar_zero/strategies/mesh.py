@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,9 +39,9 @@ class MeshHooks(Hooks):
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy, except that `shard` splits the model just before the optimizer is made, and
-    that checkpoints are plain files. Rank 0 gets full tensors one at a time for them, so that no GPU holds the whole
-    model.
+    """Lightning's ModelParallelStrategy, except that `shard` splits the module's attribute `net`, which holds all
+    parameters, just before the optimizer is made, and that checkpoints are plain files. Rank 0 gets full tensors one at
+    a time for them, so that no GPU holds the whole model.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`, the
     only name that Lightning has for the ranks of one model.
@@ -50,21 +49,11 @@ class MeshStrategy(ModelParallelStrategy):
     Args:
         casts: Whether `shard` sets the precision.
         fuses: Whether all parameters are DTensors of one mesh, which torch's fused optimizers need.
-        shards_module: Whether `shard` splits the whole LightningModule. Otherwise it splits the module's attribute
-            `net`, which must hold all parameters.
     """
 
     hooks = MeshHooks
 
-    def __init__(
-        self,
-        placement: Placement,
-        shard: Shard,
-        *,
-        casts: bool = False,
-        fuses: bool = False,
-        shards_module: bool = False,
-    ):
+    def __init__(self, placement: Placement, shard: Shard, *, casts: bool = False, fuses: bool = False):
         super().__init__(
             data_parallel_size=placement.replicas,
             tensor_parallel_size=placement.ranks_per_model,
@@ -72,7 +61,6 @@ class MeshStrategy(ModelParallelStrategy):
         )
         self.casts = casts
         self.fuses = fuses
-        self._shards_module = shards_module
         self._shard = shard
         self._sharded = False
 
@@ -83,12 +71,10 @@ class MeshStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         if not self._sharded:  # once for the fit and the test after it
             module: Any = self.model
-            self._shard(module if self._shards_module else module.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
+            self._shard(module.net, self.device_mesh)  # pyright: ignore[reportArgumentType]
             self._sharded = True
         super().setup(trainer)
         precision = self.precision_plugin
-        if self._shards_module and self.casts:
-            precision.convert_input = HalfPrecision("bf16-true").convert_input
         hooks = self.hooks(self)
         precision.clip_grad_by_norm = lambda optimizer, clip_val: hooks.clip(precision.main_params(optimizer), clip_val)
 

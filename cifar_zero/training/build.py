@@ -34,7 +34,7 @@ from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.curves import Experts, GradientLogger, TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo
 from cifar_zero.training.callbacks.figures import TestFigures
-from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop, ReduceOnPlateau
+from cifar_zero.training.callbacks.monitors import Divergence, EarlyStop
 from cifar_zero.training.callbacks.stop import Interrupt, keep_handlers
 from cifar_zero.training.callbacks.throughput import ProgressLines, Throughput, training_flops
 from stepcheck.lightning import StepCheck
@@ -108,22 +108,20 @@ def strategy_of(run: Run) -> Strategy | str:
     """Returns the strategy for the run's own model and optimizer, either as an object or by its name in Lightning."""
     net = create_meta_model(run.recipe, run.num_classes)
     sizes = [parameter.numel() for parameter in net.parameters()]
-    return strategies.build(run.placement, sum(sizes), max(sizes), run)
+    return strategies.build(run, sum(sizes), max(sizes))
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     recipe = run.recipe
     made: list[Callback] = [BatchNormStatistics(), RunState()]
-    if recipe.ema or recipe.swa_from:
-        made.append(Averaging(recipe.ema, recipe.swa_from))
+    if recipe.ema:
+        made.append(Averaging(recipe.ema))
     curves = TrainingCurves(writes_losses=not recipe.only_measures)
     made += [curves, Divergence(curves), EngineInfo(), Interrupt()]
     if issubclass(models.MODELS[recipe.model.name], MixtureOptions):
         made.append(Experts())
     if run.output.log_gradients:
         made.append(GradientLogger())
-    if recipe.reduce_on_plateau:
-        made.append(ReduceOnPlateau(recipe.reduce_on_plateau))
     made += _user_callbacks(run.consent.callbacks)
 
     flops = training_flops(recipe, run.num_classes, run.micro_batch, run.data.image_size)

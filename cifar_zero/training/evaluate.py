@@ -33,7 +33,7 @@ def main() -> int:
         description="Tests a checkpoint of any strategy on one device.",
         epilog="Uses the data and the model of the run, in float32, but not its --data.root, --data.url and "
         "--data.cache; options of train override them. If the run averaged its weights, the averages are tested; "
-        "--ema 0 --swa_from 0 tests the newest weights.",
+        "--ema 0 tests the newest weights.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")
@@ -108,8 +108,7 @@ def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None 
         check_classes(run.data, content[RECORD], checkpoint)
     module, datamodule = resolve_name(MODULE)(run, run.num_classes), resolve_name(DATAMODULE)(run)
     module.configure_model()
-    averaged = bool(run.recipe.ema or run.recipe.swa_from)
-    load_weights(module.net, net_weights(content, averaged), str(checkpoint))
+    load_weights(module.net, net_weights(content, averaged=run.recipe.ema > 0), str(checkpoint))
     build.trainer(run, None, callbacks=[]).test(module, datamodule=datamodule, verbose=False)
     metrics = test_metrics(module, datamodule)
     print(f"{checkpoint}: {datamodule.num_test:,} test images of {datamodule.dataset.name}")

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,31 +14,20 @@ from cifar_zero.core import exits
 from cifar_zero.core.hardware import REPOSITORY
 from cifar_zero.launch import local_launcher
 
-POLL_SECONDS = 0.25  # time between two checks of a run
 SAVING_SECONDS = 45.0  # time for a run to end; the launcher gives the ranks 30 s to write a checkpoint
 
-TRAIN = ("cifar_zero", "train")
-"""The Python module that trains a run, and its first argument: the argument `program` of `start` for a training."""
+TRAIN = ("cifar_zero", "train")  # the Python module that trains a run, and its first argument
 
 
 @contextmanager
-def start(
-    program: Sequence[str],
-    flags: Sequence[str],
-    log: Path,
-    extra_env: Mapping[str, str] | None = None,
-    launcher: Sequence[str] = (),
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Context manager that starts a run. At the end of the context, a run that is still alive receives SIGINT, as from
-    Ctrl-C. Its process group is killed if the run has not ended SAVING_SECONDS later, or at once if the user presses
-    Ctrl-C again.
+def start(flags: Sequence[str], log: Path, launcher: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Context manager that starts a training run. Python runs with -P, so that modules in the user's directory cannot
+    shadow other modules. At the end of the context, a run that is still alive receives SIGINT, as from Ctrl-C. Its
+    process group is killed if the run has not ended SAVING_SECONDS later, or at once if the user presses Ctrl-C again.
 
     Args:
-        program: Python module to run (python -m), and its first arguments. Python runs with -P, so that modules in the
-            user's directory cannot shadow other modules.
-        flags: Further arguments of the program.
+        flags: Flags of train.
         log: File for the output of the run.
-        extra_env: Environment variables to add.
         launcher: Command that starts the ranks (srun ...).
     """
     # torchrun and DeepSpeed's launcher start Python themselves.
@@ -48,8 +37,8 @@ def start(
     debug = ["--debug"] if exits.wants_traceback() else []
     with log.open("w") as output:
         run = subprocess.Popen(
-            [*launcher, *python, *program, *flags, *debug],
-            env={**_environment(), **(extra_env or {})},
+            [*launcher, *python, *TRAIN, *flags, *debug],
+            env=_environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

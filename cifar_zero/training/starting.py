@@ -161,8 +161,7 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 def record_ranks(run: Run, rank_infos: Sequence[RankInfo], run_dir: Path | None) -> None:
     """Writes the `RankInfo` of each rank into the run folder. Raises UsageError on all ranks if the nodes do not share
-    the directory --out. Does nothing on one node without torchrun. `run_dir` is None on all
-    ranks but rank 0."""
+    the directory --out. Does nothing on one node without torchrun. `run_dir` is None on all ranks but rank 0."""
     if not rank_0_decides(run):
         return
     if run_dir is not None:

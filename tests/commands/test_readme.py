@@ -51,6 +51,23 @@ def test_the_picture_of_the_packages_is_true():
     assert drawn in (ROOT / "CONTRIBUTING.md").read_text(), f"the picture of today:\n{drawn}"
 
 
+def test_no_module_imports_itself_through_others():
+    """Imports inside functions count too."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("cifar_zero/**/*.py"), *ROOT.glob("stepcheck/**/*.py")]
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    imports = networkx.DiGraph()
+    for module, file in modules.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            imported = []
+            if isinstance(node, ast.ImportFrom):
+                imported = [f"{node.module}.{alias.name}" for alias in node.names]
+                imported = [name if name in modules else node.module for name in imported]
+            elif isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            imports.add_edges_from((module, name) for name in imported if name in modules)
+    assert not [*networkx.simple_cycles(imports)]
+
+
 def diagram() -> str:
     """Returns the Mermaid diagram of the imports between packages, and of build_model.py and train.py. Arrows that
     follow from two others are left out."""

@@ -102,7 +102,7 @@ def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
         return wait(self)
 
     def start_and_interrupt() -> None:
-        with run_process.start(run_process.TRAIN, [], log):
+        with run_process.start([], log):
             wait_until(lambda: log.read_text().count("\n") == 3)
             raise KeyboardInterrupt
 

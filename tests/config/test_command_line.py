@@ -71,7 +71,6 @@ def test_another_optimizer_drops_the_options_of_the_first():
         ("--name " + 300 * "x", "must be one line of at most 200 bytes"),
         ("--bench_steps 5 --resume last", "--bench_steps starts at the first step: leave out --resume"),
         ("--ds_config cifar_zero/config/deepspeed_examples.json --strategy ddp", "leave out --strategy"),
-        ("--ema 0.9 --swa_from 0.5", "leave one of them out"),
         ("--early_stopping 2 --data.val_fraction 0", "--early_stopping needs validation"),
         ("--monitor val/f1 --trainer.limit_val_batches 0", "--monitor needs validation"),
         ("--data.normalize grey", "--data.normalize grey: give half, cifar, imagenet, or mean,std as 2 or 6 numbers"),

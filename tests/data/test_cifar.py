@@ -16,6 +16,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
 from cifar_zero.core.errors import RunError
+from cifar_zero.data.classes import CLASSES
 from tests.data.archives import cifar_files, md5, publish, tar_gz
 
 FOLDER = "cifar-10-batches-py"
@@ -50,7 +51,7 @@ def test_images_labels_and_names_are_those_of_the_files(
         expected = published(str(tmp_path), train)
         np.testing.assert_array_equal(images, expected.data)
         np.testing.assert_array_equal(labels, expected.targets)
-    assert dataset.classes == data.CLASSES[name]
+    assert dataset.classes == CLASSES[name]
     assert not dataset.train_images.flags.writeable
     assert [path.name for path in (tmp_path / "root").iterdir()] == [published.filename]
 

@@ -1,5 +1,5 @@
 """Tests averaged weights and early stopping in train.py on two ranks. They are the same under every strategy and exact
-after a resume, and evaluate and export use the average. `make test-all` adds strategies and SWA."""
+after a resume, and evaluate and export use the average. `make test-all` adds strategies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECIPE = [
 ]
 """An epoch has 9 steps."""
 
-EMA, SWA = ["--ema", "0.9"], ["--swa_from", "0.2"]
+EMA = ["--ema", "0.9"]
 STAGE_3 = ["--strategy", "deepspeed_stage_3"]
 STOPPED_AT = 13  # before early stopping could end the run
 RUNS: dict[str, list[str]] = {
@@ -42,8 +42,6 @@ RUNS: dict[str, list[str]] = {
 }
 SAME = [("stage 3", "ddp")]
 if WHOLE:
-    RUNS |= {"swa": SWA, "swa, stage 3": [*SWA, *STAGE_3]}
-    SAME += [("swa, stage 3", "swa")]
     for name in ("stage_0", "stage_1_offload", "stage_2", "stage_3_offload"):
         RUNS |= {name: [*EMA, "--strategy", f"deepspeed_{name}"]}
         RUNS |= {f"{name}, continued": [*RUNS[name], "--resume", "stage 3, stopped"]}

@@ -1,4 +1,4 @@
-"""Tests that --log_gradients and --reduce_on_plateau give the same curves under every strategy, and after a resume."""
+"""Tests that --log_gradients gives the same curves under every strategy."""
 
 from __future__ import annotations
 
@@ -17,29 +17,15 @@ STRATEGIES = ["ddp", "deepspeed_stage_3", *(["deepspeed_stage_1", "fsdp2"] if WH
 
 def test_equal_under_every_strategy(tmp_path: Path, small_data: list[str]) -> None:
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "32", "--accumulate", "2"]
-    same += [
-        "--log_gradients",
-        "--log_interval",
-        "3",
-        "--gradient_clip_val",
-        "0.05",
-        "--trainer.limit_test_batches",
-        "1",
-    ]
-    # The learning rate is so small that float32 rounds every update to 0 and the loss does not change.
-    same += ["--reduce_on_plateau", "1", "--optimizer.lr", "1e-12", "--trainer.limit_train_batches", "8"]
-    train_all({tmp_path / name: [*same, "--epochs", "3", "--strategy", name] for name in STRATEGIES})
+    same += ["--log_gradients", "--log_interval", "3", "--gradient_clip_val", "0.05", "--max_steps", "6"]
+    # The learning rate is so small that float32 rounds every update to 0, so all strategies have the same weights.
+    same += ["--optimizer.lr", "1e-12", "--trainer.limit_test_batches", "1"]
+    train_all({tmp_path / name: [*same, "--strategy", name] for name in STRATEGIES})
     norms = [f"grad_norm/{name}" for name, _ in models.build("net", 10).named_parameters()]
-    expected = {tag: curve(tmp_path / "ddp", tag) for tag in (*norms, "train/learning_rate")}
+    expected = {tag: curve(tmp_path / "ddp", tag) for tag in norms}
     columns = zip(*(expected[tag].values() for tag in norms), strict=True)
     for norm, of_parameters in zip(curve(tmp_path / "ddp", "train/grad_norm").values(), columns, strict=True):
         assert math.hypot(*of_parameters) == pytest.approx(norm, rel=1e-4)
-    rates = [*expected["train/learning_rate"].values()]
-    assert min(rates) < 0.5e-12
     for name in STRATEGIES:
         for tag, values in expected.items():
             assert curve(tmp_path / name, tag) == pytest.approx(values, rel=1e-3, abs=0), f"{name}, {tag}"
-    more = ["--strategy", "deepspeed_stage_3", "--epochs", "4", "--resume", str(tmp_path / "deepspeed_stage_3")]
-    train_all({tmp_path / "resumed": [*same, *more]})
-    *_, last = curve(tmp_path / "resumed", "train/learning_rate").values()
-    assert last == pytest.approx(rates[-1] / 10, rel=1e-6, abs=0)

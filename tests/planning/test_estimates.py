@@ -66,6 +66,6 @@ def test_the_largest_micro_batch_fits_and_one_image_more_does_not():
 def test_a_strategy_that_cannot_run_is_never_recommended():
     budget = MemoryBudget(100 * GB, 1000 * GB)
     estimates = plan(budget, "--optimizer", "muon")
-    refused = {estimate.strategy for estimate in estimates if "muon needs whole tensors" in estimate.refused}
+    refused = {estimate.strategy for estimate in estimates if "muon needs full tensors" in estimate.refused}
     assert "deepspeed_stage_2" in refused
     assert recommended(estimates, budget)[0] is None

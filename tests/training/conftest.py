@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_module import CIFARModule
 from cifar_zero.config.settings import Settings
-from cifar_zero.data import CLASSES
+from cifar_zero.data.classes import CLASSES
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.loaders import MemoryLoader
 from cifar_zero.training import build

@@ -22,19 +22,15 @@ __all__ = ["ZeROStrategy", "build"]
 DTYPES: dict[Precision, Dtype] = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
 
 
-def build(
-    placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int, run: Run | None
-) -> ZeROStrategy:
+def build(run: Run, num_parameters: int, largest_parameter: int) -> ZeROStrategy:
     """Returns the strategy for Lightning's Trainer; for the arguments see `strategies.build`."""
-    config = engine_config(placement, spec, num_parameters, largest_parameter)
+    placement, spec = run.placement, run.spec
+    config = engine_config(run, num_parameters, largest_parameter)
     precision: Any = DeepSpeedPrecision(placement.precision)  # pyright: ignore[reportArgumentType]
     shards: Any = spec.offload_parameters or None  # where the shards of the parameters are stored
     strategy = ZeROStrategy(config=config, precision_plugin=precision, remote_device=shards)
     if "nvme" in (spec.offload_optimizer, spec.offload_parameters):
         strategy.operators = ("async_io",)
-    if run is None:
-        return strategy
-
     # CIFARModule casts its images itself, and its soft labels must not be rounded.
     precision.convert_input = lambda data: data
     dtype = DTYPES[placement.precision]
@@ -47,10 +43,11 @@ def build(
     return strategy
 
 
-def engine_config(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int = 0) -> dict[str, Any]:
+def engine_config(run: Run, num_parameters: int, largest_parameter: int) -> dict[str, Any]:
     """Returns the configuration of an engine; for the arguments see `strategies.build`. The command line decides batch
     size, accumulation, clipping, precision, optimizer and schedule. Lightning adds train_micro_batch_size_per_gpu,
     gradient_accumulation_steps and gradient_clipping. No bucket is larger than the model."""
+    placement, spec = run.placement, run.spec
     dtype = DTYPES[placement.precision]
     example = get_ds_config(spec.stage, dtype)
     config = {**(spec.raw or ds_config.for_engine(example))}
@@ -67,7 +64,7 @@ def engine_config(placement: Placement, spec: Spec, num_parameters: int, largest
     if spec.raw:
         config["zero_optimization"] = {**buckets, **zero}
     else:
-        by_flags = _zero_section(placement, spec, num_parameters, largest_parameter or num_parameters)
+        by_flags = _zero_section(placement, spec, num_parameters, largest_parameter)
         config["zero_optimization"] = {**zero, **by_flags, **buckets}
     return config
 

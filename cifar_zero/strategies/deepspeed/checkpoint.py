@@ -39,11 +39,9 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
         self._trust, self._notes = trust, notes or {}
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes a folder."""
         self._try(lambda: super(GuardedCheckpointEngine, self).makedirs(path, exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Writes `state_dict` to the file `path`."""
         if not Path(path).name.startswith("layer_"):  # not a file of an expert
             state_dict = {**state_dict, **self._notes}
         self._try(lambda: save(state_dict, Path(path)))

@@ -58,7 +58,7 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
     _training_engine: Any = None  # None before the first fit
 
     group_names: list[list[str]]
-    """The names of the parameters in each of the optimizer's groups, as the module made the groups."""
+    """The names of the parameters in each group of the optimizer that the module returned."""
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
         """Takes the options of Lightning's class. Raises UsageError if DeepSpeed's configuration has an optimizer."""
@@ -78,7 +78,7 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`. Also
-        switches off what DeepSpeed would do at the start or in each step without need."""
+        switches off marks for NVIDIA's profiler and the compilation of Muon, which no run needs."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
             self.checkpoint_io = AtomicCheckpointIO()
         deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at ZeRO 3

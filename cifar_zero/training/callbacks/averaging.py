@@ -6,7 +6,6 @@ so it cannot average the shards of ZeRO 3. Also, DeepSpeed does not save the ent
 checkpoint's state_dict.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from cifar_zero.build_model import freeze_statistics, frozen_batch_norms, tracked_batch_norms
+from cifar_zero.build_model import frozen_batch_norms, tracked_batch_norms
 from cifar_zero.checkpoints.zero_folder import AVERAGE
 from cifar_zero.launch.collectives import average_over_ranks
 from cifar_zero.strategies import hooks_of
@@ -53,38 +52,25 @@ class Averaging(Callback):
     weights. The exponential average (Polyak and Juditsky 1992; Tarvainen and Valpola 2017) is updated after each
     optimizer step. The decay of a step is min(1 - 1 / (step + 1), ema), as in the code of Mean Teacher. The first 1 /
     (1 - ema) steps therefore count equally, and the model's initial weights do not contribute to the average.
-    Stochastic weight averaging (Izmailov et al. 2018) gives equal weight to the model at the end of each epoch. The
-    batch norm statistics that belong to this average are recomputed on the training images.
 
     Args:
-        ema: Decay of the exponential average. 0 selects stochastic weight averaging.
-        swa_from: Share of the training after which stochastic weight averaging begins.
+        ema: Decay of the average.
     """
 
-    def __init__(self, ema: float, swa_from: float):
-        self._kind, self._max_count = "swa", math.inf  # new weights count at least 1 / (_max_count + 1)
-        if ema:
-            self._kind, self._max_count = "ema", 1 / (1 - ema) - 1
+    def __init__(self, ema: float):
+        self._max_count = 1 / (1 - ema) - 1  # new weights count at least 1 / (_max_count + 1)
         self._average_in = get_swa_multi_avg_fn()  # moves averages towards values by 1 / (count + 1) of the difference
-        self._swa_from = swa_from
-        self._first_step = 0
         self._count = 0
         self._averages: list[Tensor] = []
         self._averaged: list[Any] = []  # the model's tensors that are averaged, in the order of `_averages`
         self._newest: list[Tensor] = []  # the unaveraged weights, while the model has the averages
-        self._stale = False  # whether the batch norm statistics belong to other weights than the averages
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._averaged = [*averaged_tensors(pl_module).values()]
-        if self._kind == "swa":
-            self._first_step = round(self._swa_from * trainer.estimated_stepping_batches)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Adds the current weights to the average. The exponential average does this after each optimizer step.
-        Stochastic weight averaging does it at the end of each epoch, from `swa_from` on, and after step `max_steps`."""
-        accumulating = (batch_idx + 1) % trainer.accumulate_grad_batches
-        ends = self._kind == "ema" or trainer.is_last_batch or trainer.global_step == trainer.max_steps
-        if accumulating or not ends or trainer.global_step < self._first_step:
+        """Adds the current weights to the average after each optimizer step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         with torch.no_grad():
             values = [part.float() for part in map(hooks_of(trainer.strategy).local, self._averaged)]
@@ -93,33 +79,23 @@ class Averaging(Callback):
             else:
                 self._averages = [value.clone() for value in values]
         self._count += 1
-        self._stale = self._kind == "swa"
-
-    def averages(self, pl_module: LightningModule) -> dict[str, dict[str, Any]]:
-        """Returns, for each tensor of `averaged_tensors`, this rank's part of its average and the number of values that
-        were averaged. Empty before the first average."""
-        parts = zip(averaged_tensors(pl_module), self._averages, strict=False)  # no averages at first
-        return {name: {"average": part, "averaged": self._count} for name, part in parts}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Adds the averages to the checkpoint, keyed by their names in the plain model. Under ZeRO 3 each rank adds its
         own shards. Lightning calls this method on every rank."""
         if not self._count:
             return
-        if self._stale:
-            self.on_validation_start(trainer, pl_module)
-            self.on_validation_end(trainer, pl_module)
         self._agree(pl_module)
         parts, hooks = averaged_tensors(pl_module), hooks_of(trainer.strategy)
         weights = hooks.by_plain_name(dict(zip(parts, self._averages, strict=True)))
         sharded = any(hooks.local(part) is not part for part in parts.values())
-        checkpoint[AVERAGE] = {"kind": self._kind, "count": self._count, "weights": weights, "sharded": sharded}
+        checkpoint[AVERAGE] = {"count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the averages from the checkpoint. The averaging starts again if the checkpoint has no average, an
-        average of the other kind, or no average of a tensor that is averaged now."""
+        """Restores the averages from the checkpoint. The averaging starts again if the checkpoint has no average of a
+        tensor that is averaged now."""
         saved = checkpoint.get(AVERAGE)
-        if saved is None or saved["kind"] != self._kind:
+        if saved is None:
             return
         parts, hooks = averaged_tensors(pl_module), hooks_of(trainer.strategy)
         plain = hooks.plain_names(parts)
@@ -146,9 +122,6 @@ class Averaging(Callback):
             self._newest = [part.clone() for part in parts]
             for part, average in zip(parts, self._averages, strict=True):
                 part.copy_(average)
-        if self._stale:
-            self._stale = False
-            self._renew_statistics(trainer, pl_module)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -163,41 +136,11 @@ class Averaging(Callback):
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
-    def _renew_statistics(self, trainer: Trainer, module: LightningModule) -> None:
-        """Computes the batch norm statistics that belong to the averaged weights, from the training images of epoch 0.
-        The model must have the averaged weights."""
-        norms: list[Any] = tracked_batch_norms(module)
-        if not norms:
-            return
-        modes = [(layer, layer.training) for layer in module.modules()]
-        before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-        module.train()
-        freeze_statistics(module)
-        for norm in norms:
-            norm.num_batches_tracked = torch.zeros_like(norm.num_batches_tracked)  # the training keeps its old tensor
-            norm.reset_running_stats()
-            norm.momentum = None  # the plain mean over all batches, as in torch's update_bn
-        with torch.random.fork_rng():  # the training's random state does not change
-            for images, _ in trainer.datamodule.train_dataloader():  # pyright: ignore[reportAttributeAccessIssue]
-                module(images.to(trainer.strategy.root_device))
-        for norm, momentum, counted in before:
-            norm.momentum, norm.num_batches_tracked = momentum, counted
-        for layer, training in modes:
-            layer.training = training
-        for buffer, average in self._statistics(module):
-            average.copy_(buffer)
-        self._agree(module)
-        for buffer, average in self._statistics(module):
-            buffer.copy_(average)
-
     def _agree(self, module: LightningModule) -> None:
         """Replaces each average of a batch norm statistic by its mean over the ranks, because each rank has seen only
         its own images."""
-        average_over_ranks([average for _, average in self._statistics(module)])
-
-    def _statistics(self, module: LightningModule) -> list[tuple[Tensor, Tensor]]:
         pairs = zip(averaged_tensors(module).values(), self._averages, strict=True)
-        return [(part, average) for part, average in pairs if not isinstance(part, torch.nn.Parameter)]
+        average_over_ranks([average for part, average in pairs if not isinstance(part, torch.nn.Parameter)])
 
 
 def average_statistics(module: LightningModule) -> None:

@@ -1,5 +1,4 @@
-"""Defines the callbacks that react to losses and metrics. They end a diverged run, lower the learning rate, or stop
-early."""
+"""Defines the callbacks that react to losses and metrics. They end a diverged run, or stop early."""
 
 import math
 from typing import Any
@@ -15,8 +14,6 @@ from cifar_zero.training.callbacks.curves import TrainingCurves
 LEAST_SCALE = 1.0  # DeepSpeed's lowest loss scale; if all steps overflow, torch's scaler halves its scale without end
 
 FIX = "lower --optimizer.lr or set --gradient_clip_val 1"
-
-FACTOR = 0.1  # default of torch's ReduceLROnPlateau
 
 
 class Divergence(Callback):
@@ -67,42 +64,6 @@ class Divergence(Callback):
             if not math.isfinite(loss):
                 step = trainer.global_step - (len(losses) - 1 - number) // trainer.accumulate_grad_batches
                 raise RunError(f"the loss is NaN or infinite from step {step} on: {FIX}")
-
-
-class ReduceOnPlateau(Callback):
-    """Multiplies the learning rate by FACTOR after `patience` validations in a row without a lower val/loss.
-
-    torch's ReduceLROnPlateau is not used. It accepts none of DeepSpeed's optimizers. Also, Lightning (2.6.6) steps it
-    after the checkpoint of the epoch is written, so a resumed run would not count the validation of that epoch. A
-    checkpoint has the lowered learning rate in its optimizer state.
-    """
-
-    changes_options = True
-    """Tells a step check that this callback changes options of the optimizer."""
-
-    def __init__(self, patience: int):
-        self._patience, self._best, self._waited = patience, math.inf, 0
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts a validation without a lower val/loss, and lowers the learning rate when `patience` such validations
-        follow one another. All ranks do the same."""
-        loss = trainer.callback_metrics["val/loss"].item()
-        self._waited += 1
-        if loss < self._best:
-            self._best, self._waited = loss, 0
-        if self._waited < self._patience:
-            return
-        self._waited = 0
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] *= FACTOR
-        if trainer.is_global_zero:
-            say(f"val/loss has not fallen below {self._best:.4f}: the learning rate is now {group['lr']:.2g}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._best, self._waited = state_dict["best"], state_dict["waited"]
 
 
 class EarlyStop(EarlyStopping):

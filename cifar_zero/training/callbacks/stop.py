@@ -116,8 +116,8 @@ def keep_handlers(trainer: Trainer) -> None:
 def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]:
     """Context manager for `fit` and everything that follows it in a run. If a signal raises Stopped, adds to the
     exception's message whether the run was saved and how to resume it. Raises RunError instead if the checkpoint could
-    not be written. To an exception that is not the run's own, adds a note on how to resume the run. `run_dir` is None
-    on all ranks but rank 0, and those add no message."""
+    not be written. Adds a note on how to resume the run to exceptions of libraries and of the user's code. `run_dir` is
+    None on all ranks but rank 0, and there nothing is added."""
     try:
         yield
     except Stopped as stop:

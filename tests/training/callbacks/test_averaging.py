@@ -1,13 +1,11 @@
 """Compares averaged weights with averages that are computed step by step, on one device."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.optim.swa_utils import update_bn
 
 from cifar_module import CIFARModule
 from cifar_zero.config.recipe import Choice
@@ -61,7 +59,7 @@ def run(fit: Callable[..., Any], settings: Settings, *more: Callback) -> tuple[A
 def test_exponential_average(fit: Callable[..., Any]):
     """The first 1 / (1 - 0.8) = 5 steps count equally. Each later step has weight 0.2."""
     config = make_settings(optimizer=LR, batch_size=8, accumulate=2, epochs=2)
-    done, recorder = run(fit, config, Averaging(0.8, 0))
+    done, recorder = run(fit, config, Averaging(0.8))
     assert len(recorder.trained) == 2 * STEPS
     average = recorder.trained[0]
     for count, newest in enumerate(recorder.trained[1:], start=2):
@@ -70,22 +68,3 @@ def test_exponential_average(fit: Callable[..., Any]):
     assert max((average[name] - newest[name]).abs().max() for name in average) > 1e-3
     # The training continues with the trained weights.
     assert same(averaged_tensors(done.module), recorder.trained[-1])
-
-
-def test_equal_average_with_new_statistics(fit: Callable[..., Any]):
-    """The average is over the last three of four epochs. The batch norm statistics cover all training images."""
-    config = make_settings(optimizer=LR, batch_size=8, epochs=4)
-    done, recorder = run(fit, config, Averaging(0, 0.5))
-    ends = recorder.trained[2 * STEPS - 1 :: STEPS]
-    assert len(ends) == 3
-    net = deepcopy(done.module)
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            parameter.copy_(sum(end[name].double() for end in ends) / 3)
-    net.net[4].p = 0  # dropout comes after the batch norm
-    update_bn(done.datamodule.train_dataloader(), net)
-    for name, value in averaged_tensors(net).items():
-        torch.testing.assert_close(recorder.validated[name], value, rtol=0, atol=1e-6, msg=name)
-    assert not torch.allclose(recorder.validated["net.1.running_mean"], ends[-1]["net.1.running_mean"], atol=1e-4)
-    # The pass over the images draws numbers for its dropout. Training must continue as it would without this pass.
-    assert same(recorder.trained[-1], run(fit, config)[1].trained[-1])
