@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from benchmarks.runs import ROOT, RunFailed
 from cifar_zero.comparison.report import number
@@ -29,8 +30,12 @@ class Case:
     """One comparison of several contenders."""
 
     name: str  # what is compared
-    contenders: Mapping[str, Callable[[], Figures]]  # functions by name; each makes one run in a fresh process
-    ratios: Sequence[tuple[str, str]]  # pairs of contenders, for images per second of the first / the second
+    measured: Mapping[str, Callable[[], Figures]]  # functions by name; each makes one run in a fresh process
+    references: Mapping[str, Callable[[], Figures]]  # the same; each measured one is divided by each of these
+
+    @property
+    def contenders(self) -> Mapping[str, Callable[[], Figures]]:
+        return {**self.measured, **self.references}
 
 
 def parse(parser: exits.Parser) -> Namespace:
@@ -67,7 +72,7 @@ def measure_cases(name: str, cases: Sequence[Case], arguments: Namespace) -> int
                 except RunFailed as failure:
                     runs[contender].append(None)
                     failed[contender] = failure
-        print(f"\n{markdown(case.name, rows(runs, case.ratios))}")
+        print(f"\n{markdown(case.name, rows(runs, list(product(case.measured, case.references))))}")
         for contender, failure in failed.items():
             print(f"failed: {contender} {failure}")
         has_failed = has_failed or bool(failed)

@@ -1,18 +1,21 @@
 """Tests which releases of DeepSpeed compute what plain PyTorch computes. Runs `stepcheck accept` with each release, and
-prints one Markdown table.
+prints one Markdown table of the cases that are not correct.
 
 Each release is installed in a separate folder, which comes before the environment's packages on the path. The
-environment does not change. Finished results are in results.json next to these folders, and are not measured again:
+environment does not change. A folder that exists is used as it is, so a revision can be tested too: install it there.
 
-- The file maps the flags of `stepcheck accept`, and then the release, to `date` (ISO 8601), `machine` (processor,
-  cores, memory, versions, commit) and `strategies`.
-- `strategies` maps each strategy to its verdict, which is one of KINDS, and to the first case with this verdict and its
-  reason.
+Results are in results.json next to these folders, and are not measured again. The file maps each release to:
+
+- `date` (ISO 8601), `machine` (processor, cores, memory, versions, commit), and `flags` of `stepcheck accept`
+- `passed`: whether each case is correct, or has a fault that all releases have
+- `cases`: maps the strategy, and then the name of the case, to the `verdict` (correct, not judged, does not run or
+  wrong), the largest `share` of a tolerance that an error took (null if nothing was compared), and the first `fault`
+
+`python docs/releases.py` draws such a file.
 """
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -24,89 +27,99 @@ from typing import Any
 from benchmarks.runs import ROOT
 from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
+from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.core.hardware import git_commit, this_computer, versions
 
-HEADING = "| DeepSpeed | strategy | verdict | first case with this verdict |\n|---|---|---|---|\n"
-
-KINDS = ("passes", "not judged", "cannot run", "different")  # verdicts, the worst last
-
-Rows = dict[str, Sequence[str]]  # by strategy: a verdict of KINDS, and the first case with this verdict and its reason
+HEADING = "| DeepSpeed | strategy | case | verdict | first fault |\n|---|---|---|---|---|"
 
 
 def main() -> int:
-    """Runs the acceptance with each release and returns the exit code, which is 1 if a release does not pass."""
+    """Runs the acceptance with each release. Returns the exit code, which is 1 if a release has a fault of its own or
+    could not be tested."""
     parser = exits.Parser(prog="python -m benchmarks.releases", description=__doc__)
     add = parser.add_argument
     add("releases", nargs="+", metavar="RELEASE", help="releases of DeepSpeed, such as 0.18.4")
     folder = "folder for the installed releases, the reports and results.json (default: %(default)s)"
     add("--folder", type=Path, default=Path("comparisons/releases"), help=folder)
     add("--strategies", nargs="+", metavar="NAME", default=[], help="default: all")
-    add("--quick", action="store_true", help="only the three most sensitive recipes")
+    add("--quick", action="store_true", help="only the three most sensitive cases")
     arguments = parser.parse_args()
     exits.install()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    results = arguments.folder / "results.json"
-    known: dict[str, dict[str, dict[str, Any]]] = json.loads(results.read_text()) if results.exists() else {}
+    file = arguments.folder / "results.json"
+    results: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
     flags = [*["--quick"] * arguments.quick, *(["--strategies", *arguments.strategies] if arguments.strategies else [])]
-    done = known.setdefault(shlex.join(flags), {})
-    table = HEADING
+    if any(result["flags"] != flags for result in results.values()):
+        raise UsageError(f"--folder: {file} has results with other strategies or cases; give another folder")
+    has_failed = False
+    print(HEADING)
     for release in arguments.releases:
         print(f"DeepSpeed {release}", file=sys.stderr)
-        if release not in done:
-            started = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-            machine = {**this_computer(), **versions(), "deepspeed": release, "commit": git_commit()}
-            rows = verdicts(release, arguments.folder.absolute(), flags)
-            done[release] = {"date": started, "machine": machine, "strategies": rows}
-            write_json(results, known)
-        for strategy, (verdict, reason) in done[release]["strategies"].items():
-            table += f"| {release} | {strategy} | {verdict} | {reason.replace('|', ' ')} |\n"
-        (arguments.folder / "releases.md").write_text(table)
-    print(table, end="")
-    kinds = [kind for release in arguments.releases for kind, _ in done[release]["strategies"].values()]
-    return int(any(kind != "passes" for kind in kinds))
+        if release not in results:
+            try:
+                results[release] = tested(release, arguments.folder.absolute(), flags)
+            except RunError as error:
+                print(f"| {release} | | | not tested | {error} |")
+                has_failed = True
+                continue
+            write_json(file, results)
+        has_failed |= not results[release]["passed"]
+        for strategy, cases in results[release]["cases"].items():
+            for row, case in cases.items():
+                if case["fault"]:
+                    fault = case["fault"].replace("|", " ")
+                    print(f"| {release} | {strategy} | {row} | {case['verdict']} | {fault} |", flush=True)
+    return int(has_failed)
 
 
-def verdicts(release: str, folder: Path, flags: Sequence[str]) -> Rows:
-    """Installs a release, trains the cases with it, and returns the verdicts."""
-    if not (target := folder / release).exists() and (failure := installed(release, target)):
-        return {"all": ("cannot run", failure)}
+def tested(release: str, folder: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """Installs a release, trains the cases with it, and returns its entry of results.json. Raises RunError if the
+    release cannot be installed, or the acceptance writes no report."""
+    if not (target := folder / release).exists():
+        install(release, target)
     report = folder / "reports" / f"{release}.json"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
+    started = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     command = [sys.executable, "-m", "stepcheck", "accept", *flags, "--json", str(report)]
     # Operators that DeepSpeed compiles differ between releases, so each release has a folder for them.
     environment = {"PYTHONPATH": str(target), "TORCH_EXTENSIONS_DIR": str(target / "torch_extensions")}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     if not report.exists():
-        return {"all": ("cannot run", last_line(done.stderr))}
-    cases = json.loads(report.read_text())["engines"]
-    rows: Rows = {}
-    for strategy in dict.fromkeys(case["strategy"] for case in cases):
-        worst = max((case for case in cases if case["strategy"] == strategy), key=lambda case: KINDS.index(kind(case)))
-        rows[strategy] = kind(worst), "" if kind(worst) == "passes" else f"{worst['row']}: {worst['summary']}"
-    return rows
+        raise RunError(last_line(done.stderr))
+    machine = {**this_computer(), **versions(), "deepspeed": release, "commit": git_commit()}
+    return {"date": started, "machine": machine, "flags": [*flags], **shortened(json.loads(report.read_text()))}
 
 
-def kind(case: dict[str, Any]) -> str:
-    """Returns the verdict, one of KINDS, on a case of `stepcheck accept`."""
-    if case["passed"]:
-        return "passes"
-    if case["findings"]:
-        return "different"
-    return "not judged" if case["steps"] else "cannot run"
+def shortened(report: dict[str, Any]) -> dict[str, Any]:
+    """Returns what results.json keeps of a report of `stepcheck accept`."""
+    cases: dict[str, dict[str, Any]] = {}
+    for case in report["engines"]:
+        if case["findings"]:
+            verdict = "wrong"  # a fault that all releases have is one too
+        elif case["passed"]:
+            verdict = "correct"
+        else:
+            verdict = "not judged" if case["steps"] else "does not run"
+        cases.setdefault(case["strategy"], {})[case["row"]] = {
+            "verdict": verdict,
+            "share": max(case["shares"].values(), default=None),
+            "fault": "" if verdict == "correct" else case["summary"],
+        }
+    return {"passed": report["passed"], "cases": cases}
 
 
-def installed(release: str, target: Path) -> str:
-    """Installs a release in a folder that does not exist yet. Returns the reason for a failure, or an empty string."""
+def install(release: str, target: Path) -> None:
+    """Installs a release in a folder that does not exist yet. Raises RunError if this fails."""
     staged = target.with_name(f"{release}.part")
     shutil.rmtree(staged, ignore_errors=True)
     # The source distribution imports torch when it is built, which an isolated build does not have.
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(staged), "--no-deps"]
     command += ["--no-build-isolation", f"deepspeed=={release}"]
     done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, text=True)
-    if done.returncode == 0:
-        staged.rename(target)
-    return last_line(done.stderr) if done.returncode else ""
+    if done.returncode:
+        raise RunError(last_line(done.stderr))
+    staged.rename(target)
 
 
 def last_line(text: str) -> str:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cifar_zero import data as sources
-from cifar_zero.config.settings import DataConfig
 from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError
 
@@ -27,6 +25,14 @@ cores."""
 
 FIGURES = ("images_per_second", "step_time_ms", "seconds_to_first_step")
 """The metrics of metrics.json that a benchmark uses. Their names in that file begin with perf/."""
+
+PREPARE = """
+import sys
+from cifar_zero import data
+from cifar_zero.config.settings import DataConfig
+data.prepare(DataConfig(source="synthetic", cache=sys.argv[1]))
+"""
+"""Decodes the synthetic images, in the layout of the code that is measured."""
 
 TAIL_LINES = 30  # number of lines that are shown of a failed run's output
 
@@ -47,6 +53,7 @@ class Bench:
 
     accelerator: str  # cpu or gpu
     directory: Path
+    root: Path = ROOT  # of the code that is measured
 
     @property
     def cache(self) -> Path:
@@ -58,7 +65,7 @@ class Bench:
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
             arguments = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
-            run("train.py", *arguments, extra_env=extra_env)
+            run("train.py", *arguments, extra_env=extra_env, root=self.root)
             (file,) = Path(out).glob("*/version_*/metrics.json")
             metrics = json.loads(file.read_text())
         return {figure: metrics[f"perf/{figure}"] for figure in FIGURES}
@@ -71,11 +78,11 @@ class Bench:
 
 
 @contextmanager
-def bench(accelerator: str) -> Iterator[Bench]:
+def bench(accelerator: str, root: Path = ROOT) -> Iterator[Bench]:
     """Makes a benchmark's scratch directory with the synthetic images, and removes it afterwards."""
     with tempfile.TemporaryDirectory(prefix="cifar-zero-bench-") as directory:
-        made = Bench(accelerator, Path(directory))
-        sources.prepare(DataConfig(source="synthetic", cache=str(made.cache)))
+        made = Bench(accelerator, Path(directory), root)
+        run("-c", PREPARE, str(made.cache), root=root)
         yield made
 
 
@@ -84,8 +91,9 @@ def run(
     exit_code: int | None = 0,
     extra_env: Mapping[str, str] | None = None,
     seconds: float = TIMEOUT_SECONDS,
+    root: Path = ROOT,
 ) -> str:
-    """Runs `python <arguments>` from the repository's root and returns its standard output.
+    """Runs `python <arguments>` from a root of the repository and returns its standard output.
 
     Args:
         exit_code: Exit code that the run must have. None accepts any.
@@ -98,7 +106,7 @@ def run(
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=ROOT,
+        cwd=root,
         env={**inherited, exits.STARTED: str(time.time()), **(extra_env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

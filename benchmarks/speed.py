@@ -12,12 +12,14 @@ data: compares the loaders alone with torchvision's CIFAR10 and torch's DataLoad
 """
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import Case
+from benchmarks.harness import Case, Figures
 from benchmarks.runs import Bench, bench, last_json, run
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
@@ -36,84 +38,91 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), help="deepspeed: default 0 1 2 3")
     ranks = "deepspeed: numbers of ranks (default: 1, and also 2 on the CPU or with two GPUs)"
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), help=ranks)
+    beside = "tutorial, limit, deepspeed: folder with another state of this repository, whose train.py is measured too"
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help=beside)
     arguments = harness.parse(parser)
     make, options = CASES[arguments.name]
-    for option in ("steps", "stages", "ranks"):
+    for option in ("steps", "stages", "ranks", "beside"):
         if getattr(arguments, option) is not None and option not in options:
             raise UsageError(f"--{option} does not work with {arguments.name}: leave it out")
-    with bench(arguments.accelerator) as runner:
-        return harness.measure_cases(arguments.name, make(runner, arguments), arguments)
+    with ExitStack() as stack:
+        benches = {"train.py": stack.enter_context(bench(arguments.accelerator))}
+        if folder := arguments.beside:
+            benches[f"train.py in {folder}"] = stack.enter_context(bench(arguments.accelerator, folder.absolute()))
+        return harness.measure_cases(arguments.name, make(benches, arguments), arguments)
 
 
-def tutorial(runner: Bench, arguments: Namespace) -> list[Case]:
+Benches = Mapping[str, Bench]  # by the name of what they measure: this program, and another state of it
+
+
+def tutorial(benches: Benches, arguments: Namespace) -> list[Case]:
     """Returns the comparison of train.py with the tutorial's loop and a bare loop, with the tutorial's recipe."""
-    steps = arguments.steps or STEPS[4]
-    contenders = {
-        "train.py": partial(runner.train_py, steps, "--config", "configs/tutorial.yaml"),
-        "tutorial loop": partial(runner.reference, "tutorial", steps),
-        "bare loop": partial(runner.reference, "bare", steps),
-    }
-    ratios = [("train.py", "tutorial loop"), ("train.py", "bare loop")]
-    return [Case(f"configs/tutorial.yaml, batch 4, {runner.accelerator}", contenders, ratios)]
+    steps, reference = arguments.steps or STEPS[4], benches["train.py"].reference
+    loops = {f"{loop} loop": partial(reference, loop, steps) for loop in ("tutorial", "bare")}
+    programs = train_py(benches, steps, "--config", "configs/tutorial.yaml")
+    return [Case(f"configs/tutorial.yaml, batch 4, {arguments.accelerator}", programs, loops)]
 
 
-def limit(runner: Bench, arguments: Namespace) -> list[Case]:
+def limit(benches: Benches, arguments: Namespace) -> list[Case]:
     """Returns the comparisons of train.py with the bare loop, one for each batch size of STEPS."""
-    cases = []
+    cases, reference = [], benches["train.py"].reference
     for batch_size, default in STEPS.items():
         steps, batch = arguments.steps or default, ("--batch_size", str(batch_size))
-        contenders = {
-            "train.py": partial(runner.train_py, steps, "--config", "configs/tutorial.yaml", *batch),
-            "bare loop": partial(runner.reference, "bare", steps, *batch),
-            "bare loop, tuned": partial(runner.reference, "bare", steps, *batch, "--tuned"),
+        programs = train_py(benches, steps, "--config", "configs/tutorial.yaml", *batch)
+        loops = {
+            "bare loop": partial(reference, "bare", steps, *batch),
+            "bare loop, tuned": partial(reference, "bare", steps, *batch, "--tuned"),
         }
-        ratios = [("train.py", "bare loop"), ("train.py", "bare loop, tuned")]
-        cases.append(Case(f"batch {batch_size}, {runner.accelerator}", contenders, ratios))
+        cases.append(Case(f"batch {batch_size}, {arguments.accelerator}", programs, loops))
     return cases
 
 
-def deepspeed(runner: Bench, arguments: Namespace) -> list[Case]:
+def deepspeed(benches: Benches, arguments: Namespace) -> list[Case]:
     """Returns the comparisons with DeepSpeedExamples' loop, one for each ZeRO stage and number of ranks."""
-    most = 2 if runner.accelerator == "cpu" else min(2, gpu_count())
+    most = 2 if arguments.accelerator == "cpu" else min(2, gpu_count())
     if max(arguments.ranks or [1]) > most:
         raise UsageError("--ranks 2 needs two GPUs: use --ranks 1, or --accelerator cpu")
     numbers = arguments.ranks or range(1, most + 1)
     stages = range(4) if arguments.stages is None else arguments.stages
-    return [at_stage(runner, stage, ranks, arguments.steps or 300) for stage in stages for ranks in numbers]
+    return [at_stage(benches, stage, ranks, arguments.steps or 300) for stage in stages for ranks in numbers]
 
 
-def at_stage(runner: Bench, stage: int, ranks: int, steps: int) -> Case:
+def at_stage(benches: Benches, stage: int, ranks: int, steps: int) -> Case:
     """Returns the comparison with DeepSpeedExamples' loop at a ZeRO stage on a number of ranks."""
     recipe = ["--config", "configs/deepspeed.yaml", "--precision", "32-true"]
     recipe += ["--strategy", f"deepspeed_stage_{stage}", "--devices", str(ranks)]
+    runner = benches["train.py"]
     loop = partial(runner.reference, "deepspeed_loop", steps, "--stage", str(stage), "--ranks", str(ranks))
-    contenders = {"train.py": partial(runner.train_py, steps, *recipe), "DeepSpeedExamples' loop": loop}
+    loops = {"DeepSpeedExamples' loop": loop}
     if ranks > 1 and runner.accelerator == "cpu":
         all_cores = {"OMP_NUM_THREADS": str(core_count())}
-        contenders["its loop, all cores for each rank"] = partial(loop, extra_env=all_cores)
+        loops["its loop, all cores for each rank"] = partial(loop, extra_env=all_cores)
     name = f"ZeRO {stage}, {ranks} {'rank' if ranks == 1 else 'ranks'}, {runner.accelerator}"
-    return Case(name, contenders, [("train.py", other) for other in contenders if other != "train.py"])
+    return Case(name, train_py(benches, steps, *recipe), loops)
 
 
-def data(runner: Bench, arguments: Namespace) -> list[Case]:
+def train_py(benches: Benches, steps: int, *flags: str) -> Mapping[str, Callable[[], Figures]]:
+    return {name: partial(each.train_py, steps, *flags) for name, each in benches.items()}
+
+
+def data(benches: Benches, arguments: Namespace) -> list[Case]:
     """Returns the comparison of this project's loaders with torchvision's CIFAR10."""
-    torchvision_loader = "torchvision CIFAR10"
-    contenders = {f"train.py, {loader}": partial(epoch, runner, loader) for loader in ("memory", "torch")}
-    ratios = [(loader, torchvision_loader) for loader in contenders]
-    contenders[torchvision_loader] = partial(epoch, runner, "torchvision")
-    return [Case("50,000 synthetic images, batches of 64, without training", contenders, ratios)]
+    cache = benches["train.py"].cache
+    loaders = {f"train.py, {loader}": partial(epoch, cache, loader) for loader in ("memory", "torch")}
+    references = {"torchvision CIFAR10": partial(epoch, cache, "torchvision")}
+    return [Case("50,000 synthetic images, batches of 64, without training", loaders, references)]
 
 
-def epoch(runner: Bench, loader: str) -> Any:
+def epoch(cache: Path, loader: str) -> Any:
     """Runs benchmarks.loops.loaders and returns the figures that it measured."""
-    program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(runner.cache))
+    program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(cache))
     return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as in torch's worker processes
 
 
-CASES: dict[str, tuple[Callable[[Bench, Namespace], list[Case]], tuple[str, ...]]] = {
-    "tutorial": (tutorial, ("steps",)),
-    "limit": (limit, ("steps",)),
-    "deepspeed": (deepspeed, ("steps", "stages", "ranks")),
+CASES: dict[str, tuple[Callable[[Benches, Namespace], list[Case]], tuple[str, ...]]] = {
+    "tutorial": (tutorial, ("steps", "beside")),
+    "limit": (limit, ("steps", "beside")),
+    "deepspeed": (deepspeed, ("steps", "stages", "ranks", "beside")),
     "data": (data, ()),
 }
 """The comparisons by name, with their options."""

@@ -95,9 +95,9 @@ def judged(jobs: Sequence[Job], seconds: float | None = None, patience: timedelt
         seconds = PROGRAM_SECONDS if check.__module__ == program.__name__ else SECONDS
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, context) as pool:
-        given = ranks, (Path(folder) / "ranks").as_uri(), jobs, patience
+        arguments = ranks, (Path(folder) / "ranks").as_uri(), jobs, patience
         try:
-            for rank in as_completed([pool.submit(_rank, rank, *given) for rank in range(ranks)], seconds):
+            for rank in as_completed([pool.submit(_rank, rank, *arguments) for rank in range(ranks)], seconds):
                 verdicts.append(rank.result())
                 if all(code for code, _ in verdicts[-1]):
                     break

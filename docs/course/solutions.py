@@ -39,10 +39,10 @@ def convolution_gradients(images, weight, upstream):
     for row in range(upstream.shape[2]):
         for column in range(upstream.shape[3]):
             window = (..., slice(row, row + kernel), slice(column, column + kernel))
-            given = upstream[:, :, row, column]  # (N, filters)
+            of_output = upstream[:, :, row, column]  # (N, filters)
             # At one position, the convolution is a linear layer on the window: exercise 1, with a window of inputs.
-            of_images[window] += torch.einsum("nf,fckl->nckl", given, weight)
-            of_weight += torch.einsum("nf,nckl->fckl", given, images[window])
+            of_images[window] += torch.einsum("nf,fckl->nckl", of_output, weight)
+            of_weight += torch.einsum("nf,nckl->fckl", of_output, images[window])
     return of_images, of_weight
 
 
@@ -89,7 +89,7 @@ def bytes_per_rank(stage, parameters, ranks):
 
 
 def batch_for_zero():
-    return 8 * 336  # DDP has room for 335 images per rank, ZeRO 2 for more
+    return 8 * 336  # 335 images per rank fit under DDP, and more under ZeRO 2
 
 
 def lora_cost(inputs, outputs, rank):
@@ -105,11 +105,11 @@ def zero_3_step(shards, shapes, x, labels, lr):
         x = inputs[-1] @ _gathered(shard, shape).T  # the gathered weight has no name, so it is freed after this line
     loss = F.cross_entropy(x, labels)
     upstream = (x.softmax(1) - F.one_hot(labels, x.shape[1])) / len(labels)  # exercise 6
-    for shard, shape, given in reversed([*zip(shards, shapes, inputs, strict=True)]):
-        of_weight = upstream.T @ given  # exercise 1
+    for shard, shape, layer_input in reversed([*zip(shards, shapes, inputs, strict=True)]):
+        of_weight = upstream.T @ layer_input  # exercise 1
         # Gather again: the forward pass has freed the weight. A ReLU's output is positive where its input is
         # (exercise 2). For the first layer, this line computes the gradient of the images, which nobody needs.
-        upstream = upstream @ _gathered(shard, shape) * (given > 0)
+        upstream = upstream @ _gathered(shard, shape) * (layer_input > 0)
         own = torch.empty_like(shard)
         distributed.reduce_scatter_tensor(own, of_weight.flatten())
         shard -= lr * own / distributed.get_world_size()  # only now, because line 3 of this loop needs the old weight

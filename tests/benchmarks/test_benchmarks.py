@@ -93,6 +93,8 @@ def test_a_second_call_for_a_gpu_measures_what_a_killed_one_has_not(tmp_path: Pa
 @of_test_all
 @pytest.mark.slow
 def test_tutorial_in_small():
-    done = run_program("-m", "benchmarks.speed", "tutorial", "--repeats", "1", "--steps", "10", "--accelerator", "cpu")
+    flags = ["--repeats", "1", "--steps", "10", "--accelerator", "cpu", "--beside", "."]
+    done = run_program("-m", "benchmarks.speed", "tutorial", *flags)
     assert_ok(done)
-    assert re.search(r"train.py / tutorial loop\*\* \| [\d.,]+ / [\d.,]+ / [\d.,]+", done.stdout)
+    for program in (r"train\.py", r"train\.py in \."):
+        assert re.search(program + r" / tutorial loop\*\* \| [\d.,]+ / [\d.,]+ / [\d.,]+", done.stdout)

@@ -54,10 +54,10 @@ def assert_same(what: str, actual: Any, expected: Tensor, hint: str, tolerance: 
     ]
     if kinds[0] != kinds[1]:
         raise Wrong(f"{what} is {kinds[0]}, not {kinds[1]}: {hint}")
-    off = float((actual - expected).norm() / expected.norm())
-    if off <= tolerance:
+    error = float((actual - expected).norm() / expected.norm())
+    if error <= tolerance:
         return
     factor = float((actual * expected).sum() / expected.square().sum())
     scaled = float((actual - factor * expected).norm()) <= TOLERANCE * float(actual.norm()) and expected.dim()
-    values = f"off by {100 * off:.3g} %" if expected.dim() else f"{float(actual):.7g}, not {float(expected):.7g}"
+    values = f"off by {100 * error:.3g} %" if expected.dim() else f"{float(actual):.7g}, not {float(expected):.7g}"
     raise Wrong(f"{what} is {values}{f', {factor:.3g} times the right one' if scaled else ''}: {hint}")

@@ -55,10 +55,10 @@ def broken(answer: Any) -> str:
         raise Wrong(f"it does not learn: the loss is {losses[0]:.3g} at step 1 and {losses[-1]:.3g} at step 8")
     try:
         assert_agrees(answer, strategies=["deepspeed_stage_2"], devices=2, steps=8)
-    except AssertionError as found:
-        if "different: step" in str(found):
-            return short(found, 300)
-        raise Wrong(short(found, 300)) from found
+    except AssertionError as failure:
+        if "different: step" in str(failure):
+            return short(failure, 300)
+        raise Wrong(short(failure, 300)) from failure
     raise Wrong("on two ranks ZeRO 2 trains it as DDP does, for 8 steps")
 
 

@@ -56,9 +56,11 @@ def clip_shard(answer: Callable[..., Tensor]) -> str:
         full.grad = torch.linspace(-3, 5, 12)
         actual = answer(full.grad.split([7, 5])[rank].clone(), max_norm)
         norm = float(clip_grad_norm_([full], max_norm))
-        hint = f"the global norm is {norm:.4g}: the root of the sum of all squares on all ranks; cut only a larger one"
+        hint = (
+            f"the global norm is {norm:.4g}: the root of the sum of the squares on all ranks; scale only a larger one"
+        )
         assert_same(f"rank {rank}: the shard clipped at {max_norm:g}", actual, full.grad.split([7, 5])[rank], hint)
-    return "the shards are those of the clipped whole, and small gradients stay as they are"
+    return "the shards are those of the clipped full gradient, and small gradients stay as they are"
 
 
 def zero_3_step(answer: Callable[..., Tensor]) -> str:
