@@ -135,7 +135,7 @@ class Attached:
             from stepcheck.auditor import audit
 
             if isinstance(self.baseline, dict):
-                from stepcheck.record.baseline import Baseline
+                from stepcheck.baseline import Baseline
 
                 self.baseline = Baseline(**self.baseline)
             baseline = self.baseline and self.baseline.audit()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcheck.report import refuse_folders, write_files
-from stepcheck.usage import UsageError
+from stepcheck.usage import UsageError, positive
 
 SITE = """\
 import importlib.machinery, importlib.util, sys
@@ -121,10 +121,3 @@ def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Names
     result = {"passed": passed, "exit_code": code, "command": options.command, "engines": verdicts}
     write_files(options, result)
     return code if passed else code or 1
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number

@@ -120,10 +120,9 @@ class UpdateCheck:
             return
         actual = [self._slice_of(each.target, each.part) for each in self.slices]
         expected, before = [each.copy.detach() for each in self.slices], [each.before for each in self.slices]
-        errors, moved = distances(actual, expected), distances(expected, before)
-        rounding = torch.finfo(actual[0].dtype).eps * norms(before)
+        errors, shares = update_errors(actual, expected, before)
         names = [each.name for each in self.slices]
-        report("update", errors / (UPDATE * moved + rounding + 1e-30), lambda: _wrong_update(names, errors, moved))
+        report("update", shares, lambda: _wrong_update(names, errors))
         states = Pairs()
         for each, weight in zip(self.slices, actual, strict=True):
             state = optimizer.state.get(each.target, {})
@@ -188,10 +187,16 @@ class Pairs:
         report(kind, shares, lambda: f"{names[int(shares.nan_to_num(nan=torch.inf).argmax())]} {how}")
 
 
-def _wrong_update(names: list[str], errors: Tensor, moved: Tensor) -> str:
-    shares = errors / moved.clamp(min=1e-30)
-    worst = int(shares.nan_to_num(nan=torch.inf).argmax())
-    return f"the update of {names[worst]} is off by {float(shares[worst]):.2g} of its norm"
+def update_errors(actual: list[Tensor], expected: list[Tensor], before: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the error of each updated tensor relative to the norm of its update, and error / tolerance."""
+    errors, moved = distances(actual, expected), distances(expected, before)
+    rounding = torch.finfo(expected[0].dtype).eps * norms(before)
+    return errors / moved.clamp(min=1e-30), errors / (UPDATE * moved + rounding + 1e-30)
+
+
+def _wrong_update(names: list[str], errors: Tensor) -> str:
+    worst = int(errors.nan_to_num(nan=torch.inf).argmax())
+    return f"the update of {names[worst]} is off by {float(errors[worst]):.2g} of its norm"
 
 
 def _steps(optimizer: Any, group: dict[str, Any]) -> Iterator[float]:

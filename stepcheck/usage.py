@@ -42,3 +42,11 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
     if close := difflib.get_close_matches(word, known, most, cutoff):
         return f"did you mean {' or '.join(close)}?"
     return otherwise or f"choose from {', '.join(known[:SHOWN])}{', ...' if len(known) > SHOWN else ''}"
+
+
+def positive(text: str) -> int:
+    """Returns the number of a flag that must be at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number

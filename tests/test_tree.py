@@ -6,6 +6,7 @@ import importlib
 import re
 from pathlib import Path
 
+import networkx
 import pytest
 
 from cifar_zero.__main__ import COMMANDS
@@ -15,6 +16,7 @@ from cifar_zero.planning.formulas import network_of
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import ROOT, assert_ok, on_a_small_cpu, run_program
+from tests.support.imports import import_graph
 
 PACKAGE = ROOT / "cifar_zero"
 PACKAGES = ("cifar_zero", "stepcheck", "benchmarks")
@@ -60,6 +62,12 @@ def test_imports(module: str):
 def test_a_folder_does_not_import_what_is_above_it(folder: str, packages: str):
     for path in (PACKAGE / folder).rglob("*.py"):
         assert not re.search(rf"^\s*(from|import) ({packages})\b", path.read_text(), re.MULTILINE), path
+
+
+@pytest.mark.parametrize("package", ["cifar_zero", "stepcheck"])
+def test_imports_have_no_circle(package: str):
+    imports = import_graph(package)
+    assert networkx.is_directed_acyclic_graph(imports), networkx.find_cycle(imports)
 
 
 def test_only_one_folder_knows_the_attributes_of_deepspeed():

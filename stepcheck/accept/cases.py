@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stepcheck.accept.release import has_gpu, lacks_float16, unknown
+from stepcheck.strategies import ZERO
 
 STEPS = 4
 """Optimizer steps in a case. All are audited. A wrong gradient shows at the first, a stale state at the second."""
@@ -14,17 +15,6 @@ MICRO_BATCH = 4
 
 QUICK = 3
 """The first rows, which --quick trains."""
-
-ZERO = {
-    "deepspeed_stage_0": (0, False),
-    "deepspeed_stage_1": (1, False),
-    "deepspeed_stage_1_offload": (1, True),
-    "deepspeed_stage_2": (2, False),
-    "deepspeed_stage_2_offload": (2, True),
-    "deepspeed_stage_3": (3, False),
-    "deepspeed_stage_3_offload": (3, True),
-}
-"""The ZeRO stage of each strategy with DeepSpeed, and whether the CPU updates the weights."""
 
 STRATEGIES = ("ddp", "fsdp2", *ZERO)
 

@@ -10,14 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, ZERO, Case, plan
+from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
-from stepcheck.accept.launch import train_cases
-from stepcheck.accept.release import deepspeed_folder
+from stepcheck.launch.launcher import train_cases
 from stepcheck.report import refuse_folders, write_files
-from stepcheck.run import positive
-from stepcheck.usage import UsageError
+from stepcheck.strategies import ZERO, deepspeed_folder
+from stepcheck.usage import UsageError, positive
 from stepcheck.verdict import Finding
 
 BLANK = Case("")

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from stepcheck.accept.cases import MICRO_BATCH, STEPS, ZERO, Case, deepspeed_config
+from stepcheck.accept.cases import MICRO_BATCH, STEPS, Case, deepspeed_config
 from stepcheck.accept.models import LENGTH, VOCABULARY, build
 from stepcheck.accept.train import build_optimizer, build_schedule, loss_of_batch
 from stepcheck.attach import Attached
 from stepcheck.engines.deepspeed_step import wrong_scale
+from stepcheck.strategies import ZERO
 from stepcheck.verdict import Finding
 
 Loss = Callable[[tuple[Tensor, Tensor], nn.Module], Tensor]

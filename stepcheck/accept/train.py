@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from stepcheck.accept.cases import STEPS, ZERO, Case, deepspeed_config
+from stepcheck.accept.cases import STEPS, Case, deepspeed_config
 from stepcheck.accept.models import batches, build, loss_of
 from stepcheck.auditor import audit
 from stepcheck.replay import Replay
 from stepcheck.start import Start
+from stepcheck.strategies import ZERO
 from stepcheck.verdict import Verdict
 
 

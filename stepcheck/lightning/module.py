@@ -12,15 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepcheck.accept.cases import ZERO
-from stepcheck.accept.launch import train_cases
-from stepcheck.accept.release import deepspeed_folder
+from stepcheck.launch.launcher import train_cases
 from stepcheck.lightning import user_code
 from stepcheck.lightning.case import PARTS, PRECISIONS, Case
 from stepcheck.lightning.deepspeed_file import read_config
 from stepcheck.report import refuse_folders, write_files
-from stepcheck.run import positive
-from stepcheck.usage import UsageError, nearest
+from stepcheck.strategies import ZERO, deepspeed_folder
+from stepcheck.usage import UsageError, nearest, positive
 from stepcheck.verdict import Finding
 
 STRATEGIES = ("ddp", *ZERO)

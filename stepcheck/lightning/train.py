@@ -13,12 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from stepcheck.accept.cases import ZERO
 from stepcheck.lightning import user_code
 from stepcheck.lightning.callback import StepCheck
 from stepcheck.lightning.case import PARTS, Case
 from stepcheck.lightning.resume import Resumed, Saved
 from stepcheck.lightning.user_classes import check_classes, fit, instantiate
+from stepcheck.strategies import ZERO
 from stepcheck.usage import UsageError, short
 from stepcheck.verdict import Verdict
 

@@ -72,7 +72,7 @@ def instantiate(part: str, options: Mapping[str, str], build: bool = True) -> An
         parsed = parser.parse_args([f"--{option}={value}" for option, value in given.items()])
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(f"--{part}: {short(error, 300)}") from error
-    return parser.instantiate_classes(parsed)[part] if build else user_class
+    return parser.instantiate(parsed)[part] if build else user_class
 
 
 def _refuse_unknown(given: Mapping[str, str], known: Sequence[str], user_class: str) -> None:

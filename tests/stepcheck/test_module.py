@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("lightning", reason="needs Lightning")
 
 from stepcheck.__main__ import main, parse
-from stepcheck.accept.launch import train_cases
+from stepcheck.launch.launcher import train_cases
 from stepcheck.lightning.case import Case
 from stepcheck.lightning.module import cases_of, parse_cases, train
 from stepcheck.lightning.user_classes import check_classes

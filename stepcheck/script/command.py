@@ -13,8 +13,7 @@ from typing import Any
 from stepcheck.lightning.case import PARTS
 from stepcheck.lightning.module import require_lightning
 from stepcheck.report import refuse_folders, write_files
-from stepcheck.run import positive
-from stepcheck.usage import UsageError
+from stepcheck.usage import UsageError, positive
 
 
 def add_parser(commands: Any) -> None:
@@ -74,7 +73,7 @@ def _compare(options: argparse.Namespace) -> Any:
     user_classes.check_classes(classes, needs_data=options.own_data)
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         recording = record(script, options.steps, Path(folder))
-        from stepcheck.lightning.script import check_script
+        from stepcheck.script.check import check_script
 
         module, datamodule = (user_classes.instantiate(part, classes) for part in PARTS)
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -96,10 +95,10 @@ def record(script: list[str], steps: int, folder: Path) -> Any:
     if "deepspeed" in Path(script[0]).read_text(errors="replace"):  # which uses MPI where these are missing
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         environment = {**rank, **environment}
-    command = [sys.executable, "-m", "stepcheck.record.recorder", str(folder), str(steps), *script]
+    command = [sys.executable, "-m", "stepcheck.script.recorder", str(folder), str(steps), *script]
     code = subprocess.run(command, env=environment).returncode
-    from stepcheck.record.recorder import REFUSED
-    from stepcheck.record.steps import Recording
+    from stepcheck.script.recorder import REFUSED
+    from stepcheck.script.recording import Recording
 
     recording, refused = Recording.read(folder), folder / REFUSED
     if refused.is_file():

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from stepcheck.record.steps import Step, samples_in, tensors_in
+from stepcheck.script.recording import Step, samples_in, tensors_in
 
 CONSTANT = 0.02
 """Largest error of a value that counts as explained, relative to its norm."""

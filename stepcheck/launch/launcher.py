@@ -27,7 +27,7 @@ def train_cases(
     cases: Sequence[AnyCase],
     ranks: int,
     report: Callable[[AnyCase, dict[str, Any]], None],
-    train: str = "stepcheck.accept.train:train_case",
+    train: str,
     hang_seconds: float = HANG_SECONDS,
 ) -> None:
     """Trains cases, and reports the verdict of each as it ends. A case in which a rank fails or hangs is reported with
@@ -69,7 +69,7 @@ def _started(cases: Sequence[Any], ranks: int, train: str) -> Iterator[tuple[Pro
     # Without LOCAL_SIZE, DeepSpeed starts numactl to count the devices.
     shared |= {"PYTHONPATH": path, **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(ranks))}
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "stepcheck.accept.rank", str(folder), str(writing)]
+    command = [sys.executable, "-m", "stepcheck.launch.rank", str(folder), str(writing)]
     processes = []
     try:
         for rank in range(ranks):

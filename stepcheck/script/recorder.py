@@ -1,4 +1,4 @@
-"""Runs a training script unchanged and records its first optimizer steps: `python -m stepcheck.record.recorder FOLDER
+"""Runs a training script unchanged and records its first optimizer steps: `python -m stepcheck.script.recorder FOLDER
 STEPS SCRIPT [ARGUMENT ...]`. Needs torch only."""
 
 import gc
@@ -6,7 +6,6 @@ import runpy
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from stepcheck.attach import find_model
-from stepcheck.record.steps import Recording, Step, Value, options_of, tensors_in
+from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
+from stepcheck.script.recording import Recording, Step, Value, options_of, tensors_in
 
 FETCHED_AHEAD = 64
 """Most batches that a script may hold before it trains on them. Accelerate (1.15) fetches one batch ahead, and
@@ -61,12 +61,12 @@ class Recorder:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         register_module_forward_pre_hook(self._before_forward)
-        around(Tensor, "backward", self._backward)
-        around(DataLoader, "__iter__", self._iterate)
-        around(torch.amp.GradScaler, "scale", self._scale)
-        around(torch.amp.GradScaler, "step", self._scaler_step)
+        wrap_function(Tensor, "backward", self._backward)
+        wrap_function(DataLoader, "__iter__", self._iterate)
+        wrap_function(torch.amp.GradScaler, "scale", self._scale)
+        wrap_function(torch.amp.GradScaler, "step", self._scaler_step)
         for module in (nn.utils, nn.utils.clip_grad):
-            around(module, "clip_grad_norm_", self._clip)
+            wrap_function(module, "clip_grad_norm_", self._clip)
 
     def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
         state, epoch = random_state(), self._iterators
@@ -200,17 +200,6 @@ def model_of(optimizer: Any) -> nn.Module:
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     holders = [each for each in modules if own <= {id(parameter) for parameter in each.parameters()}]
     return max(holders, key=lambda each: (len([*each.parameters()]), -len([*each.modules()])), default=root)
-
-
-def around(owner: Any, name: str, call: Any) -> None:
-    """Replaces a function of `owner` by one that calls `call` with the original function and its arguments."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return call(original, *args, **kwargs)
-
-    setattr(owner, name, replaced)
 
 
 def _copied(nested: Any) -> Any:
