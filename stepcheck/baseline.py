@@ -34,7 +34,7 @@ PACKAGES = ("torch", "deepspeed", "lightning", "accelerate", "transformers", "nu
 
 
 class Baseline:
-    """The steps of all audits of a process."""
+    """Saves the steps of all audits of a process, or reads saved ones."""
 
     def __init__(self, file: str, compare: bool, command: str):
         """Reads a saved baseline if `compare` is true. Otherwise begins a new one."""
@@ -64,7 +64,7 @@ class Baseline:
 
 
 class AuditBaseline:
-    """The steps of one audit."""
+    """Saves the steps of one audit, or compares them with saved ones."""
 
     def __init__(self, steps: dict[int, dict[str, Any]], compare: bool, changed: dict[str, str]):
         self.steps, self.compare, self.changed = steps, compare, changed
@@ -76,7 +76,7 @@ class AuditBaseline:
         all ranks."""
         weights = step.sums["reference"] / judge.weight_replicas[:, None]
         own = {
-            "names": judge.view.row_names,
+            "names": judge.adapter.row_names,
             "gradients": judge.expected,
             "deviations": judge.deviation,
             "weights": weights,

@@ -1,4 +1,4 @@
-"""Answers mistakes on the command line."""
+"""Defines the command line's parser, and the errors for wrong usage."""
 
 import argparse
 import difflib
@@ -29,7 +29,7 @@ def short(message: object, characters: int = 120) -> str:
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
-    """Returns half a sentence that suggests names for a misspelled `word`.
+    """Returns a clause that suggests names for a misspelled `word`.
 
     Args:
         word: The misspelled name.

@@ -2,7 +2,7 @@
 
 A training step moves a running statistic by a tenth of its distance to the batch's statistic. In bfloat16, with its 8
 bits of precision, a distance under 2 to 4 % is rounded away. stepcheck's
-`keep_batch_norms_wide` makes batch norms accept float32 statistics.
+`cast_batch_norm_weights` makes batch norms accept float32 statistics.
 """
 
 import torch

@@ -17,7 +17,7 @@ from cifar_zero.config.placement import Placement
 from cifar_zero.models.cast import cast_buffers
 from cifar_zero.strategies import tensor_parallel
 from cifar_zero.strategies.mesh import MeshStrategy, by_block
-from stepcheck.replay.plain_copy import keep_batch_norms_wide
+from stepcheck.replay.plain_copy import cast_batch_norm_weights
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule, in addition to `forward`, during which its parameters are gathered."""
@@ -67,4 +67,4 @@ def _cast(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Casts the buffers of a module to the dtype in which `policy` computes."""
     if policy.param_dtype is not None:
         cast_buffers(module, policy.param_dtype)
-        keep_batch_norms_wide(module)
+        cast_batch_norm_weights(module)

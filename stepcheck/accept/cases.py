@@ -24,7 +24,7 @@ THROUGH = {
     "accelerate": "stepcheck.accept.frameworks:train_through_accelerate",
     "transformers": "stepcheck.accept.frameworks:train_through_transformers",
 }
-"""The functions that train a case: in a plain loop, or as a script of a framework does."""
+"""The function that trains a case in a plain loop, or as a script for a framework does."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ ROWS = (
 def plan(
     strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str = "raw"
 ) -> tuple[list[Case], dict[str, str]]:
-    """Returns the cases, and the rows that are left out, with the reason of each."""
+    """Returns the cases, and the reason why each other row is left out."""
     cases: list[Case] = []
     left_out: dict[str, str] = {}
     for row in ROWS[: QUICK if quick else None]:

@@ -1,20 +1,18 @@
-"""`stepcheck accept`: the command."""
+"""Defines the command `stepcheck accept`."""
 
 import argparse
 import importlib.metadata
 import importlib.util
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
 from stepcheck.launch.launcher import train_cases
-from stepcheck.report import refuse_folders, write_files
+from stepcheck.report import add_flags, refuse_folders, write_files
 from stepcheck.strategies import ZERO, deepspeed_folder
 from stepcheck.usage import UsageError, positive
 from stepcheck.verdict import Finding
@@ -43,8 +41,7 @@ def add_parser(commands: Any) -> None:
     add("--seeds", type=positive, default=1, metavar="N", help="train each case with N seeds (default: 1)")
     add("--fuzz", type=positive, metavar="N", help="train N random cases instead (the same ones in each call)")
     add("--print_cases", action="store_true", help="list the cases, and train nothing")
-    add("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
-    add("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
+    add_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -80,7 +77,7 @@ def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> 
             raise UsageError(f"--through {options.through} does not work with --fuzz or fsdp2: leave them out")
         if importlib.util.find_spec(options.through) is None or not deepspeed_folder():
             raise UsageError(f"--through {options.through} needs {options.through} and DeepSpeed: install both")
-    refuse_folders(options, "json", "junit")
+    refuse_folders(options)
 
 
 def _print_cases(cases: Iterable[Case]) -> None:
@@ -131,15 +128,7 @@ def _conclude(results: list[Result], left_out: dict[str, str], options: argparse
     for each in failed:
         print(f"FAULT {each['engine']}: {each['summary']}")
     print(f"stepcheck accept: {'PASSED' if passed else 'FAILED'}: {'; '.join(_sentences(results, options.devices))}")
-    result = {
-        "passed": passed,
-        "exit_code": 0 if passed else 1,
-        "command": ["stepcheck", *sys.argv[1:]],
-        "left_out": left_out,
-        "engines": results,
-    }
-    write_files(options, result)
-    return result["exit_code"]
+    return write_files(options, passed, results, left_out=left_out)
 
 
 def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:

@@ -20,7 +20,7 @@ EXPERTS = 4
 
 
 class Block(nn.Module):
-    """Is computed again in the backward pass, with the same dropout."""
+    """A layer whose activations are recomputed in the backward pass, with the same dropout."""
 
     def __init__(self) -> None:
         super().__init__()

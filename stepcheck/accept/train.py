@@ -149,7 +149,7 @@ def build_schedule(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def loss_of_batch(case: Case, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-    """Returns the loss that a training passes to the backward pass. One model returns it itself. DeepSpeed's engine
-    divides it by the number of micro-batches."""
+    """Returns the loss that a training passes to the backward pass, divided by the number of micro-batches unless
+    DeepSpeed's engine divides it. The model with experts returns its loss itself."""
     loss = model(*batch) if case.model == "experts" else loss_of(model(batch[0]), batch[1])
     return loss if case.strategy in ZERO else loss / case.accumulate

@@ -1,4 +1,4 @@
-"""Starts the ranks, and reads the verdicts of the cases that they train."""
+"""Starts ranks on this machine, and reads the verdicts of the cases that they train."""
 
 import json
 import os
@@ -34,11 +34,11 @@ def train_cases(
     an `error`, and new ranks train the rest.
 
     Args:
-        cases: The cases.
+        cases: Trained one after the other.
         ranks: Number of ranks, all of which train each case.
         report: Is called with each case and its verdict.
-        train: Names the function that trains a case on a rank. It takes the fields of the case, the rank's device, and
-            a folder that all ranks have, and returns the verdict as plain data.
+        train: Name of the function that trains a case on a rank. It takes the fields of the case, the rank's device,
+            and a folder that all ranks share. It returns the verdict as plain data.
         hang_seconds: How long the ranks may be silent.
     """
     done = 0

@@ -131,10 +131,12 @@ class StepCheck(Callback):
         self._audits.append(audited)
         self.verdicts.append(audited.verdict)
         limit = float(trainer.gradient_clip_val or 0.0)
-        if audited.view.owns_step:
-            audited.view.divides_loss = False  # Lightning has divided it
-            if limit and limit != audited.view.clip_limit():
-                audited.add("clipping", 2.0, f"the engine clips to {audited.view.clip_limit()}, and {limit} was given")
+        if audited.adapter.owns_step:
+            audited.adapter.divides_loss = False  # Lightning has divided it
+            if limit and limit != audited.adapter.clip_limit():
+                audited.add(
+                    "clipping", 2.0, f"the engine clips to {audited.adapter.clip_limit()}, and {limit} was given"
+                )
             hooks = UserHooks(trainer, module)
             if replay is not None and hooks.names:
                 replay.then = partial(self._run_hooks, hooks, audited)

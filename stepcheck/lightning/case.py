@@ -1,4 +1,4 @@
-"""Defines a case of `stepcheck module`: what is trained, and how. Imports no package."""
+"""Defines a case of `stepcheck module`: what is trained, and how. Imports neither torch nor Lightning."""
 
 from dataclasses import dataclass, field
 from typing import Any

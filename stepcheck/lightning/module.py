@@ -16,7 +16,7 @@ from stepcheck.launch.launcher import train_cases
 from stepcheck.lightning import user_code
 from stepcheck.lightning.case import PARTS, PRECISIONS, Case
 from stepcheck.lightning.deepspeed_file import read_config
-from stepcheck.report import refuse_folders, write_files
+from stepcheck.report import add_flags, refuse_folders, write_files
 from stepcheck.strategies import ZERO, deepspeed_folder
 from stepcheck.usage import UsageError, nearest, positive
 from stepcheck.verdict import Finding
@@ -67,27 +67,19 @@ def add_parser(commands: Any) -> None:
     )
     add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add("--resume_at", type=positive, default=0, metavar="N", help="save after step N, resume, and compare both runs")
-    add("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
-    add("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
+    add_flags(parser)
     parser.set_defaults(run=run, sections=(*PARTS, "trainer"))
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains the cases and prints the verdict. Returns the exit code."""
-    refuse_folders(options, "json", "junit")
+    refuse_folders(options)
     results = train(parse_cases(options))
     failed = [each for each in results if not each["passed"]]
     for each in failed:
         print(f"{each['outcome']}: {each['engine']}: {shlex.join(each['command'])}")
     print(f"stepcheck module: {len(results) - len(failed)} of {len(results)} agree with plain PyTorch")
-    result = {
-        "passed": not failed,
-        "exit_code": 1 if failed else 0,
-        "command": ["stepcheck", *sys.argv[1:]],
-        "engines": results,
-    }
-    write_files(options, result)
-    return result["exit_code"]
+    return write_files(options, not failed, results)
 
 
 def require_lightning() -> None:

@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from stepcheck.engines import view_of
+from stepcheck.engines import adapter_of
+from stepcheck.engines.adapter import RankInfo
 from stepcheck.replay.random_state import random_state, set_random_state
 from stepcheck.verdict import Finding, Kind
 
@@ -25,7 +26,7 @@ State = dict[tuple[Kind, str], Any]
 """The checksum of each tensor, and each number, by kind and name."""
 
 
-class Followed(Callback):
+class StateRecorder(Callback):
     """Records the state before the step that follows `step`, and the last weights and optimizer state."""
 
     def __init__(self, step: int):
@@ -42,7 +43,7 @@ class Followed(Callback):
         self.last = _weights(trainer, pl_module)
 
 
-class Saved(Followed):
+class CheckpointSaver(StateRecorder):
     """Also saves a checkpoint after `step`. The training continues."""
 
     def __init__(self, step: int, folder: Path):
@@ -63,10 +64,10 @@ class Saved(Followed):
             self._is_saved = True
 
 
-class Resumed(Followed):
+class ResumeCheck(StateRecorder):
     """Compares the resumed training with the training that saved the checkpoint."""
 
-    def __init__(self, saved: Saved):
+    def __init__(self, saved: CheckpointSaver):
         super().__init__(0)  # its first step, whatever its number
         self.saved = saved
 
@@ -80,9 +81,7 @@ class Resumed(Followed):
         """Returns what differs, on any rank. Every rank must call it."""
         found = _differences(self.saved.step, self.saved.first, self.first, "in the first resumed step")
         found = found or _differences(0, self.saved.last, self.last, "at the end")
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, found)
-        return [each for of_rank in everyone for each in of_rank][:100]
+        return [each for of_rank in RankInfo.current().all_gather(found) for each in of_rank][:100]
 
 
 def _differences(step: int, expected: State, actual: State, when: str) -> list[Finding]:
@@ -117,7 +116,7 @@ def _weights(trainer: Trainer, module: LightningModule) -> State:
         for name, buffer in module.named_buffers():
             found |= _flat("buffer", name, buffer)
     model: Any = trainer.strategy.model
-    optimizer = view_of(model, trainer.optimizers[0]).optimizer
+    optimizer = adapter_of(model, trainer.optimizers[0]).optimizer
     for number, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         found |= _flat("options", f"parameter group {number}", options)

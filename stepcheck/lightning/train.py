@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from stepcheck.lightning import user_code
 from stepcheck.lightning.callback import StepCheck
 from stepcheck.lightning.case import PARTS, Case
-from stepcheck.lightning.resume import Resumed, Saved
+from stepcheck.lightning.resume import CheckpointSaver, ResumeCheck
 from stepcheck.lightning.user_classes import check_classes, fit, instantiate
 from stepcheck.strategies import ZERO
 from stepcheck.usage import UsageError, short
@@ -44,13 +44,13 @@ def train_and_judge(case: Case, device: torch.device, folder: Path) -> Verdict:
     module whose output differs."""
     check_classes(case.options)
     if case.resume_at:
-        saved = Saved(case.resume_at, folder / str(case).replace("/", "_"))
+        saved = CheckpointSaver(case.resume_at, folder / str(case).replace("/", "_"))
         before = _train(case, device, folder, [saved])
         if not saved.first:
             before.not_judged["the resumed run"] = f"the training ended before step {case.resume_at + 1}"
         if before.outcome == "different" or before.not_judged:
             return before
-        resumed = Resumed(saved)
+        resumed = ResumeCheck(saved)
         verdict = _train(case, device, folder, [resumed], saved.checkpoint)
         verdict.findings = resumed.findings() + verdict.findings
         return verdict
@@ -76,7 +76,7 @@ def _train(
     step_check = StepCheck(**replays, outputs=outputs, on_fault="warn")
     seed_everything(case.seed, verbose=False)
     module, data = _instances(case)
-    trainer = _trainer(case, module, device, folder, [*callbacks, step_check, End(case)])
+    trainer = _trainer(case, module, device, folder, [*callbacks, step_check, StopAfterSteps(case)])
     seed_everything(case.seed, verbose=False)
     with reproducible_kernels():
         fit(trainer, module, data, checkpoint)
@@ -104,7 +104,6 @@ def reproducible_kernels() -> Iterator[None]:
 
 
 def _instances(case: Case) -> list[Any]:
-    """Builds the module and the data module."""
     try:
         return [instantiate(part, case.options) for part in PARTS]
     except UsageError:
@@ -164,7 +163,7 @@ def _strategy(case: Case, module: Any, device: torch.device) -> Any:
     )
 
 
-class End(Callback):
+class StopAfterSteps(Callback):
     """Ends the training after the case's steps, and then frees DeepSpeed's engine, before this process trains the next
     case. Raises UsageError if an epoch would end within an optimizer step."""
 

@@ -27,7 +27,7 @@ def check_classes(options: Mapping[str, str], needs_data: bool = True) -> None:
     """Checks the user's classes and their arguments.
 
     Args:
-        options: As of `instantiate`.
+        options: See `instantiate`.
         needs_data: Whether the module must have training data. False if a script provides the data.
 
     Raises:

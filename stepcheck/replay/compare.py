@@ -1,9 +1,9 @@
 """Compares what a step has computed with two replays of it, one in the training's precision and one in float64.
 
-Their difference is the rounding error of this step. The training may differ from the first replay by ROUNDINGS of it,
-because it may use other kernels, which add up in another order. A rounding error is one sample, and may be 0 by chance.
-So LEAST machine epsilons of the dtype that computes are allowed in addition, relative to the norm of the summands. A
-small tensor's rounding error counts as no less than the root mean square of those of all tensors.
+The difference between the replays is the rounding error of this step. The training may use other kernels, which add in
+another order, so it may differ from the first replay by ROUNDINGS times this error. By chance, a rounding error may
+be 0. So LEAST machine epsilons, relative to the norm of the summands, are allowed in addition. The rounding error of a
+small tensor counts as no less than the root mean square of the rounding errors of all tensors.
 """
 
 import math
@@ -37,7 +37,7 @@ CONSTANT = 0.02
 
 @dataclass(frozen=True)
 class Compared:
-    """One value of a step."""
+    """A value of a step, with its error and tolerance."""
 
     kind: Kind
     name: str
@@ -147,7 +147,7 @@ def _compared(
 
 
 def epsilon(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the machine epsilon of the numbers that are multiplied: of TF32, where torch may use it for float32."""
+    """Returns the machine epsilon of a dtype in products. For float32 it is TF32's epsilon, if torch may use TF32."""
     tf32 = dtype == torch.float32 and device.type == "cuda" and _may_use_tf32()
     return 2.0**-10 if tf32 else torch.finfo(dtype).eps  # TF32 has 10 bits after the point
 

@@ -15,15 +15,14 @@ from stepcheck.lightning.user_classes import fit
 from stepcheck.patch import wrap_function
 from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square
 from stepcheck.replay.plain_copy import Computed, PlainCopy
-from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
+from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state, set_random_state
 from stepcheck.script.data import RecordedBatches, compare_batches
 from stepcheck.script.explain import explain_gradient, explain_loss
 from stepcheck.script.recording import (
+    RecordedTensor,
     Recording,
-    Value,
     match_names,
     options_of,
-    same_random_state,
     settings,
     use_settings,
 )
@@ -52,8 +51,9 @@ class ScriptCheck(Callback):
         self._micro_batches: list[Any] = []
         self._faults: set[tuple[str, str]] = set()  # kinds of faults in this step
         self._draws_alike = True  # whether the module has drawn the script's random numbers in this step
-        self._values: dict[str, Value] = {}  # weights and buffers of the script in this step, by the module's names
-        self._before: dict[str, Value] = {}  # and in the step before
+        # Weights and buffers of the script in this step, by the module's names.
+        self._values: dict[str, RecordedTensor] = {}
+        self._before: dict[str, RecordedTensor] = {}  # and in the step before
         self._rates: dict[str, tuple[float, float]] = {}  # of each weight in the step before, in module and script
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -171,7 +171,7 @@ class ScriptCheck(Callback):
             self._add(each.kind, each.share, self._describe(each, script))
 
     def _exact(self) -> Computed:
-        """Returns the step in float64, with gradients that are clipped and changed by hooks as the module's are."""
+        """Returns the step, computed in float64. Its gradients are clipped and changed by hooks as the module's are."""
         module = self._computed
         arguments: Any = (self._micro_batches, 1.0, 1.0, lambda *_: [])
         with random_state_kept():
@@ -267,8 +267,8 @@ def check_script(
 
     Args:
         recording: The script's steps.
-        module: The module.
-        datamodule: Its data module, or None.
+        module: The LightningModule.
+        datamodule: The module's data module, or None.
         renames: The prefix that replaces each prefix of the script's names of weights.
         own_data: Whether to compare the batches of the module's own loader too.
         max_steps: Length of the training for schedules that depend on it. The default is the recorded steps.

@@ -1,4 +1,4 @@
-"""`stepcheck script`: the command."""
+"""Defines the command `stepcheck script`."""
 
 import argparse
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 
 from stepcheck.lightning.case import PARTS
 from stepcheck.lightning.module import require_lightning
-from stepcheck.report import refuse_folders, write_files
+from stepcheck.report import add_flags, refuse_folders, write_files
 from stepcheck.usage import UsageError, positive
 
 
@@ -35,27 +35,19 @@ def add_parser(commands: Any) -> None:
     add("--max_steps", type=positive, default=0, metavar="N", help="steps of the training, if its schedule needs them")
     add("--rename", nargs="+", default=[], metavar="OLD=NEW", help="replace prefixes of the script's weight names")
     add("--own_data", action="store_true", help="compare the batches of the module's own loader too")
-    add("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
-    add("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML, for CI systems")
+    add_flags(parser)
     parser.set_defaults(run=run, sections=PARTS)
 
 
 def run(options: argparse.Namespace) -> int:
     """Compares the script with the module. Returns the exit code."""
-    refuse_folders(options, "json", "junit")
+    refuse_folders(options)
     verdict = _compare(options)
     for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
         print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")
     passed = verdict.outcome == "agrees"
     print(f"stepcheck script: {verdict.outcome}: {verdict.engine}: {verdict}", flush=True)
-    result = {
-        "passed": passed,
-        "exit_code": 0 if passed else 1,
-        "command": ["stepcheck", *sys.argv[1:]],
-        "engines": [{**verdict.as_dict(), "passed": passed, "summary": str(verdict)}],
-    }
-    write_files(options, result)
-    return result["exit_code"]
+    return write_files(options, passed, [{**verdict.as_dict(), "passed": passed}])
 
 
 def _compare(options: argparse.Namespace) -> Any:

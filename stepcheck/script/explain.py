@@ -5,13 +5,13 @@ import math
 import torch
 from torch import Tensor
 
-from stepcheck.script.recording import Step, samples_in, tensors_in
+from stepcheck.script.recording import RecordedStep, samples_in, tensors_in
 
 CONSTANT = 0.02
 """Largest error of a value that counts as explained, relative to its norm."""
 
 
-def explain_loss(script: Tensor, module: Tensor, step: Step) -> str:
+def explain_loss(script: Tensor, module: Tensor, step: RecordedStep) -> str:
     """Returns the likely cause of the factor between two losses."""
     factor, parts, samples = float(module / script), len(step.batches), samples_in(step.batches[0])
     causes = {

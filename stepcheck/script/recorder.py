@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from stepcheck.attach import find_model
 from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
-from stepcheck.script.recording import Recording, Step, Value, options_of, tensors_in
+from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, options_of, tensors_in
 
 FETCHED_AHEAD = 64
 """Most batches that a script may hold before it trains on them. Accelerate (1.15) fetches one batch ahead, and
@@ -47,7 +47,7 @@ class Recorder:
         self.recording, self.steps = Recording(folder), steps
         self._optimizer: Any = None
         self._model: Any = None
-        self._step: Step | None = None
+        self._step: RecordedStep | None = None
         self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batches, with their epoch, and the
         # random state before it
         self._iterators = 0
@@ -112,7 +112,7 @@ class Recorder:
     def _backward(self, backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch, epoch, state = self._trained_on()
         if self._step is None:
-            self._step = Step(epoch, state)
+            self._step = RecordedStep(epoch, state)
             if self._model is not None:
                 self._keep_values(self._step)
         self._step.batches.append(batch)
@@ -166,10 +166,10 @@ class Recorder:
         if self.recording.steps == self.steps:
             raise RecordingEnded
 
-    def _keep_values(self, step: Step) -> None:
+    def _keep_values(self, step: RecordedStep) -> None:
         for name, tensor in _tensors(self._model).items():
             before = _copied(tensor) if id(tensor) not in self._buffers else self._buffers[id(tensor)]
-            step.values[name] = Value(isinstance(tensor, nn.Parameter), before, before)
+            step.values[name] = RecordedTensor(isinstance(tensor, nn.Parameter), before, before)
         self._buffers = {}
 
 
