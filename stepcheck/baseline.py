@@ -16,16 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepcheck.bounds import EXACT, SIGMAS
+from stepcheck.bounds import CANCELLATION, EXACT, SIGMAS
 from stepcheck.judge import Judge, Step
 from stepcheck.sketch import K
 from stepcheck.verdict import Finding
 
 KERNELS = 64.0
 """Error of a gradient, in units of roundoff, that other kernels of another machine or release may cause."""
-
-SMALL = 1e-3
-"""Share of the norm of all gradients that is added to the norm of one, which may nearly cancel."""
 
 ENVIRONMENT = ("ATEN_", "CUBLAS_", "CUDA_", "DS_", "MKL_", "NCCL_", "OMP_", "TORCH_")
 """Beginnings of the names of environment variables that may change what is computed."""
@@ -105,7 +102,7 @@ class AuditBaseline:
                 judge.verdict.notes["weights drift from the baseline"] = f"from the start of this step on, {how}"
             self.drifts = True
             return
-        size = saved["gradients"].norm(dim=1) + SMALL * float(saved["gradients"].norm())
+        size = saved["gradients"].norm(dim=1) + CANCELLATION * float(saved["gradients"].norm())
         tolerances = SIGMAS * (own["deviations"] + saved["deviations"]) + (KERNELS * judge.unit * size)[:, None]
         errors = (own["gradients"] - saved["gradients"]).abs()
         self.same_gradients = bool((errors <= EXACT * size[:, None]).all())

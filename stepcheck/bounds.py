@@ -52,6 +52,10 @@ CLIPPING = 1e-3
 """Relative error of a clipped norm, because engines add 1e-6 to it. Two roundings in the optimizer's dtype are added,
 of the norm and of the factor."""
 
+CANCELLATION = 1e-3
+"""Share of the norm of all gradients that is added to the norm of one gradient before its error is divided by it. A
+gradient that nearly cancels still has the rounding error of its summands."""
+
 
 def factor_tolerance(strength: float, ranks: int) -> float:
     """Returns the tolerance of the factor that all gradients have in common.

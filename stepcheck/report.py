@@ -14,6 +14,9 @@ from stepcheck.usage import UsageError
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
+Result = dict[str, Any]
+"""The verdict on a case as plain data, with the case's name as `engine`. Has an `error` if it was not judged."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --json and --junit to the parser of a command."""
@@ -45,6 +48,11 @@ def write_files(options: argparse.Namespace, passed: bool, engines: list[dict[st
     if options.junit:
         write_junit(options.junit, result)
     return result["exit_code"]
+
+
+def unjudged(result: Result) -> list[str]:
+    """Returns a sentence for each part of a case that is not judged."""
+    return [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
 
 
 def write_json(file: Path, result: dict[str, Any]) -> None:

@@ -48,18 +48,17 @@ class Totals:
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient that autograd has computed for a parameter."""
-        row, sketch = self.adapter.rows[index], project(gradient).to(self.adapter.device)
-        self.columns["expected"][row] += sketch[:K]
-        self.columns["summands"][row] += sketch[K].sqrt()
+        sketch = project(gradient)
+        self._add("expected", index, sketch[:K])
+        self._add("summands", index, sketch[K].sqrt())
 
     def add_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
         """Adds the gradient of a tensor that the optimizer updates. `measure` is whether its norm must be exact."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for part in parts:
-            values = flat[part.offset : part.offset + part.length]
-            sketch = project(values, part.start, measure=measure).to(self.adapter.device)
-            self.columns["actual"][self.adapter.rows[part.index]] += sketch[:K]
-            self.columns["square"][self.adapter.rows[part.index]] += sketch[K]
+            sketch = project(flat[part.offset : part.offset + part.length], part.start, measure=measure)
+            self._add("actual", part.index, sketch[:K])
+            self._add("square", part.index, sketch[K])
 
     def add_optimizer_weights(self, indices: Collection[int]) -> None:
         """Adds the optimizer's values of this rank's parts of some parameters."""
@@ -74,19 +73,20 @@ class Totals:
                 self._add_reference(index, *adapter.frozen_parts(index))
 
     def _add_reference(self, index: int, values: Tensor, start: int) -> None:
-        sketch = project(values.to(self.adapter.compute_dtype(index)), start, exact=True)[:K]
-        self.columns["reference"][self.adapter.rows[index]] += sketch.to(self.adapter.device)
+        self._add("reference", index, project(values.to(self.adapter.compute_dtype(index)), start, exact=True)[:K])
+
+    def _add(self, column: str, index: int, value: Tensor) -> None:
+        self.columns[column][self.adapter.rows[index]] += value.to(self.adapter.device)
 
     def add_used_weight(self, index: int, parameter: Tensor) -> None:
         """Records a weight that a forward or backward pass uses, and how far it is from its first use in this step."""
         if not parameter.numel():
             return
         sketch = project(parameter, exact=True)[:K].to(self.adapter.device)
-        if index not in self.used:
-            self.used[index] = sketch
-        else:
+        first = self.used.setdefault(index, sketch)
+        if first is not sketch:
             moved = self.columns["moved"][self.adapter.rows[index]]
-            torch.maximum(moved, (sketch - self.used[index]).abs().max(), out=moved)
+            torch.maximum(moved, (sketch - first).abs().max(), out=moved)
 
     def all_reduce(
         self, shares: Sequence[Tensor], failed: bool, fingerprints: Tensor

@@ -26,7 +26,7 @@ def _own_step(optimizer_class: Any) -> Callable[[Any], Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-STEPS = {name: _own_step(getattr(torch.optim, name)) for name in ELEMENTWISE}
+TORCH_STEPS = {name: _own_step(getattr(torch.optim, name)) for name in ELEMENTWISE}
 """The steps of torch's classes as they are when this module is imported, before a script or an engine replaces them."""
 
 Report = Callable[[Kind, Tensor, Callable[[], str]], None]
@@ -116,7 +116,7 @@ class UpdateCheck:
             if state:
                 optimizer.state[each.copy] = state
         with torch.no_grad():
-            STEPS[self.optimizer_class.__name__](optimizer)
+            TORCH_STEPS[self.optimizer_class.__name__](optimizer)
         self.expected_state = optimizer.state
 
     def end(self, optimizer: Any, report: Report) -> None:

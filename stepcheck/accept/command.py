@@ -12,15 +12,12 @@ from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
 from stepcheck.launch.launcher import train_cases
-from stepcheck.report import add_flags, refuse_folders, write_files
+from stepcheck.report import Result, add_flags, refuse_folders, unjudged, write_files
 from stepcheck.strategies import ZERO, deepspeed_folder
 from stepcheck.usage import UsageError, positive
 from stepcheck.verdict import Finding
 
 BLANK = Case("")
-
-Result = dict[str, Any]
-"""A verdict as plain data, with the case's name, row and strategy. Has an `error` if the case was not judged."""
 
 
 def add_parser(commands: Any) -> None:
@@ -104,13 +101,13 @@ def _result(case: Case, verdict: dict[str, Any]) -> Result:
     """Judges a case by the audit's verdict: "ok", "known" or "FAULT"."""
     result = {"steps": 0, "findings": [], "shares": {}, "not_judged": {}, "known": "", **verdict}
     result |= {"engine": str(case), "row": case.row, "strategy": case.strategy, "precision": case.precision}
-    unjudged = [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
+    left_out = unjudged(result)
     findings = [str(Finding(**each)) for each in result["findings"]]
     if findings:
         result["known"] = known_fault(case, findings)
         result["summary"] = findings[0] + (f" (in each release: {result['known']})" if result["known"] else "")
-    elif unjudged or result["steps"] < STEPS:
-        result.setdefault("error", (unjudged or [f"only {result['steps']} of {STEPS} steps were audited"])[0])
+    elif left_out or result["steps"] < STEPS:
+        result.setdefault("error", (left_out or [f"only {result['steps']} of {STEPS} steps were audited"])[0])
     if "error" in result:
         result["summary"] = result["error"]
     result["passed"] = "error" not in result and (not findings or bool(result["known"]))

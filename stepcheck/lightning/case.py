@@ -11,7 +11,7 @@ PARTS = ("module", "datamodule")
 
 
 @dataclass(frozen=True)
-class Case:
+class ModuleCase:
     """A short training of the user's module. Travels between processes as JSON."""
 
     options: dict[str, str]  # names and arguments of the user's classes: module, module.lr, datamodule, ...

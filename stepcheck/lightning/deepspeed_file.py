@@ -24,7 +24,7 @@ REFUSED = {
 OF_LOADER = ("train_batch_size", "train_micro_batch_size_per_gpu")
 """Keys without an effect, because the module's loader decides."""
 
-PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+PRECISION_OF_SECTION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -51,7 +51,7 @@ def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for key, name in (("gradient_accumulation_steps", "accumulate"), ("gradient_clipping", "clip")):
         if key in config:
             fields[name] = config.pop(key)
-    for key, precision in PRECISIONS.items():
+    for key, precision in PRECISION_OF_SECTION.items():
         section = config.get(key)
         if isinstance(section, dict) and section.get("enabled"):
             fields["precision"] = precision

@@ -22,7 +22,7 @@ PLAIN = (bool, int, float, str)
 
 NOT_RESTORED = "Lightning restores a position within an epoch only for a loader with state_dict, and no shuffle's order"
 
-State = dict[tuple[Kind, str], Any]
+Checksums = dict[tuple[Kind, str], Any]
 """The checksum of each tensor, and each number, by kind and name."""
 
 
@@ -31,9 +31,9 @@ class StateRecorder(Callback):
 
     def __init__(self, step: int):
         self.step = step
-        self.first: State = {}
+        self.first: Checksums = {}
         self.random: dict[str, Any] = {}
-        self.last: State = {}
+        self.last: Checksums = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step >= self.step and not self.first:
@@ -84,7 +84,7 @@ class ResumeCheck(StateRecorder):
         return [each for of_rank in RankInfo.current().all_gather(found) for each in of_rank][:100]
 
 
-def _differences(step: int, expected: State, actual: State, when: str) -> list[Finding]:
+def _differences(step: int, expected: Checksums, actual: Checksums, when: str) -> list[Finding]:
     found = []
     for (kind, name), value in expected.items():
         other = actual.get((kind, name), "missing")
@@ -97,7 +97,7 @@ def _differences(step: int, expected: State, actual: State, when: str) -> list[F
     return found
 
 
-def _state(trainer: Trainer, module: LightningModule, batch: Any) -> State:
+def _state(trainer: Trainer, module: LightningModule, batch: Any) -> Checksums:
     """Returns the state in which a step starts. Buffers are rank 0's, as in a checkpoint."""
     found = _flat("batch", "the batch", batch) | _weights(trainer, module)
     found["counter", "the number of steps"] = trainer.global_step
@@ -107,9 +107,9 @@ def _state(trainer: Trainer, module: LightningModule, batch: Any) -> State:
     return found
 
 
-def _weights(trainer: Trainer, module: LightningModule) -> State:
+def _weights(trainer: Trainer, module: LightningModule) -> Checksums:
     """Returns the weights, buffers, options and optimizer state of this rank."""
-    found: State = {}
+    found: Checksums = {}
     for name, parameter in module.named_parameters():
         found |= _flat("weight", name, getattr(parameter, "ds_tensor", parameter))
     if trainer.is_global_zero:
@@ -127,9 +127,9 @@ def _weights(trainer: Trainer, module: LightningModule) -> State:
     return found
 
 
-def _flat(kind: Kind, name: str, tree: Any) -> State:
+def _flat(kind: Kind, name: str, tree: Any) -> Checksums:
     """Returns the checksum of each tensor in a tree, and the tree's plain values, keyed by kind and by path."""
-    found: State = {}
+    found: Checksums = {}
     for path, value in tree_leaves_with_path(tree):
         label = f"{keystr(path)} of {name}" if path else name
         if isinstance(value, Tensor):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepcheck.bounds import CANCELLATION
 from stepcheck.replay.plain_copy import Computed
 from stepcheck.verdict import Kind
 
@@ -24,15 +25,12 @@ ROUNDINGS = 3.0
 LEAST = 4.0
 """Relative error that is allowed in addition, in machine epsilons."""
 
-SMALL = 1e-3
-"""Share of the norm of all gradients that is added to the norm of one gradient before its error is divided by it. A
-gradient that nearly cancels still has the rounding error of its summands."""
-
 FEW = 100
 """A tensor with fewer elements has too small a sample of rounding errors."""
 
 CONSTANT = 0.02
-"""Largest remainder of a gradient that counts as a multiple of another one, relative to its norm."""
+"""Largest remainder of a value that counts as explained, for example as a multiple of another value, relative to its
+norm."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def loss_errors(low: Computed, exact: Computed) -> list[float]:
 
 def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> Iterator[Compared]:
     norm_of_all = math.sqrt(sum(float(each.square().sum()) for each in exact.gradients.values()))
-    sizes = {name: float(each.norm()) + SMALL * norm_of_all + 1e-300 for name, each in exact.gradients.items()}
+    sizes = {name: float(each.norm()) + CANCELLATION * norm_of_all + 1e-300 for name, each in exact.gradients.items()}
     rounding = mean_square(
         _distance(low.gradients[name], exact.gradients[name]) / sizes[name]
         for name in low.gradients.keys() & sizes.keys()
@@ -120,7 +118,9 @@ def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> 
         value, own = actual.gradients[name], low.gradients[name]
         few = rounding if high.numel() < FEW else 0.0
         result = _compared("replayed gradient", name, value, own, high, eps * summed, sizes[name], few)
-        explanation = _factor(value.double(), own.double()) if result.share > 1 else ""
+        factor = common_factor(value.double(), own.double()) if result.share > 1 else None
+        is_scaled = factor is not None and abs(factor - 1) > CONSTANT
+        explanation = f": it is {factor:.3g} times the correct value" if is_scaled else ""
         yield Compared(result.kind, name, result.error, result.tolerance, result.elements, explanation)
     for name in actual.gradients.keys() - (exact.gradients.keys() & low.gradients.keys()):
         size = actual.gradients[name].numel()
@@ -182,10 +182,10 @@ def mean_square(values: Iterable[float]) -> float:
     return math.sqrt(sum(each * each for each in finite) / len(finite)) if finite else 0.0
 
 
-def _factor(actual: Tensor, expected: Tensor) -> str:
+def common_factor(actual: Tensor, expected: Tensor) -> float | None:
+    """Returns the factor if a float64 tensor is a multiple of another one, or else None."""
     factor = float((actual * expected).sum() / expected.square().sum().clamp(min=1e-300))
-    rest = float((actual - factor * expected).norm()) / max(float(actual.norm()), 1e-300)
-    return f": it is {factor:.3g} times the correct value" if rest < CONSTANT < abs(factor - 1) else ""
+    return factor if (actual - factor * expected).norm() <= CONSTANT * actual.norm() else None
 
 
 def _same(some: object, others: object) -> bool:

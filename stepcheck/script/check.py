@@ -22,8 +22,8 @@ from stepcheck.script.recording import (
     RecordedTensor,
     Recording,
     match_names,
-    options_of,
     settings,
+    update_options,
     use_settings,
 )
 from stepcheck.updates import update_errors
@@ -199,7 +199,7 @@ class ScriptCheck(Callback):
     # The optimizer
     def _compare_options(self, optimizer: Any, names: Mapping[int, str]) -> None:
         for group in optimizer.param_groups:
-            module = options_of(group)
+            module = update_options(group)
             for name in (names[id(each)] for each in group["params"] if id(each) in names):
                 script = self._values[name].options
                 for key in module.keys() & script.keys():

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from stepcheck.attach import find_model
 from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
-from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, options_of, tensors_in
+from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, tensors_in, update_options
 
 FETCHED_AHEAD = 64
 """Most batches that a script may hold before it trains on them. Accelerate (1.15) fetches one batch ahead, and
@@ -151,7 +151,7 @@ class Recorder:
         if len(step.batches) != recording.accumulate:
             counts = f"{recording.accumulate} and {len(step.batches)}"
             raise Refused(f"its steps have {counts} micro-batches: give all steps the same number")
-        options = {id(each): options_of(group) for group in optimizer.param_groups for each in group["params"]}
+        options = {id(each): update_options(group) for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._model.named_parameters():
             value = step.values[name]
             value.gradient, value.options = _copied(parameter.grad), options.get(id(parameter), {})

@@ -100,7 +100,7 @@ def use_settings(expected: Mapping[str, Any]) -> None:
     torch.set_num_threads(expected["threads"])
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+def update_options(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
     """Returns the options of a parameter group that change an update, as numbers."""
     found = {key: group[key] for key in OPTIONS if group.get(key) is not None}
     return {
