@@ -18,7 +18,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.cache import Dataset
 from cifar_zero.data.dataset import EvalOrder, Order, Split, TrainOrder, stratified_split
-from cifar_zero.data.loaders import MemoryLoader, Stored, TorchLoader
+from cifar_zero.data.loaders import ImageStore, MemoryLoader, TorchLoader
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies import hooks_of
@@ -48,7 +48,7 @@ class CIFARDataModule(LightningDataModule):
         self._data = settings.data
         self.source = ""  # name of the source in use, once it is prepared
         self._train = self._val = np.empty(0, np.int64)
-        self._stored: dict[tuple[int, torch.device], Stored] = {}
+        self._stored: dict[tuple[int, torch.device], ImageStore] = {}
 
     def prepare_data(self) -> None:
         """Downloads and decodes the images, if necessary. Lightning calls this method on one rank of each node. It
@@ -139,7 +139,7 @@ class CIFARDataModule(LightningDataModule):
         return self._eval_loader(Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test)))
 
     def _eval_loader(self, split: Split) -> Any:
-        order = EvalOrder(split.count, self._data.inputs.as_many(EVAL_BATCH_SIZE), *self._replica)
+        order = EvalOrder(split.count, self._data.inputs.batch_size_of_equal_pixels(EVAL_BATCH_SIZE), *self._replica)
         return self._loader(split, order, AugmentConfig())
 
     def _loader(self, split: Split, order: Order, augment: AugmentConfig) -> Any:
@@ -147,7 +147,7 @@ class CIFARDataModule(LightningDataModule):
         if self._data.loader == "memory":
             key = id(split.images), self._device  # training and validation images share one array, and so one copy
             if key not in self._stored:
-                self._stored[key] = Stored(split.images, self._device)
+                self._stored[key] = ImageStore(split.images, self._device)
             augmentation = Augmentation(augment, split.count, len(self.classes), self.settings.recipe.seed, inputs)
             return MemoryLoader(split, order, self._stored[key], augmentation)
         return TorchLoader(split, order, self._data.workers, inputs, pin=self._device.type == "cuda")

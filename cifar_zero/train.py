@@ -27,7 +27,7 @@ def main() -> int:
         command_line.allow_code(run.recipe.model.name, run.recipe.augment.transform)
         train(run)
         return 0
-    rank_environment.adopt()
+    rank_environment.set_torchrun_variables()
     run = resolve(estimates.without_auto(command_line.parse(earlier_run=resume.saved_config)))
     if rank_environment.global_rank() == 0:
         announce(run)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from stepcheck import run
 from stepcheck.accept import command as accept
 from stepcheck.lightning import module
-from stepcheck.record import command as script
+from stepcheck.script import command as script
 from stepcheck.usage import Parser, UsageError, nearest
 
 

@@ -1,4 +1,4 @@
-"""Audits a script that knows nothing of it: wraps `deepspeed.initialize`, and finds the models of torch's optimizers.
+"""Audits a script that does not call stepcheck. Wraps `deepspeed.initialize`, and finds the models of optimizers.
 
 `stepcheck run` makes each process of the script import this module at its start, before torch.
 """
@@ -16,21 +16,25 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from stepcheck.patch import wrap_function
+
 
 def install(**settings: Any) -> None:
-    """Audits each engine and optimizer that this process builds. Takes the fields of `Attached`."""
-    attached = Attached(**settings)
-    patches = {"torch": attached.patch_torch, "deepspeed": attached.patch_deepspeed}
+    """Audits each engine and optimizer that this process builds. Takes the arguments of `AutoAudit`."""
+    auto_audit = AutoAudit(**settings)
+    patches = {"torch": auto_audit.patch_torch, "deepspeed": auto_audit.patch_deepspeed}
     sys.meta_path.insert(0, AfterImport(patches))
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function after a module was imported. `find_spec` may be called several times before the import, for
-    example by transformers, which checks whether deepspeed is installed."""
+    """Patches modules right after they are imported.
+
+    A module may be looked up several times before it is imported. transformers, for example, checks whether deepspeed
+    is installed.
+    """
 
     def __init__(self, patches: dict[str, Callable[[Any], None]]):
         self.patches = patches
@@ -53,8 +57,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-class Attached:
-    """The audits of this process."""
+class AutoAudit:
+    """Audits every engine and optimizer that this process builds, without a call in the script."""
 
     def __init__(
         self,
@@ -73,9 +77,9 @@ class Attached:
         # Optimizers that are not audited yet, in order, and whether their model had no wrapper at its forward pass.
         self.pending: Any = weakref.WeakKeyDictionary()
         self.building = False  # whether an engine is being built, which may call its optimizer once
-        self.finder: Any = None  # handle of the hook that waits for the first forward pass
+        self.forward_hook: Any = None  # handle of the hook that waits for the first forward pass
         self.has_fault = False  # whether the audits have found a fault
-        self.process = 0  # that trains; a process that it forks inherits this object
+        self.process = 0  # id of the process that trains, because a forked process inherits this object
         self.is_first_rank = False
 
     def patch_torch(self, torch: Any) -> None:
@@ -83,51 +87,47 @@ class Attached:
         or at its first step."""
         importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
         importlib.import_module("stepcheck.engines.plain").watch()
-        initialize, attached = torch.optim.Optimizer.__init__, self
-
-        @wraps(initialize)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            initialize(self, *args, **kwargs)
-            if any(hasattr(each, "placements") for group in self.param_groups for each in group["params"]):
-                attached.start(self)  # FSDP2: `fully_shard` comes before the optimizer
-                return
-            attached.pending[self] = False
-            if attached.finder is None:
-                hook = torch.nn.modules.module.register_module_forward_pre_hook
-                attached.finder = hook(attached.before_forward)
-
-        torch.optim.Optimizer.__init__ = __init__
+        wrap_function(torch.optim.Optimizer, "__init__", self._build_optimizer)
         hooks = importlib.import_module("torch.optim.optimizer")
         hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
 
+    def _build_optimizer(self, build: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        build(optimizer, *args, **kwargs)
+        if any(hasattr(each, "placements") for group in optimizer.param_groups for each in group["params"]):
+            self.start(optimizer)  # FSDP2: `fully_shard` comes before the optimizer
+            return
+        self.pending[optimizer] = False
+        if self.forward_hook is None:
+            modules = importlib.import_module("torch.nn.modules.module")
+            self.forward_hook = modules.register_module_forward_pre_hook(self.before_forward)
+
     def patch_deepspeed(self, deepspeed: Any) -> None:
         """Audits the engines that `deepspeed.initialize` returns."""
-        initialize = deepspeed.initialize
+        wrap_function(deepspeed, "initialize", self._initialize)
 
-        @wraps(initialize)
-        def audited(args: Any = None, model: Any = None, optimizer: Any = None, *others: Any, **named: Any) -> Any:
-            before, start = {*self.pending}, None
-            with suppress(Exception):  # not a module: DeepSpeed itself says what is wrong
-                start = importlib.import_module("stepcheck.start").Start(model, optimizer)
-            self.building = True
-            try:
-                result = initialize(args, model, optimizer, *others, **named)
-            finally:
-                self.building = False
-                for each in [*self.pending]:  # the engine calls its optimizers
-                    if each is optimizer or each not in before:
-                        del self.pending[each]
-            engine = result[0]
-            started = self.audit(engine, start=start) if engine.optimizer is not None else None
-            parameters = {id(each) for each in engine.module.parameters()}
-            for each in [*self.pending]:  # dropped, as by transformers (5.24, issue 38753)
-                if parameters & _ids(each):
+    def _initialize(
+        self, initialize: Any, args: Any = None, model: Any = None, optimizer: Any = None, *others: Any, **named: Any
+    ) -> Any:
+        before, start = {*self.pending}, None
+        with suppress(Exception):  # not a module: DeepSpeed itself says what is wrong
+            start = importlib.import_module("stepcheck.start").Start(model, optimizer)
+        self.building = True
+        try:
+            result = initialize(args, model, optimizer, *others, **named)
+        finally:
+            self.building = False
+            for each in [*self.pending]:  # the engine calls its optimizers
+                if each is optimizer or each not in before:
                     del self.pending[each]
-                    if started is not None:
-                        started.verdict.notes["optimizer"] = f"{type(each).__name__} never steps: DeepSpeed got another"
-            return result
-
-        deepspeed.initialize = audited
+        engine = result[0]
+        started = self.audit(engine, start=start) if engine.optimizer is not None else None
+        parameters = {id(each) for each in engine.module.parameters()}
+        for each in [*self.pending]:  # dropped, as by transformers (5.24, issue 38753)
+            if parameters & _ids(each):
+                del self.pending[each]
+                if started is not None:
+                    started.verdict.notes["optimizer"] = f"{type(each).__name__} never steps: DeepSpeed got another"
+        return result
 
     def audit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Starts an audit, unless its engine cannot be audited. Never raises an error, because the script would end."""
@@ -135,7 +135,7 @@ class Attached:
             from stepcheck.auditor import audit
 
             if isinstance(self.baseline, dict):
-                from stepcheck.record.baseline import Baseline
+                from stepcheck.baseline import Baseline
 
                 self.baseline = Baseline(**self.baseline)
             baseline = self.baseline and self.baseline.audit()
@@ -169,9 +169,9 @@ class Attached:
                     self.pending[optimizer] = True
                 elif root is module:
                     started.before_forward(module, inputs, {})
-        if not self.pending and self.finder is not None:
-            self.finder.remove()
-            self.finder = None
+        if not self.pending and self.forward_hook is not None:
+            self.forward_hook.remove()
+            self.forward_hook = None
 
     def before_step(self, optimizer: Any) -> None:
         """Starts the audit of an optimizer at its first step, if no forward pass has started it. This happens if the
@@ -244,8 +244,8 @@ def _ids(optimizer: Any) -> set[int]:
 
 def find_model(optimizer: Any) -> Any:
     """Returns the smallest module that holds all parameters of an optimizer, or the outermost wrapper of this module
-    (DDP, FSDP or torch.compile). If no single module holds them all, returns a new module that consists of the modules
-    and tensors that do."""
+    (DDP, FSDP or torch.compile). If no single module holds them all, returns a new module that contains several modules
+    and tensors, which together hold them."""
     import torch
 
     # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.

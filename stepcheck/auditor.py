@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
-from stepcheck.engines import view_of
+from stepcheck.engines import adapter_of
 from stepcheck.hooks import Hooks
 from stepcheck.judge import Judge, Step
 from stepcheck.start import Start, changed_options, options_of
@@ -67,30 +67,31 @@ class Audit:
             optimizer: The torch optimizer that updates the model, unless `model` is a DeepSpeedEngine.
             every: Audit each step whose number is divisible by this.
             weights_every: Compare each weight in every so many steps. Gradients and updates are compared in each step.
-            on_fault: Whether to raise StepCheckError at the first step with a fault or to print it, or what to call.
+            on_fault: "raise" raises StepCheckError at the first step with a fault, "warn" prints the fault, and a
+                function is called with the fault.
             start: What `Start` recorded before the engine was built.
-            replay: Computes chosen steps again on a copy of the module.
-            baseline: Saves each step, or compares it with a saved one.
+            replay: A `Replay`, which computes chosen steps again on a copy of the module.
+            baseline: An `AuditBaseline`, which saves each step or compares it with a saved one.
 
         Raises:
             NotAuditable: If the audit cannot read the engine. The message says why.
         """
-        self.view = view = view_of(model, optimizer)
+        self.adapter = adapter = adapter_of(model, optimizer)
         self.every, self.weights_every, self.on_fault = every, weights_every, on_fault
         self.replay, self.baseline = replay, baseline
-        self.verdict = Verdict(engine=view.label)
+        self.verdict = Verdict(engine=adapter.label)
         self.step = 1  # the optimizer step that runs, from 1
         self.running = False  # whether a step that is audited has begun
         self.micro_batches = 0
         self.depth = 0  # calls of the optimizer's step that have not returned
         self.error = ""  # why a hook of this rank failed
         self.stopped = False  # whether all ranks have ended the audit
-        self._judge = Judge(view, self.verdict)
-        self._totals = Totals(view)
-        self._updates = UpdateCheck(view)
-        self._batch_norms = BatchNormCounts(view.module)
-        self._batches = Batches(view.ranks.rank, view.ranks.size, view.device)
-        self._targets = {id(target.tensor): target for target in view.targets()}
+        self._judge = Judge(adapter, self.verdict)
+        self._totals = Totals(adapter)
+        self._updates = UpdateCheck(adapter)
+        self._batch_norms = BatchNormCounts(adapter.module)
+        self._batches = Batches(adapter.ranks.rank, adapter.ranks.size, adapter.device)
+        self._targets = {id(target.tensor): target for target in adapter.targets()}
         self._options: dict[int, dict[str, Any]] = {}  # before the engine's step, by id of the parameter group
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
@@ -98,17 +99,17 @@ class Audit:
         self._trains: bool | None = None  # whether the module was in training mode in the last step
         self._began = 0.0
         self._in_backward = False
-        if self._updates.kind is None:
+        if self._updates.optimizer_class is None:
             self.verdict.not_judged["updates"] = (
-                f"{type(view.optimizer).__name__} is not known to update each element on its own"
+                f"{type(adapter.optimizer).__name__} is not known to update each element on its own"
             )
-        for text in changed_options(view, start):
+        for text in changed_options(adapter, start):
             self.add("options", 2.0, text)
-        for text in start.changes(view.module) if start else ():
+        for text in start.changes(adapter.module) if start else ():
             self.add("start", 2.0, text)
         if replay is not None:
             replay.attach(self)
-        undo = view.attach(self)
+        undo = adapter.attach(self)
         self._hooks = Hooks(self)
         self._undo = [*undo, self._hooks.remove, self._batch_norms.remove]
         self.verdict.bytes = self._totals.bytes
@@ -131,9 +132,9 @@ class Audit:
         self.verdict.not_judged[what] = why
         self.running, self.stopped = False, True
 
-    def forget(self) -> None:
+    def reset_history(self) -> None:
         """Drops what is kept from earlier steps, because a checkpoint is about to be loaded."""
-        self._updates.forget()
+        self._updates.reset()
         self._judge.frozen = {}
         self._batch_norms.counts = {}
 
@@ -142,8 +143,8 @@ class Audit:
 
         Args:
             kind: What was compared.
-            share: Error / tolerance, or a tensor of them. That of a note counts as no more than 1.
-            text: What is wrong if the share exceeds 1; called if it is a function.
+            share: Error / tolerance, or a tensor of them. A note counts as no more than 1.
+            text: What is wrong if the share exceeds 1, or a function that returns it.
         """
         share = torch.as_tensor(share, dtype=torch.float64)
         share = share.max() if share.numel() else share.sum()
@@ -160,10 +161,10 @@ class Audit:
         if not self.running:
             return
         self._batches.before_forward((args, kwargs))
-        if why := self.view.begin_micro_batch():
+        if why := self.adapter.begin_micro_batch():
             return self.stop(f"step {self.step} and later steps", why)
-        for index in self._in_turn if not self.view.gathers else ():
-            self._totals.saw_weight(index, self.view.parameters[index])
+        for index in self._in_turn if not self.adapter.gathers else ():
+            self._totals.add_used_weight(index, self.adapter.parameters[index])
 
     @guarded
     def before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
@@ -174,10 +175,10 @@ class Audit:
             parameter = module._parameters[name]
             if parameter is None:
                 continue
-            if parameter is not self.view.parameters[index] and parameter.requires_grad:  # FSDP2's unsharded one
+            if parameter is not self.adapter.parameters[index] and parameter.requires_grad:  # FSDP2's unsharded one
                 self._hooks.watch_gradient(index, parameter)
             if index in self._in_turn:
-                self._totals.saw_weight(index, parameter)
+                self._totals.add_used_weight(index, parameter)
 
     @guarded
     def begin(self) -> None:
@@ -186,7 +187,7 @@ class Audit:
             self._begin_step()
 
     @guarded
-    def saw_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
+    def add_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
         """Adds the gradient that autograd has computed for a parameter in one micro-batch, before the engine changes
         it."""
         if not self.running:  # the module itself was not called, only parts of it
@@ -194,30 +195,30 @@ class Audit:
         if not self.running:
             return
         if self.replay is not None:
-            self.replay.saw_gradient(index, gradient)
-        view, earlier = self.view, self.view.accumulated(index)
-        if view.starts_anew(index):
+            self.replay.add_gradient(index, gradient)
+        adapter, earlier = self.adapter, self.adapter.accumulated(index)
+        if adapter.is_first_gradient(index):
             self._counts[index] = 0
-            self._totals.forget_gradient(index)
+            self._totals.reset_gradient(index)
         if earlier is not None:
-            self._totals.forget_gradient(index)
-            self._totals.saw_gradient(index, earlier)
-        self._totals.saw_gradient(index, gradient)
+            self._totals.reset_gradient(index)
+            self._totals.add_gradient(index, earlier)
+        self._totals.add_gradient(index, gradient)
         if not self._in_backward:
             self._in_backward = True
-            self._batches.in_backward()
+            self._batches.begin_backward()
             engine = torch.autograd.Variable._execution_engine
             # A callback that an engine has queued in this backward pass, such as DDP's, runs before the inner one.
             engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
         self._counts[index] = self._counts.get(index, 0) + 1
         self.micro_batches = max(self.micro_batches, self._counts[index])
         if index in self._in_turn:
-            self._totals.saw_weight(index, parameter)
+            self._totals.add_used_weight(index, parameter)
 
     @guarded
     def _after_backward(self) -> None:
         self._in_backward = False
-        self.view.after_backward()
+        self.adapter.after_backward()
 
     # A step
     def _begin_step(self) -> None:
@@ -225,50 +226,49 @@ class Audit:
             return
         self.running, self.micro_batches = True, 0
         if self._last_audited != self.step - 1:
-            self._updates.forget()
+            self._updates.reset()
         self._last_audited = self.step
         self._began = self._began or time.perf_counter()
         self._totals.begin_step()
         self._counts = {}
         self._batches.begin_step()
         # Only modules without parts, because Lightning does not change the mode of a wrapper such as DDP.
-        trains = any(each.training for each in self.view.module.modules() if not [*each.children()])
+        trains = any(each.training for each in self.adapter.module.modules() if not [*each.children()])
         if self._trains and not trains:
             self.add("state", 2.0, "the module is in evaluation mode, unlike in the step before")
         self._trains = trains
-        self.scale = self.view.loss_scale()
-        self.view.begin_step()
-        self._totals.saw_optimizer_weights(self._in_turn)
+        self.scale = self.adapter.loss_scale()
+        self._totals.add_optimizer_weights(self._in_turn)
 
     @guarded
     def before_step(self) -> None:
-        """Records the options of the parameter groups before an engine's step, as the user and the schedule set them.
-        The engine calls the optimizer itself."""
-        self._options = {id(group): options_of(group) for group in self.view.optimizer.param_groups}
+        """Records the options of the parameter groups, as the user and the schedule have set them, before an engine's
+        step calls the optimizer."""
+        self._options = {id(group): options_of(group) for group in self.adapter.optimizer.param_groups}
 
     @guarded
     def before_update(self, optimizer: Any) -> None:
         """Adds the gradients that reach the optimizer, and checks its options."""
-        if not self.running and not self.view.owns_step:  # the script sets gradients that autograd has not accumulated
+        if not (self.running or self.adapter.owns_step):  # the script sets gradients itself
             self._begin_step()
         if not self.running:
             return
-        if not self.view.owns_step:
-            self.scale = self.view.loss_scale()
-        self._totals.mark("foreign", self.view.foreign_gradients())
-        self._totals.mark("trained", self.view.trained)
-        clips = self.view.clip_limit() > 0
+        if not self.adapter.owns_step:
+            self.scale = self.adapter.loss_scale()
+        self._totals.mark("modified", self.adapter.modified_gradients())
+        self._totals.mark("trained", self.adapter.trained)
+        clips = self.adapter.clip_limit() > 0
         for group in optimizer.param_groups:
             for key, value in self._options.get(id(group), {}).items():
                 if group.get(key, value) != value:
                     self.add("options", 2.0, f"{key} is {group[key]} in the update and was {value} before the step")
             for tensor in group["params"]:
                 target = self._targets.get(id(tensor))
-                if target is None and not self.view.owns_step:
+                if target is None and not self.adapter.owns_step:
                     self.verdict.not_judged["some parameters"] = "the optimizer was given them after its first step"
                 if target is not None and tensor.grad is not None:
-                    gradient = self.view.local(tensor.grad).detach()
-                    self._totals.saw_optimizer_gradient(target.parts, gradient, measure=clips)
+                    gradient = self.adapter.local(tensor.grad).detach()
+                    self._totals.add_optimizer_gradient(target.parts, gradient, measure=clips)
         self._updates.begin(optimizer, self.add)
 
     @guarded
@@ -291,20 +291,20 @@ class Audit:
             self.on_fault(findings[0])
         elif findings and self.on_fault == "raise":
             raise StepCheckError(findings[0])
-        elif findings and len(self.verdict.findings) == len(findings) and self.view.ranks.rank == 0:
+        elif findings and len(self.verdict.findings) == len(findings) and self.adapter.ranks.rank == 0:
             print(f"stepcheck: {findings[0]}", flush=True)
 
     def _judge_step(self, skipped: bool) -> list[Finding]:
         """Sums the contributions of the ranks, and returns the findings, which are the same on all ranks."""
-        view, verdict = self.view, self.verdict
+        adapter, verdict = self.adapter, self.verdict
         self._batch_norms.compare(self.add)
         local, self._local = self._local, []
-        sums, worst, fingerprints, shares = self._totals.over_ranks(
+        sums, worst, fingerprints, shares = self._totals.all_reduce(
             [share for _, share, _ in local], bool(self.error), self._batches.fingerprints
         )
         verdict.notes |= self._batches.notes(self.step, fingerprints)
         if worst == FAILED:
-            self.stop(f"step {self.step} and later steps", next(filter(None, view.ranks.everywhere(self.error))))
+            self.stop(f"step {self.step} and later steps", next(filter(None, adapter.ranks.all_gather(self.error))))
             return []
         found: list[tuple[Kind, str, float]] = []
         for (kind, _, text), share in zip(local, shares, strict=True):
@@ -317,7 +317,7 @@ class Audit:
                 found.append((kind, str(text() if callable(text) else text), share))
         findings = [
             self._judge.finding(self.step, kind, text, share, rank)
-            for rank, of_rank in enumerate(view.ranks.everywhere(found) if worst > 1 else ())
+            for rank, of_rank in enumerate(adapter.ranks.all_gather(found) if worst > 1 else ())
             for kind, text, share in of_rank
         ]
         step = Step(self.step, self.micro_batches, self.scale, sums, fingerprints)
@@ -334,7 +334,7 @@ class Audit:
     @property
     def _in_turn(self) -> range:
         """The indices of the weights to compare in this step."""
-        return range(-self.step % self.weights_every, len(self.view.parameters), self.weights_every)
+        return range(-self.step % self.weights_every, len(self.adapter.parameters), self.weights_every)
 
 
 audit = Audit

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stepcheck.engines.view import Hook
+from stepcheck.engines.adapter import Hook
 
 
 class BatchNormCounts:

@@ -1,5 +1,5 @@
-"""Notes batches that ranks share or that repeat, and dropout that repeats. They are notes, because a script may mean
-them."""
+"""Notes batches that ranks share or that repeat, and dropout that repeats. They are notes and not faults, because a
+script may do this on purpose."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class Batches:
 
     def before_forward(self, inputs: Any) -> None:
         """Adds the inputs of a micro-batch to the fingerprint, and compares the random state with the first micro-batch
-        of the step. Is called before the forward pass."""
+        of the step."""
         tensors = (each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.numel() > 1)
         first = next(tensors, None)
         if first is not None and not first.is_sparse and not first.is_complex():
@@ -42,20 +42,19 @@ class Batches:
         elif self._drew and torch.equal(state, self._before):
             self.repeats_random = True
 
-    def in_backward(self) -> None:
-        """Records whether a forward pass of the step has drawn random numbers. Is called at the start of a backward
-        pass."""
+    def begin_backward(self) -> None:
+        """Records whether a forward pass of the step has drawn random numbers."""
         if self._before is not None and not self._drew:
             self._drew = not torch.equal(_random_state(self.fingerprints.device), self._before)
 
-    def notes(self, step: int, everyone: Tensor) -> dict[str, str]:
-        """Returns what is remarkable in a step.
+    def notes(self, step: int, fingerprints: Tensor) -> dict[str, str]:
+        """Returns a sentence for each repetition in a step, by its subject.
 
         Args:
-            step: Its number.
-            everyone: The sum of `fingerprints` over the ranks, on the CPU.
+            step: Number of the step.
+            fingerprints: The fingerprints of all ranks, on the CPU.
         """
-        found, seen, last = {}, everyone.tolist(), self.last
+        found, seen, last = {}, fingerprints.tolist(), self.last
         same = [(one, two) for two in range(len(seen)) for one in range(two) if seen[one] and seen[one] == seen[two]]
         if same:
             found["batches"] = f"ranks {same[0][0]} and {same[0][1]} had the same in step {step}"
@@ -63,7 +62,7 @@ class Batches:
             found["batches"] = f"step {step} had that of the step before"
         if self.repeats_random:
             found["random numbers"] = f"the micro-batches of step {step} draw the same, so their dropout is the same"
-        self.last = everyone
+        self.last = fingerprints
         return found
 
 

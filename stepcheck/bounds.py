@@ -52,13 +52,17 @@ CLIPPING = 1e-3
 """Relative error of a clipped norm, because engines add 1e-6 to it. Two roundings in the optimizer's dtype are added,
 of the norm and of the factor."""
 
+CANCELLATION = 1e-3
+"""Share of the norm of all gradients that is added to the norm of one gradient before its error is divided by it. A
+gradient that nearly cancels still has the rounding error of its summands."""
+
 
 def factor_tolerance(strength: float, ranks: int) -> float:
     """Returns the tolerance of the factor that all gradients have in common.
 
     Args:
         strength: Norm of the signal (see above).
-        ranks: Whose gradients are averaged, by at most two constants: before and after they are added.
+        ranks: Number of ranks. Gradients are multiplied by at most two constants, one before and one after their sum.
     """
     constants = 0.0 if ranks & (ranks - 1) == 0 else torch.finfo(torch.float32).eps
     return SIGMAS / strength + constants
@@ -74,10 +78,10 @@ def gradient_deviation(summands: Tensor, sizes: Tensor, unit: float, micro_batch
 
     Args:
         summands: S of each parameter (see above).
-        sizes: Elements of each parameter.
+        sizes: Number of elements of each parameter.
         unit: Unit roundoff of the lowest dtype in which gradients are added or sent.
-        micro_batches: Accumulated on each rank.
-        ranks: Whose gradients are averaged.
+        micro_batches: Number of micro-batches that each rank accumulates.
+        ranks: Number of ranks.
     """
     rounding = unit * ((micro_batches + ranks) / 3) ** 0.5
     of_sketches = SKETCH_EPS * (sizes >= WIDTH)

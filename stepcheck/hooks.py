@@ -6,23 +6,23 @@ from typing import Any
 
 from torch import nn
 
-from stepcheck.engines.view import Hook
+from stepcheck.engines.adapter import Hook
 
 
 class Hooks:
     """Calls an audit before forward passes and checkpoints, and for each gradient that autograd computes."""
 
     def __init__(self, audit: Any):
-        self.audit, self.view = audit, audit.view
+        self.audit, self.adapter = audit, audit.adapter
         self._of_parameters: dict[int, Any] = {}  # handles, by id of the parameter
-        before, loading = Hook(audit.before_forward), Hook(lambda *_: audit.forget())
-        modules = [*self.view.module.modules()]
+        before, loading = Hook(audit.before_forward), Hook(lambda *_: audit.reset_history())
+        modules = [*self.adapter.module.modules()]
         handles = [
-            each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(self.view.module)
+            each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(self.adapter.module)
         ]
         handles += [each.register_load_state_dict_pre_hook(loading) for each in modules]
-        index_of = {id(each): index for index, each in enumerate(self.view.parameters)}
-        for module in modules if self.view.gathers else ():
+        index_of = {id(each): index for index, each in enumerate(self.adapter.parameters)}
+        for module in modules if self.adapter.gathers else ():
             own = {name: index_of[id(each)] for name, each in module._parameters.items() if id(each) in index_of}
             if own:
                 handles.append(module.register_forward_pre_hook(Hook(partial(audit.before_module, own))))
@@ -36,21 +36,21 @@ class Hooks:
     def watch_gradients(self) -> None:
         """Registers hooks on the trained parameters, including parameters that were unfrozen during the training. They
         run after the script's own hooks, which may change a gradient."""
-        for index in self.view.trained:
-            if self.view.parameters[index].requires_grad:
-                self.watch_gradient(index, self.view.parameters[index])
+        for index in self.adapter.trained:
+            if self.adapter.parameters[index].requires_grad:
+                self.watch_gradient(index, self.adapter.parameters[index])
 
     def watch_gradient(self, index: int, parameter: Any) -> None:
         handle = self._of_parameters.get(id(parameter))
         if handle is None:
-            see = partial(self.audit.saw_gradient, index, parameter)
+            see = partial(self.audit.add_gradient, index, parameter)
             self._of_parameters[id(parameter)] = parameter.register_hook(see)
         elif next(reversed(parameter._backward_hooks)) != handle.id:
             parameter._backward_hooks[handle.id] = parameter._backward_hooks.pop(handle.id)
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the outermost modules that have a forward pass of their own. A ModuleList has none."""
+    """Yields the outermost modules that define a forward pass, unlike a ModuleList."""
     if type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from _called_modules(child)

@@ -1,4 +1,4 @@
-"""Judges a step by the sums over all ranks of what each rank contributed."""
+"""Judges a step by sums over all ranks."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, unit_roundoff
-from stepcheck.engines import View
+from stepcheck.engines import EngineAdapter
 from stepcheck.sketch import K
 from stepcheck.verdict import Finding, Kind, Verdict
 
@@ -15,14 +15,14 @@ COLUMNS = {
     "summands": 1,  # sum of the norms of these gradients
     "actual": K,  # sketch of this rank's part of what reaches the optimizer
     "square": 1,  # its squared norm
-    "contrast": K,  # the same sketch, weighted by the replica: 0 in sum if all replicas are equal
+    "replica_difference": K,  # the same sketch, weighted by the replica: 0 in sum if all replicas are equal
     "reference": K,  # sketch of this rank's part of the optimizer's weights
     "used": K,  # sketch of the weights that this rank has used
-    "used_contrast": K,
+    "used_difference": K,
     "uses": 1,
     "moved": 1,  # largest change of `used` within the step
     "trained": 1,  # whether this rank's optimizer updates it
-    "foreign": 1,  # whether the gradient at the step is not the one that the backward pass has left
+    "modified": 1,  # whether the gradient at the step is not the one that the backward pass has left
 }
 """What each rank contributes for each parameter: widths of the columns of one matrix, whose sums over the ranks are
 judged."""
@@ -42,20 +42,20 @@ class Step:
 class Judge:
     """Compares the sums with their tolerances, and records the results in a verdict."""
 
-    def __init__(self, view: View, verdict: Verdict):
-        self.view, self.verdict = view, verdict
-        self.unit = unit_roundoff(view.rounding_dtypes())
-        self.optimizer_unit = unit_roundoff({target.tensor.dtype for target in view.targets()} or {torch.float32})
-        rows = len(view.row_names)
+    def __init__(self, adapter: EngineAdapter, verdict: Verdict):
+        self.adapter, self.verdict = adapter, verdict
+        self.unit = unit_roundoff(adapter.rounding_dtypes())
+        self.optimizer_unit = unit_roundoff({target.tensor.dtype for target in adapter.targets()} or {torch.float32})
+        rows = len(adapter.row_names)
         self.trained = torch.zeros(rows, dtype=torch.bool)
         self.replicas, self.weight_replicas, self.sizes = torch.ones(3, rows, dtype=torch.float64)
-        index_of_name = {name: index for index, name in enumerate(view.names)}
-        for row, name in enumerate(view.row_names):
+        index_of_name = {name: index for index, name in enumerate(adapter.names)}
+        for row, name in enumerate(adapter.row_names):
             index = index_of_name[name.split(" of expert rank ")[0]]
-            self.trained[row] = index in view.trained
-            self.replicas[row] = view.gradient_replicas(index)
-            self.weight_replicas[row] = view.weight_replicas(index)
-            self.sizes[row] = getattr(view.parameters[index], "ds_numel", view.parameters[index].numel())
+            self.trained[row] = index in adapter.trained
+            self.replicas[row] = adapter.gradient_replicas(index)
+            self.weight_replicas[row] = adapter.weight_replicas(index)
+            self.sizes[row] = getattr(adapter.parameters[index], "ds_numel", adapter.parameters[index].numel())
         self.expected, self.deviation = torch.zeros(rows, K), torch.zeros(rows, 1)  # of the last step's gradients
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
@@ -66,49 +66,49 @@ class Judge:
 
     def gradients(self, step: Step) -> list[Finding]:
         """Compares the gradients that reach the optimizer with what autograd computed."""
-        view, verdict = self.view, self.verdict
+        adapter, verdict = self.adapter, self.verdict
         trained = self.trained & self._comparable(step)
         if not trained.any():
             return []
-        factor_of_mean = view.reduction_factor() / step.scale / view.ranks.size
+        factor_of_mean = adapter.reduction_factor() / step.scale / adapter.ranks.size
         expected = step.sums["expected"] * factor_of_mean
         summands = step.sums["summands"][:, 0] * factor_of_mean
         actual = step.sums["actual"] / self.replicas[:, None]
-        contrast = step.sums["contrast"].abs()
+        difference = step.sums["replica_difference"].abs()
         if not expected[trained].isfinite().all():
             verdict.notes["gradients that are not finite"] = f"autograd computed them in step {step.number}"
             return []
         micro_batches = max(1, step.micro_batches)
-        deviation = gradient_deviation(summands, self.sizes, self.unit, micro_batches, view.ranks.size)[:, None]
+        deviation = gradient_deviation(summands, self.sizes, self.unit, micro_batches, adapter.ranks.size)[:, None]
         self.expected, self.deviation = expected * trained[:, None], deviation
         signal = (expected / deviation)[trained]
         strength = float(signal.norm()) or 1e-30
         factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
-        tolerance = factor_tolerance(strength, view.ranks.size)
+        tolerance = factor_tolerance(strength, adapter.ranks.size)
         norm = float((step.sums["square"][:, 0] / self.replicas)[trained].sum().sqrt())
         complete = trained.equal(self.trained)
         findings = self._factor(step, factor, tolerance, norm, complete) if strength > SIGMAS else []
-        may_be_clipped = view.clip_limit() or not view.owns_step
+        may_be_clipped = adapter.clip_limit() or not adapter.owns_step
         scaled = factor if may_be_clipped and abs(factor - 1) > tolerance and 0 < factor < 1 else 1.0
-        error = (actual - scaled * expected).abs() + contrast
+        error = (actual - scaled * expected).abs() + difference
         shares = (error / (SIGMAS * scaled * deviation)).amax(1)[trained].nan_to_num(nan=torch.inf)
         self._measure(trained, expected, summands, deviation, tolerance)
         worst = int(shares.argmax())
         verdict.record("gradient", float(shares[worst]))
         if shares[worst] <= 1:
             return findings
-        rest = (actual - factor * expected).abs() + contrast
+        rest = (actual - factor * expected).abs() + difference
         if findings and (rest <= SIGMAS * abs(factor) * deviation)[trained].all():
             return findings  # one factor explains all gradients
         row = int(trained.nonzero()[worst])
         aim = scaled * expected[row]
         size = float(aim.norm().clamp(min=1e-30))
         text = (
-            f"the gradient of {view.row_names[row]} is {float(actual[row] @ aim) / size**2:.5g} times what autograd "
+            f"the gradient of {adapter.row_names[row]} is {float(actual[row] @ aim) / size**2:.5g} times what autograd "
             f"computed, and off by {float(error[row].norm()) / size:.2g} of its norm "
             f"(tolerance {float(SIGMAS * scaled * deviation[row] * K**0.5) / size:.1e})"
         )
-        if contrast[row].norm() > 0.1 * error[row].norm():
+        if difference[row].norm() > 0.1 * error[row].norm():
             text += "; the ranks have different gradients"
         findings = [each for each in findings if each.kind != "scale"]  # one tensor far off moves the factor too
         return [*findings, self.finding(step.number, "gradient", text, float(shares[worst]))]
@@ -128,22 +128,22 @@ class Judge:
 
     def _comparable(self, step: Step) -> Tensor:
         """Returns for each row whether the gradient that autograd computed should reach the optimizer unchanged."""
-        view, verdict = self.view, self.verdict
+        adapter, verdict = self.adapter, self.verdict
         verdict.values_in_all += int(self.sizes[self.trained].sum())
-        foreign = step.sums["foreign"][:, 0] > 0
-        if foreign.any():
-            count = f"{int(foreign.sum())} of {len(foreign)} in step {step.number}"
-            verdict.not_judged["some gradients"] = f"{view.foreign} ({count})"
+        modified = step.sums["modified"][:, 0] > 0
+        if modified.any():
+            count = f"{int(modified.sum())} of {len(modified)} in step {step.number}"
+            verdict.not_judged["some gradients"] = f"{adapter.modified_because} ({count})"
         updaters = step.sums["trained"][:, 0]
-        if not view.owns_step and ((updaters > 0) & (updaters < view.ranks.size)).any():
+        if not adapter.owns_step and ((updaters > 0) & (updaters < adapter.ranks.size)).any():
             verdict.not_judged["gradients"] = "the optimizers of the ranks update different parameters"
-            return torch.zeros_like(foreign)
-        return ~foreign
+            return torch.zeros_like(modified)
+        return ~modified
 
     def _factor(self, step: Step, factor: float, tolerance: float, norm: float, complete: bool) -> list[Finding]:
         """Judges the factor that all gradients have in common. Clipping may make it smaller than 1. `norm` is the norm
         of all gradients if `complete` is true, or else of the compared gradients only."""
-        limit, share = self.view.clip_limit(), abs(factor - 1) / tolerance
+        limit, share = self.adapter.clip_limit(), abs(factor - 1) / tolerance
         rounding = CLIPPING + 2 * self.optimizer_unit
         if limit and norm > limit * (1 - rounding):
             self.verdict.record("clipping", error := abs(norm / limit - 1) / rounding)
@@ -157,7 +157,7 @@ class Judge:
         elif limit and not complete and share > 1 and 0 < factor < 1:
             self.verdict.not_judged["clipping"] = "the norm has gradients that are not judged"
             return []
-        elif not self.view.owns_step and share > 1 and 0 < factor < 1 and not limit:
+        elif not self.adapter.owns_step and share > 1 and 0 < factor < 1 and not limit:
             self.verdict.not_judged["the scale of all gradients"] = (
                 f"something other than torch's clip_grad_norm_ multiplied them by {factor:.5g} in step {step.number}"
             )
@@ -170,7 +170,7 @@ class Judge:
 
     def _meaning(self, step: Step, factor: float) -> str:
         """Returns the likely cause of a wrong factor, or ""."""
-        ranks, parts = self.view.ranks.size, step.micro_batches
+        ranks, parts = self.adapter.ranks.size, step.micro_batches
         causes = {
             1 / parts: f"divided by the {parts} micro-batches once too often",
             float(parts): f"not divided by the {parts} micro-batches",
@@ -182,29 +182,31 @@ class Judge:
 
     def weights(self, step: Step) -> list[Finding]:
         """Compares the weights that forward and backward passes used with the optimizer's weights."""
-        uses, view = step.sums["uses"], self.view
+        uses, adapter = step.sums["uses"], self.adapter
         used = (uses[:, 0] > 0).nonzero()[:, 0]
         if not len(used):
             return []
         reference = (step.sums["reference"] / self.weight_replicas[:, None])[used]
         mean = (step.sums["used"] / uses)[used]
-        contrast = step.sums["used_contrast"][used].abs().amax(1) * (uses[used, 0] == view.ranks.size)
+        difference = step.sums["used_difference"][used].abs().amax(1) * (uses[used, 0] == adapter.ranks.size)
         size = reference.norm(dim=1).clamp(min=1e-30)
         error = (mean - reference).abs().amax(1) / (EXACT * size)
         moved = step.sums["moved"][used, 0] / (EXACT * size)
-        if view.owns_step or view.gathers:
+        if adapter.owns_step or adapter.gathers:
             # A script may change a weight that no optimizer updates in its forward pass, as MoCo does.
             error = torch.where(self.trained[used], torch.maximum(error, moved), error)
         elif (moved > 1).any():
-            name = view.row_names[int(used[int(moved.argmax())])]
+            name = adapter.row_names[int(used[int(moved.argmax())])]
             self.verdict.notes["weights that change within a step"] = f"{name} did in step {step.number}"
-        error = torch.maximum(error, contrast / (EXACT * size)).nan_to_num(nan=torch.inf)
+        error = torch.maximum(error, difference / (EXACT * size)).nan_to_num(nan=torch.inf)
         findings = []
         worst = int(error.argmax())
         if bool(mean[worst].isfinite().all()):
             self.verdict.record("weight", float(error[worst]))
             if error[worst] > 1:
-                text = f"the weight {view.row_names[int(used[worst])]} is used with another value than the optimizer's"
+                text = (
+                    f"the weight {adapter.row_names[int(used[worst])]} is used with another value than the optimizer's"
+                )
                 findings.append(self.finding(step.number, "weight", text, float(error[worst])))
         for place, row in enumerate(used.tolist()):
             if not self.trained[row]:
@@ -212,7 +214,7 @@ class Judge:
                 if (before - reference[place]).abs().max() > EXACT * size[place]:
                     # The script may do this, as MoCo does.
                     self.verdict.notes["weights that the optimizer does not update"] = (
-                        f"{view.row_names[row]} has changed"
+                        f"{adapter.row_names[row]} has changed"
                     )
                 self.frozen[row] = reference[place].clone()
         return findings

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,21 +14,45 @@ from stepcheck.usage import UsageError
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 forbids, such as the control characters of colours in a log."""
 
+Result = dict[str, Any]
+"""The verdict on a case as plain data, with the case's name as `engine`. Has an `error` if it was not judged."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --json and --junit to the parser of a command."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML, for CI systems")
+
 
 def refuse_folders(options: argparse.Namespace, *flags: str) -> None:
-    """Raises UsageError if the path for a flag's file is a folder."""
-    for flag in flags:
+    """Raises UsageError if the path for the file of --json, --junit or another flag is a folder."""
+    for flag in ("json", "junit", *flags):
         file = getattr(options, flag)
         if file is not None and file.is_dir():
             raise UsageError(f"--{flag}: {file} is a folder; give a file")
 
 
-def write_files(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Writes the files of --json and --junit, if they are given."""
+def write_files(options: argparse.Namespace, passed: bool, engines: list[dict[str, Any]], **more: Any) -> int:
+    """Writes the files of --json and --junit, if they are given. Returns the exit code.
+
+    Args:
+        options: The options of a command.
+        passed: Whether nothing is wrong.
+        engines: The verdict of each engine or case, as plain data.
+        more: More fields of the result, or other values.
+    """
+    command = ["stepcheck", *sys.argv[1:]]
+    result = {"passed": passed, "exit_code": int(not passed), "command": command, "engines": engines, **more}
     if options.json:
         write_json(options.json, result)
     if options.junit:
         write_junit(options.junit, result)
+    return result["exit_code"]
+
+
+def unjudged(result: Result) -> list[str]:
+    """Returns a sentence for each part of a case that is not judged."""
+    return [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
 
 
 def write_json(file: Path, result: dict[str, Any]) -> None:

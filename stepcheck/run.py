@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepcheck.report import refuse_folders, write_files
-from stepcheck.usage import UsageError
+from stepcheck.report import add_flags, refuse_folders, write_files
+from stepcheck.usage import UsageError, positive
 
 SITE = """\
 import importlib.machinery, importlib.util, sys
@@ -52,8 +52,7 @@ def add_parser(commands: Any) -> None:
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--save", type=Path, metavar="FILE", help="save what each step computes, for --against")
     either.add_argument("--against", type=Path, metavar="FILE", help="compare each step with the file of --save")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML, for CI systems")
+    add_flags(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="a .py file or launcher")
     parser.set_defaults(run=run)
 
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         command = [found, *command[1:]]
     if options.against and not options.against.is_file():
         raise UsageError(f"--against: {options.against} is not a file")
-    refuse_folders(options, "json", "junit", "save")
+    refuse_folders(options, "save")
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         settings = {
             "reports": folder,
@@ -118,13 +117,5 @@ def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Names
         print(f"stepcheck: {each['engine']}: {each['summary']}", flush=True)
     if not audited:
         print("stepcheck: no step was audited, so this run proves nothing", file=sys.stderr, flush=True)
-    result = {"passed": passed, "exit_code": code, "command": options.command, "engines": verdicts}
-    write_files(options, result)
+    write_files(options, passed, verdicts, command=options.command, exit_code=code)
     return code if passed else code or 1
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number

@@ -35,9 +35,9 @@ OTHER_CHUNK_ROWS = 1024
 @cache
 def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the signs of rows, float32 (ROW_SIGNS, PERIOD and some more), and of columns, float64 (K, WIDTH)."""
-    coin = torch.Generator().manual_seed(7)
-    rows = torch.randint(0, 2, (ROW_SIGNS, PERIOD), generator=coin).float() * 2 - 1
-    columns = torch.randint(0, 2, (K, WIDTH), generator=coin).double() * 2 - 1
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randint(0, 2, (ROW_SIGNS, PERIOD), generator=generator).float() * 2 - 1
+    columns = torch.randint(0, 2, (K, WIDTH), generator=generator).double() * 2 - 1
     return torch.cat([rows, rows[:, :OTHER_CHUNK_ROWS]], 1).to(device), columns.to(device)
 
 

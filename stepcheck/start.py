@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepcheck.engines.view import View
+from stepcheck.engines.adapter import EngineAdapter
 
 PLAIN = (int, float, str)
 
@@ -39,17 +39,17 @@ class Start:
         return texts + [f"{name} is no longer tied as before the engine was built" for name in untied[:1]]
 
 
-def changed_options(view: View, start: Start | None) -> Iterator[str]:
+def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str]:
     """Yields a sentence for each optimizer option that differs from the user's value. The learning rate is left
     out if a schedule may have changed it."""
-    given = view.given_options()
-    for index, parameter in enumerate(view.parameters):
+    given = adapter.given_options()
+    for index, parameter in enumerate(adapter.parameters):
         if start and id(parameter) in start.options:
             given[index] = {key: value for key, value in start.options[id(parameter)].items() if key != "lr"}
-    for index, group in view.parameter_groups().items():
+    for index, group in adapter.parameter_groups().items():
         for key, value in given.get(index, {}).items():
             if key in group and plain(group[key]) != plain(value):
-                yield f"{key} of {view.names[index]} is {group[key]}, and {value} was given"
+                yield f"{key} of {adapter.names[index]} is {group[key]}, and {value} was given"
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def assert_agrees(
     Args:
         module: A LightningModule class at the top level of a file or of an importable module.
         datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
-        strategies: Names of strategies, as of `stepcheck module`. The default is those of DeepSpeed.
+        strategies: Names of strategies for `stepcheck module`. The default is all strategies with DeepSpeed.
         devices: Number of ranks. They use GPUs if there are enough.
         steps: Number of optimizer steps.
         accumulate: Number of micro-batches of a step.

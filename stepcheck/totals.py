@@ -1,4 +1,4 @@
-"""Adds up over the ranks what each of them contributes to the comparison of a step."""
+"""Sums what the ranks contribute to the comparison of a step."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepcheck.engines import View
-from stepcheck.engines.view import Part
+from stepcheck.engines import EngineAdapter
+from stepcheck.engines.adapter import Part
 from stepcheck.judge import COLUMNS
 from stepcheck.sketch import K, project
 
@@ -16,16 +16,16 @@ FAILED = 1e300
 
 
 class Totals:
-    """This rank's values in COLUMNS, and their sums over the ranks, which take one small collective per step."""
+    """Holds this rank's values in COLUMNS, and sums them over the ranks with one small collective per step."""
 
-    def __init__(self, view: View):
-        self.view = view
-        self.targets = [*view.targets()]
+    def __init__(self, adapter: EngineAdapter):
+        self.adapter = adapter
+        self.targets = [*adapter.targets()]
         self.columns = {name: self._zeros(width) for name, width in COLUMNS.items()}
         self.used: dict[int, Tensor] = {}  # sketches of the weights as first used in this step, by index
-        self._contrasts = self._zeros(1)
-        for index, row in enumerate(view.rows):
-            self._contrasts[row] = _contrast(view.replica(index), view.gradient_replicas(index))
+        self._difference_factors = self._zeros(1)
+        for index, row in enumerate(adapter.rows):
+            self._difference_factors[row] = _difference_factor(adapter.replica(index), adapter.gradient_replicas(index))
 
     @property
     def bytes(self) -> int:
@@ -39,79 +39,79 @@ class Totals:
     def mark(self, column: str, indices: Iterable[int]) -> None:
         """Sets a column to 1 for some parameters."""
         for index in indices:
-            self.columns[column][self.view.rows[index]] = 1
+            self.columns[column][self.adapter.rows[index]] = 1
 
-    def forget_gradient(self, index: int) -> None:
+    def reset_gradient(self, index: int) -> None:
         """Resets the sums of autograd's gradients of a parameter."""
         for column in ("expected", "summands"):
-            self.columns[column][self.view.rows[index]] = 0.0
+            self.columns[column][self.adapter.rows[index]] = 0.0
 
-    def saw_gradient(self, index: int, gradient: Tensor) -> None:
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient that autograd has computed for a parameter."""
-        row, sketch = self.view.rows[index], project(gradient).to(self.view.device)
-        self.columns["expected"][row] += sketch[:K]
-        self.columns["summands"][row] += sketch[K].sqrt()
+        sketch = project(gradient)
+        self._add("expected", index, sketch[:K])
+        self._add("summands", index, sketch[K].sqrt())
 
-    def saw_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
+    def add_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
         """Adds the gradient of a tensor that the optimizer updates. `measure` is whether its norm must be exact."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for part in parts:
-            values = flat[part.offset : part.offset + part.length]
-            sketch = project(values, part.start, measure=measure).to(self.view.device)
-            self.columns["actual"][self.view.rows[part.index]] += sketch[:K]
-            self.columns["square"][self.view.rows[part.index]] += sketch[K]
+            sketch = project(flat[part.offset : part.offset + part.length], part.start, measure=measure)
+            self._add("actual", part.index, sketch[:K])
+            self._add("square", part.index, sketch[K])
 
-    def saw_optimizer_weights(self, indices: Collection[int]) -> None:
-        """Adds this rank's parts of some parameters, with the optimizer's values."""
-        view = self.view
+    def add_optimizer_weights(self, indices: Collection[int]) -> None:
+        """Adds the optimizer's values of this rank's parts of some parameters."""
+        adapter = self.adapter
         for target in self.targets:
-            flat = view.local(target.tensor).detach().reshape(-1)
+            flat = adapter.local(target.tensor).detach().reshape(-1)
             for part in target.parts:
                 if part.length and part.index in indices:
                     self._add_reference(part.index, flat[part.offset : part.offset + part.length], part.start)
         for index in indices:
-            if index not in view.trained:
-                self._add_reference(index, *view.frozen_parts(index))
+            if index not in adapter.trained:
+                self._add_reference(index, *adapter.frozen_parts(index))
 
     def _add_reference(self, index: int, values: Tensor, start: int) -> None:
-        sketch = project(values.to(self.view.compute_dtype(index)), start, exact=True)[:K]
-        self.columns["reference"][self.view.rows[index]] += sketch.to(self.view.device)
+        self._add("reference", index, project(values.to(self.adapter.compute_dtype(index)), start, exact=True)[:K])
 
-    def saw_weight(self, index: int, parameter: Tensor) -> None:
-        """Compares a weight in a forward or backward pass with its first use in this step."""
+    def _add(self, column: str, index: int, value: Tensor) -> None:
+        self.columns[column][self.adapter.rows[index]] += value.to(self.adapter.device)
+
+    def add_used_weight(self, index: int, parameter: Tensor) -> None:
+        """Records a weight that a forward or backward pass uses, and how far it is from its first use in this step."""
         if not parameter.numel():
             return
-        sketch = project(parameter, exact=True)[:K].to(self.view.device)
-        if index not in self.used:
-            self.used[index] = sketch
-        else:
-            moved = self.columns["moved"][self.view.rows[index]]
-            torch.maximum(moved, (sketch - self.used[index]).abs().max(), out=moved)
+        sketch = project(parameter, exact=True)[:K].to(self.adapter.device)
+        first = self.used.setdefault(index, sketch)
+        if first is not sketch:
+            moved = self.columns["moved"][self.adapter.rows[index]]
+            torch.maximum(moved, (sketch - first).abs().max(), out=moved)
 
-    def over_ranks(
+    def all_reduce(
         self, shares: Sequence[Tensor], failed: bool, fingerprints: Tensor
     ) -> tuple[dict[str, Tensor], float, Tensor, list[float]]:
-        """Returns what all ranks have contributed, on the CPU: the sums of the columns, the largest share of a
-        tolerance on any rank, or FAILED, and the fingerprints of their batches. Then come the shares of this rank.
+        """Sums the contributions of all ranks. Returns, on the CPU, the sums of the columns, the largest of all ranks'
+        shares (FAILED if the audit of a rank has failed), the fingerprints of all ranks, and this rank's shares.
 
         Args:
-            shares: Of tolerances, which only this rank has compared.
+            shares: Error / tolerance of each value that only this rank compares.
             failed: Whether this rank's audit has failed.
-            fingerprints: Of the batches of this rank.
+            fingerprints: One element for each rank. Only the element of this rank is not 0.
         """
-        view, columns = self.view, self.columns
+        adapter, columns = self.adapter, self.columns
         for index, sketch in self.used.items():
-            row = view.rows[index]
+            row = adapter.rows[index]
             columns["used"][row] += sketch
-            columns["used_contrast"][row] += _contrast(view.ranks.rank, view.ranks.size) * sketch
+            columns["used_difference"][row] += _difference_factor(adapter.ranks.rank, adapter.ranks.size) * sketch
             columns["uses"][row] += 1
-        columns["contrast"].copy_(self._contrasts * columns["actual"])
-        own = torch.stack([torch.zeros_like(fingerprints[0]), *(share.to(view.device) for share in shares)])
+        columns["replica_difference"].copy_(self._difference_factors * columns["actual"])
+        own = torch.stack([torch.zeros_like(fingerprints[0]), *(share.to(adapter.device) for share in shares)])
         own = own.nan_to_num(nan=torch.inf)
         worst = torch.zeros_like(fingerprints)
-        worst[view.ranks.rank] = FAILED if failed else own.max().clamp(max=FAILED / 2)
+        worst[adapter.ranks.rank] = FAILED if failed else own.max().clamp(max=FAILED / 2)
         flat = torch.cat([*(column.view(-1) for column in columns.values()), worst, fingerprints])
-        if view.ranks.size > 1:
+        if adapter.ranks.size > 1:
             dist.all_reduce(flat)
         both = torch.cat([flat, own]).cpu()  # the only synchronisation of a step
         widths = [*(column.numel() for column in columns.values()), len(worst), len(fingerprints), len(own)]
@@ -121,10 +121,10 @@ class Totals:
         return named, float(worst.max()), fingerprints, own[1:].tolist()
 
     def _zeros(self, width: int) -> Tensor:
-        return torch.zeros(len(self.view.row_names), width, dtype=torch.float64, device=self.view.device)
+        return torch.zeros(len(self.adapter.row_names), width, dtype=torch.float64, device=self.adapter.device)
 
 
-def _contrast(replica: int, replicas: int) -> float:
+def _difference_factor(replica: int, replicas: int) -> float:
     """Returns the factor of a replica. The factors of all replicas differ and add up to 0, so that the sum over equal
     replicas is 0."""
     return (2 * replica - replicas + 1) / replicas

@@ -20,16 +20,17 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "
 """Classes of torch.optim whose update of an element depends on no other element."""
 
 
-def _own_step(kind: Any) -> Callable[[Any], Any]:
+def _own_step(optimizer_class: Any) -> Callable[[Any], Any]:
     """Returns the step of a class of torch.optim without the hooks that torch adds when an optimizer is built."""
-    return kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
+    step = optimizer_class.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-STEPS = {name: _own_step(getattr(torch.optim, name)) for name in ELEMENTWISE}
+TORCH_STEPS = {name: _own_step(getattr(torch.optim, name)) for name in ELEMENTWISE}
 """The steps of torch's classes as they are when this module is imported, before a script or an engine replaces them."""
 
 Report = Callable[[Kind, Tensor, Callable[[], str]], None]
-"""Takes the kind of some values, the shares of their tolerances that errors use, and what words them."""
+"""Takes a kind, error / tolerance of each compared value, and a function that names the worst value."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +46,29 @@ class Slice:
 
 def torch_class(optimizer: Any) -> Any:
     """Returns the class of torch.optim that computes the updates of an optimizer element by element, or None."""
-    kind = type(optimizer)
-    if kind.__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
+    own = type(optimizer)
+    if own.__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
         return torch.optim.AdamW if optimizer.adam_w_mode else torch.optim.Adam
-    known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
-    return getattr(torch.optim, kind.__name__) if known else None
+    known = own.__module__.startswith("torch.optim") and own.__name__ in ELEMENTWISE
+    return getattr(torch.optim, own.__name__) if known else None
 
 
 class UpdateCheck:
     """Compares each update of an optimizer with the update that torch's optimizer makes to copies of slices."""
 
-    def __init__(self, view: Any):
-        self.view = view
-        self.parts = {id(target.tensor): target.parts for target in view.targets()}
-        self.kind = torch_class(view.optimizer)
-        self.known = {*self.kind([torch.zeros(1)]).defaults} - {"fused", "foreach"} if self.kind else set()
-        self.coin = random.Random(0)
+    def __init__(self, adapter: Any):
+        self.adapter = adapter
+        self.parts = {id(target.tensor): target.parts for target in adapter.targets()}
+        self.optimizer_class = torch_class(adapter.optimizer)
+        self.known = (
+            {*self.optimizer_class([torch.zeros(1)]).defaults} - {"fused", "foreach"} if self.optimizer_class else set()
+        )
+        self.rng = random.Random(0)
         self.slices: list[Slice] = []  # of the running update
         self.expected_state: Any = {}  # of torch's optimizer after the update, by copy
         self.kept: dict[int, tuple[Slice, dict[str, Tensor]]] = {}  # what the last update left, by id of the target
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drops the state after the last update, because a checkpoint is about to be loaded."""
         self.kept = {}
 
@@ -75,7 +78,9 @@ class UpdateCheck:
         because the script may clip weights."""
         self.slices = []
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if self.kind is None or (overflow is not None and overflow > 0):  # a fused optimizer leaves such a step out
+        if self.optimizer_class is None or (
+            overflow is not None and overflow > 0
+        ):  # a fused optimizer leaves such a step out
             return
         kept, weights = Pairs(), Pairs()
         groups, states = [], []
@@ -93,25 +98,25 @@ class UpdateCheck:
                 self.slices.append(Slice(target, name, part, copy.detach().clone(), copy))
                 groups.append({**options, "params": [copy]})
                 own = {key: self._slice_of(value, part) for key, value in state.items() if value is not None}
-                if "step" in own and self.kind is not type(optimizer):
+                if "step" in own and self.optimizer_class is not type(optimizer):
                     # FusedAdam counts steps only in the state of a group's last tensor (0.16 to 0.19.8).
                     own["step"] = torch.tensor(max(_steps(optimizer, group)))
                 if "capturable" in self.known and _is_on_accelerator(own.get("step")):
                     groups[-1]["capturable"] = True  # otherwise torch would wait for the device to read the step
                 states.append(own)
         kept.report(report, 0.0, "is not what the last update left")
-        weights.report(report, 0.0, "is not what the last update left", "state" if self.view.owns_step else "note")
+        weights.report(report, 0.0, "is not what the last update left", "state" if self.adapter.owns_step else "note")
         if groups:
             self._step(groups, states)
 
     def _step(self, groups: list[dict[str, Any]], states: list[dict[str, Tensor]]) -> None:
         """Updates the copies with torch's optimizer."""
-        optimizer = self.kind(groups)
+        optimizer = self.optimizer_class(groups)
         for each, state in zip(self.slices, states, strict=True):
             if state:
                 optimizer.state[each.copy] = state
         with torch.no_grad():
-            STEPS[self.kind.__name__](optimizer)
+            TORCH_STEPS[self.optimizer_class.__name__](optimizer)
         self.expected_state = optimizer.state
 
     def end(self, optimizer: Any, report: Report) -> None:
@@ -120,10 +125,9 @@ class UpdateCheck:
             return
         actual = [self._slice_of(each.target, each.part) for each in self.slices]
         expected, before = [each.copy.detach() for each in self.slices], [each.before for each in self.slices]
-        errors, moved = distances(actual, expected), distances(expected, before)
-        rounding = torch.finfo(actual[0].dtype).eps * norms(before)
+        errors, shares = update_errors(actual, expected, before)
         names = [each.name for each in self.slices]
-        report("update", errors / (UPDATE * moved + rounding + 1e-30), lambda: _wrong_update(names, errors, moved))
+        report("update", shares, lambda: _wrong_update(names, errors))
         states = Pairs()
         for each, weight in zip(self.slices, actual, strict=True):
             state = optimizer.state.get(each.target, {})
@@ -150,17 +154,17 @@ class UpdateCheck:
         parts = [part for part in self.parts.get(id(target), ()) if part.length]
         if not parts:
             return None
-        part = self.coin.choices(parts, [each.length for each in parts])[0]
-        first = part.offset + self.coin.randrange(max(1, part.length - SLICE + 1))
+        part = self.rng.choices(parts, [each.length for each in parts])[0]
+        first = part.offset + self.rng.randrange(max(1, part.length - SLICE + 1))
         last = min(first + SLICE, part.offset + part.length)
         numbers = 2 if target.is_complex() else 1  # in an element
-        return self.view.names[part.index], slice(numbers * first, numbers * last)
+        return self.adapter.names[part.index], slice(numbers * first, numbers * last)
 
     def _slice_of(self, value: Any, part: slice) -> Tensor:
         """Returns a copy of a slice of a tensor, or of all of it if it has no dimensions."""
         if not isinstance(value, Tensor):
             return torch.as_tensor(value)
-        local = dense(self.view.local(value).detach())
+        local = dense(self.adapter.local(value).detach())
         return local.reshape(-1)[part].clone() if local.dim() else local.clone()
 
 
@@ -173,7 +177,7 @@ class Pairs:
         self.expected: list[Tensor] = []
 
     def add(self, name: str, actual: Tensor | None, expected: Tensor) -> None:
-        """Adds a pair. A missing value counts as an infinite error."""
+        """Adds a pair. If the actual value is missing, its error is infinite."""
         self.names.append(name)
         self.actual.append(torch.full_like(expected, torch.inf) if actual is None else actual)
         self.expected.append(expected)
@@ -188,10 +192,16 @@ class Pairs:
         report(kind, shares, lambda: f"{names[int(shares.nan_to_num(nan=torch.inf).argmax())]} {how}")
 
 
-def _wrong_update(names: list[str], errors: Tensor, moved: Tensor) -> str:
-    shares = errors / moved.clamp(min=1e-30)
-    worst = int(shares.nan_to_num(nan=torch.inf).argmax())
-    return f"the update of {names[worst]} is off by {float(shares[worst]):.2g} of its norm"
+def update_errors(actual: list[Tensor], expected: list[Tensor], before: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the error of each updated tensor relative to the norm of its update, and error / tolerance."""
+    errors, moved = distances(actual, expected), distances(expected, before)
+    rounding = torch.finfo(expected[0].dtype).eps * norms(before)
+    return errors / moved.clamp(min=1e-30), errors / (UPDATE * moved + rounding + 1e-30)
+
+
+def _wrong_update(names: list[str], errors: Tensor) -> str:
+    worst = int(errors.nan_to_num(nan=torch.inf).argmax())
+    return f"the update of {names[worst]} is off by {float(errors[worst]):.2g} of its norm"
 
 
 def _steps(optimizer: Any, group: dict[str, Any]) -> Iterator[float]:
@@ -214,6 +224,6 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def distances(some: list[Tensor], others: list[Tensor]) -> Tensor:
-    """Returns the norm of the difference of each pair of tensors, float64. Two non-finite elements count as equal. A
-    single non-finite element counts with the size of the other element."""
+    """Returns the norm of the difference of each pair of tensors, float64. Two non-finite elements count as equal. If
+    only one is not finite, the difference is the other element."""
     return norms([a.nan_to_num(0, 0, 0) - b.nan_to_num(0, 0, 0) for a, b in zip(some, others, strict=True)])

@@ -1,4 +1,4 @@
-"""Answers mistakes on the command line."""
+"""Defines the command line's parser, and the errors for wrong usage."""
 
 import argparse
 import difflib
@@ -29,7 +29,7 @@ def short(message: object, characters: int = 120) -> str:
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5, otherwise: str = "") -> str:
-    """Returns half a sentence that suggests names for a misspelled `word`.
+    """Returns a clause that suggests names for a misspelled `word`.
 
     Args:
         word: The misspelled name.
@@ -42,3 +42,11 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
     if close := difflib.get_close_matches(word, known, most, cutoff):
         return f"did you mean {' or '.join(close)}?"
     return otherwise or f"choose from {', '.join(known[:SHOWN])}{', ...' if len(known) > SHOWN else ''}"
+
+
+def positive(text: str) -> int:
+    """Returns the number of a flag that must be at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number

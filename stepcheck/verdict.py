@@ -1,4 +1,4 @@
-"""What an audit has found: the faults, what was judged, and how small a fault it would have seen."""
+"""Defines the verdict of an audit: the faults, what was judged, and how small a fault it would have seen."""
 
 from collections import Counter
 from collections.abc import Iterable

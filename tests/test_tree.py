@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 from cifar_zero.__main__ import COMMANDS
@@ -16,10 +19,15 @@ from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from tests.support.helpers import ROOT, assert_ok, on_a_small_cpu, run_program
 
+
+def _module_name(file: Path) -> str:
+    return file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+
+
 PACKAGE = ROOT / "cifar_zero"
 PACKAGES = ("cifar_zero", "stepcheck", "benchmarks")
 MODULES = sorted(
-    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    _module_name(path)
     for folder, pattern in ((ROOT, "*.py"), *((ROOT / name, "**/*.py") for name in PACKAGES))
     for path in folder.glob(pattern)
     if "upstream" not in path.parts  # scripts that train
@@ -60,6 +68,36 @@ def test_imports(module: str):
 def test_a_folder_does_not_import_what_is_above_it(folder: str, packages: str):
     for path in (PACKAGE / folder).rglob("*.py"):
         assert not re.search(rf"^\s*(from|import) ({packages})\b", path.read_text(), re.MULTILINE), path
+
+
+def import_graph(package: str) -> networkx.DiGraph:
+    """Returns the imports between the folders and files directly in a package, also those inside of functions, by
+    `import_module`, and of objects that a string names as MODULE:NAME."""
+    files = {_module_name(file): file for file in (ROOT / package).rglob("*.py") if "upstream" not in file.parts}
+    graph = networkx.DiGraph()
+    for name, file in files.items():
+        for imported in {*_imported(file)} & files.keys() - {package}:
+            ends = [each.split(".")[1] for each in (name, imported) if each != package]
+            if len({*ends}) == 2:
+                graph.add_edge(*ends)
+    return graph
+
+
+def _imported(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.split(":")[0]
+
+
+@pytest.mark.parametrize("package", ["cifar_zero", "stepcheck"])
+def test_imports_have_no_circle(package: str):
+    imports = import_graph(package)
+    assert networkx.is_directed_acyclic_graph(imports), networkx.find_cycle(imports)
 
 
 def test_only_one_folder_knows_the_attributes_of_deepspeed():

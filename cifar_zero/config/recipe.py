@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
     mean: tuple[float, ...]  # of all channels, or of red, green and blue
     std: tuple[float, ...]
 
-    def as_many(self, images: int) -> int:
+    def batch_size_of_equal_pixels(self, images: int) -> int:
         """Returns the number of images of this size that have as many pixels together as `images` images of CIFAR's
         size. The result is at least 1."""
         return max(1, images * IMAGE_SHAPE[1] * IMAGE_SHAPE[2] // self.side**2)

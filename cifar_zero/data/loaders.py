@@ -45,7 +45,7 @@ RESIDENT_SHARE = 1 / 4
 takes 184 MB."""
 
 
-class Stored:
+class ImageStore:
     """Stores images uint8 (N, H, W, 3) for batches on a device. The images are stored on the GPU if they take at most
     RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU.
     `take` needs row numbers on `rows_device` and returns blocks on `device`."""
@@ -125,18 +125,18 @@ class MemoryLoader(Resumable):
         self,
         split: Split,
         order: Order,
-        stored: Stored | None = None,
+        stored: ImageStore | None = None,
         augmentation: Augmentation | None = None,
     ) -> None:
         self.batch_sampler = order
         self.sampler = order.sampler  # Lightning calls its `set_epoch` before each training epoch
-        self._stored = stored or Stored(split.images, "cpu")
+        self._stored = stored or ImageStore(split.images, "cpu")
         self._indices = torch.from_numpy(split.indices)
         self._labels = torch.from_numpy(split.labels)
         self._augmentation = augmentation or Augmentation(AugmentConfig(), split.count, 0, 0)
         self._format = memory_format(self._stored.device)
         block_images = GROUPED_BLOCK_IMAGES if self._augmentation.transforms else BLOCK_IMAGES
-        images = self._augmentation.inputs.as_many(block_images[self._stored.device.type])
+        images = self._augmentation.inputs.batch_size_of_equal_pixels(block_images[self._stored.device.type])
         self._block = math.ceil(images / order.batch_size)  # micro-batches in a block
 
     def __len__(self) -> int:

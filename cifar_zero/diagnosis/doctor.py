@@ -55,7 +55,7 @@ def main() -> int:
     options = _parse()
     closing = ""
     if options.nodes:
-        rank_environment.adopt()
+        rank_environment.set_torchrun_variables()
         if not rank_environment.is_rank() or os.environ["WORLD_SIZE"] == "1":
             start = f"start it on each node with {torchrun('doctor')} --nodes"
             raise UsageError(f"--nodes needs ranks that a launcher has started: {start}")

@@ -111,7 +111,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def by_rank_0(ask: Callable[[], T]) -> T:
+def call_on_rank_0(ask: Callable[[], T]) -> T:
     """Calls `ask` on rank 0 and returns its result on every rank. Every rank must call this function. If `ask` raises
     UsageError, every rank raises this error. If it raises another exception, rank 0 raises this exception, and the
     other ranks raise RunError."""
@@ -134,9 +134,9 @@ def by_rank_0(ask: Callable[[], T]) -> T:
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
     """Returns the ranks that cannot see a file that rank 0 writes into `folder`. Every rank must call this function.
     `folder` is None on all ranks except rank 0."""
-    file = by_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
+    file = call_on_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
     assert file is not None
-    by_rank_0(file.touch)
+    call_on_rank_0(file.touch)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (seen := file.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

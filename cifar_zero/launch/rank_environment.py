@@ -83,7 +83,7 @@ def local_rank() -> int:
     return int(variables().get("LOCAL_RANK", "0"))
 
 
-def adopt() -> None:
+def set_torchrun_variables() -> None:
     """Sets the environment variables of this rank under torchrun's names, if another launcher started this rank. torch,
     Lightning and DeepSpeed read them."""
     os.environ.update(variables())

@@ -15,7 +15,7 @@ from cifar_zero.config.placement import Placement
 from cifar_zero.models.cast import cast_buffers
 from cifar_zero.strategies import tensor_parallel
 from cifar_zero.strategies.mesh import MeshStrategy, by_block
-from stepcheck.replay.plain_copy import keep_batch_norms_wide
+from stepcheck.replay.plain_copy import cast_batch_norm_weights
 
 
 def build(placement: Placement) -> MeshStrategy:
@@ -35,7 +35,7 @@ def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Non
     weights are updated in float32."""
     if policy.param_dtype is not None:
         cast_buffers(net, policy.param_dtype)
-        keep_batch_norms_wide(net)
+        cast_batch_norm_weights(net)
     if mesh["tensor_parallel"].size() > 1:
         tensor_parallel.split_layers(net, mesh)
     along = tensor_parallel.data_dimension

@@ -74,7 +74,7 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
     if run.spec.family == "deepspeed" or (run.spec.casts and "mixed" in precision):
         precision = None  # DeepSpeed's strategies bring their own precision plugin, and fsdp2 one for mixed precision
     plugins: list[Any] = [AtomicCheckpointIO(run.consent.trust)]
-    # LightningEnvironment reads torchrun's variables, which `rank_environment.adopt` sets for any launcher. Otherwise
+    # LightningEnvironment reads torchrun's variables, which `set_torchrun_variables` sets for any launcher. Otherwise
     # Lightning (2.6.6) reads SLURM's variables, and in a job with one task each rank that `local_launcher` starts would
     # be rank 0 of 1.
     if not rank_environment.by_torchrun():

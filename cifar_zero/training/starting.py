@@ -30,7 +30,7 @@ from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_memory_bytes, memory_bytes
 from cifar_zero.launch import rank_environment
-from cifar_zero.launch.collectives import RankInfo, by_rank_0, ranks_on_another_disk
+from cifar_zero.launch.collectives import RankInfo, call_on_rank_0, ranks_on_another_disk
 from cifar_zero.models import MODELS, External
 from cifar_zero.models.external import pretrained
 from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
@@ -54,7 +54,7 @@ def agree_on_checkpoint(run: Run, rank_infos: Sequence[RankInfo]) -> Run:
         say(f"torchrun has restarted the run: it resumes from {own}")
         return checkpoint_to_resume(run.changed(resume=str(own)))
 
-    return with_checkpoint(run, by_rank_0(choose))
+    return with_checkpoint(run, call_on_rank_0(choose))
 
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
@@ -78,7 +78,7 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
         return record and record["image_identity"]
 
     if run.output.resume:
-        return by_rank_0(checked_identity)
+        return call_on_rank_0(checked_identity)
     return None
 
 
@@ -91,7 +91,7 @@ def agree_on_images(run: Run) -> Run:
     """
     if run.data.source != "auto":
         return run
-    return run.with_images_of(by_rank_0(lambda: data.prepare(run.data)))
+    return run.with_images_of(call_on_rank_0(lambda: data.prepare(run.data)))
 
 
 def pretrained_weights(run: Run) -> Match | None:
@@ -112,7 +112,7 @@ def pretrained_weights(run: Run) -> Match | None:
         entry = MODELS[run.recipe.model.name](**run.recipe.model.options)
         if not isinstance(entry, External) or not entry.weights:
             return None
-        weights, source = by_rank_0(lambda: pretrained(entry)), entry.weights
+        weights, source = call_on_rank_0(lambda: pretrained(entry)), entry.weights
     return match(create_meta_model(replace(run.recipe, lora=LoRAConfig()), run.num_classes), weights, source)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stepcheck.accept.release import has_gpu, lacks_float16, unknown
+from stepcheck.strategies import ZERO
 
 STEPS = 4
 """Optimizer steps in a case. All are audited. A wrong gradient shows at the first, a stale state at the second."""
@@ -15,17 +16,6 @@ MICRO_BATCH = 4
 QUICK = 3
 """The first rows, which --quick trains."""
 
-ZERO = {
-    "deepspeed_stage_0": (0, False),
-    "deepspeed_stage_1": (1, False),
-    "deepspeed_stage_1_offload": (1, True),
-    "deepspeed_stage_2": (2, False),
-    "deepspeed_stage_2_offload": (2, True),
-    "deepspeed_stage_3": (3, False),
-    "deepspeed_stage_3_offload": (3, True),
-}
-"""The ZeRO stage of each strategy with DeepSpeed, and whether the CPU updates the weights."""
-
 STRATEGIES = ("ddp", "fsdp2", *ZERO)
 
 THROUGH = {
@@ -34,7 +24,7 @@ THROUGH = {
     "accelerate": "stepcheck.accept.frameworks:train_through_accelerate",
     "transformers": "stepcheck.accept.frameworks:train_through_transformers",
 }
-"""The functions that train a case: in a plain loop, or as a script of a framework does."""
+"""The function that trains a case in a plain loop, or as a script for a framework does."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +215,7 @@ ROWS = (
 def plan(
     strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str = "raw"
 ) -> tuple[list[Case], dict[str, str]]:
-    """Returns the cases, and the rows that are left out, with the reason of each."""
+    """Returns the cases, and the reason why each other row is left out."""
     cases: list[Case] = []
     left_out: dict[str, str] = {}
     for row in ROWS[: QUICK if quick else None]:

@@ -1,29 +1,23 @@
-"""`stepcheck accept`: the command."""
+"""Defines the command `stepcheck accept`."""
 
 import argparse
 import importlib.metadata
 import importlib.util
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, ZERO, Case, plan
+from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
-from stepcheck.accept.launch import train_cases
-from stepcheck.accept.release import deepspeed_folder
-from stepcheck.report import refuse_folders, write_files
-from stepcheck.run import positive
-from stepcheck.usage import UsageError
+from stepcheck.launch.launcher import train_cases
+from stepcheck.report import Result, add_flags, refuse_folders, unjudged, write_files
+from stepcheck.strategies import ZERO, deepspeed_folder
+from stepcheck.usage import UsageError, positive
 from stepcheck.verdict import Finding
 
 BLANK = Case("")
-
-Result = dict[str, Any]
-"""A verdict as plain data, with the case's name, row and strategy. Has an `error` if the case was not judged."""
 
 
 def add_parser(commands: Any) -> None:
@@ -44,8 +38,7 @@ def add_parser(commands: Any) -> None:
     add("--seeds", type=positive, default=1, metavar="N", help="train each case with N seeds (default: 1)")
     add("--fuzz", type=positive, metavar="N", help="train N random cases instead (the same ones in each call)")
     add("--print_cases", action="store_true", help="list the cases, and train nothing")
-    add("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
-    add("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
+    add_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -81,7 +74,7 @@ def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> 
             raise UsageError(f"--through {options.through} does not work with --fuzz or fsdp2: leave them out")
         if importlib.util.find_spec(options.through) is None or not deepspeed_folder():
             raise UsageError(f"--through {options.through} needs {options.through} and DeepSpeed: install both")
-    refuse_folders(options, "json", "junit")
+    refuse_folders(options)
 
 
 def _print_cases(cases: Iterable[Case]) -> None:
@@ -108,13 +101,13 @@ def _result(case: Case, verdict: dict[str, Any]) -> Result:
     """Judges a case by the audit's verdict: "ok", "known" or "FAULT"."""
     result = {"steps": 0, "findings": [], "shares": {}, "not_judged": {}, "known": "", **verdict}
     result |= {"engine": str(case), "row": case.row, "strategy": case.strategy, "precision": case.precision}
-    unjudged = [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
+    left_out = unjudged(result)
     findings = [str(Finding(**each)) for each in result["findings"]]
     if findings:
         result["known"] = known_fault(case, findings)
         result["summary"] = findings[0] + (f" (in each release: {result['known']})" if result["known"] else "")
-    elif unjudged or result["steps"] < STEPS:
-        result.setdefault("error", (unjudged or [f"only {result['steps']} of {STEPS} steps were audited"])[0])
+    elif left_out or result["steps"] < STEPS:
+        result.setdefault("error", (left_out or [f"only {result['steps']} of {STEPS} steps were audited"])[0])
     if "error" in result:
         result["summary"] = result["error"]
     result["passed"] = "error" not in result and (not findings or bool(result["known"]))
@@ -132,15 +125,7 @@ def _conclude(results: list[Result], left_out: dict[str, str], options: argparse
     for each in failed:
         print(f"FAULT {each['engine']}: {each['summary']}")
     print(f"stepcheck accept: {'PASSED' if passed else 'FAILED'}: {'; '.join(_sentences(results, options.devices))}")
-    result = {
-        "passed": passed,
-        "exit_code": 0 if passed else 1,
-        "command": ["stepcheck", *sys.argv[1:]],
-        "left_out": left_out,
-        "engines": results,
-    }
-    write_files(options, result)
-    return result["exit_code"]
+    return write_files(options, passed, results, left_out=left_out)
 
 
 def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from stepcheck.accept.cases import MICRO_BATCH, STEPS, ZERO, Case, deepspeed_config
+from stepcheck.accept.cases import MICRO_BATCH, STEPS, Case, deepspeed_config
 from stepcheck.accept.models import LENGTH, VOCABULARY, build
 from stepcheck.accept.train import build_optimizer, build_schedule, loss_of_batch
-from stepcheck.attach import Attached
+from stepcheck.attach import AutoAudit
 from stepcheck.engines.deepspeed_step import wrong_scale
+from stepcheck.strategies import ZERO
 from stepcheck.verdict import Finding
 
 Loss = Callable[[tuple[Tensor, Tensor], nn.Module], Tensor]
@@ -30,9 +31,9 @@ Train = Callable[[Case, nn.Module, Loss, torch.device, Path], None]
 def _train_case(train: Train, fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
     """Trains a case on this rank. Returns the audit's verdict as plain data."""
     case = Case(**fields)
-    attached = _attached(str(folder))
-    attached.verdicts.clear()
-    attached.refused.clear()
+    auto_audit = _auto_audit(str(folder))
+    auto_audit.verdicts.clear()
+    auto_audit.refused.clear()
     model = build(case)
     torch.manual_seed(1000 * case.seed + dist.get_rank())  # dropout
     factors: list[Tensor] = []  # by which the framework and the engine together scale each loss
@@ -45,9 +46,9 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
     train(case, model, loss_of, device, folder)
     del model
     gc.collect()
-    if attached.refused:
-        return {"error": "not judged: " + "; ".join(f"{engine} {why}" for engine, why in attached.refused.values())}
-    [verdict] = attached.verdicts
+    if auto_audit.refused:
+        return {"error": "not judged: " + "; ".join(f"{engine} {why}" for engine, why in auto_audit.refused.values())}
+    [verdict] = auto_audit.verdicts
     verdict.findings += _wrong_factors(case, factors)[:1]
     return verdict.as_dict()
 
@@ -63,18 +64,17 @@ def _wrong_factors(case: Case, factors: list[Tensor]) -> list[Finding]:
 
 
 @cache
-def _attached(folder: str) -> Attached:
+def _auto_audit(folder: str) -> AutoAudit:
     """Starts to audit every engine and optimizer that this process builds from now on."""
     import deepspeed
 
-    attached = Attached(folder, weights_every=1, keep_going=True)
-    attached.patch_torch(torch)
-    attached.patch_deepspeed(deepspeed)
-    return attached
+    auto_audit = AutoAudit(folder, weights_every=1, keep_going=True)
+    auto_audit.patch_torch(torch)
+    auto_audit.patch_deepspeed(deepspeed)
+    return auto_audit
 
 
 def _lightning(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> None:
-    """Trains a case with Lightning's Trainer."""
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy
@@ -118,11 +118,10 @@ def _lightning(case: Case, model: nn.Module, loss_of: Loss, device: torch.device
 
 
 def _accelerate(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> None:
-    """Trains a case in a loop with Accelerate."""
     from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs  # pyright: ignore[reportMissingImports]
 
     zero = case.strategy in ZERO
-    _forget_accelerator()
+    _reset_accelerator()
     accelerator = Accelerator(
         cpu=device.type == "cpu" and not zero,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(case)) if zero else None,
@@ -148,7 +147,6 @@ def _accelerate(case: Case, model: nn.Module, loss_of: Loss, device: torch.devic
 
 
 def _transformers(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> None:
-    """Trains a case with the Trainer of Hugging Face."""
     from transformers import Trainer, TrainingArguments  # pyright: ignore[reportMissingImports]
 
     class OwnOptimizer(Trainer):
@@ -172,7 +170,7 @@ def _transformers(case: Case, model: nn.Module, loss_of: Loss, device: torch.dev
             return {"loss": loss_of((tokens, labels), self.model)}
 
     zero = case.strategy in ZERO
-    _forget_accelerator()
+    _reset_accelerator()
     arguments = TrainingArguments(
         str(folder),
         use_cpu=device.type == "cpu" and not zero,
@@ -213,7 +211,7 @@ def _data(case: Case) -> TensorDataset:
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
-def _forget_accelerator() -> None:
+def _reset_accelerator() -> None:
     """Resets Accelerate's global state, so that this process can train with another configuration."""
     from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
 

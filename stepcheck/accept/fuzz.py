@@ -4,8 +4,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from stepcheck.accept.cases import ADAMW, CLIP, SGD, ZERO, Case
+from stepcheck.accept.cases import ADAMW, CLIP, SGD, Case
 from stepcheck.accept.release import unknown
+from stepcheck.strategies import ZERO
 
 DRAWN_OPTIMIZERS = (
     SGD,

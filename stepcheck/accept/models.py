@@ -20,7 +20,7 @@ EXPERTS = 4
 
 
 class Block(nn.Module):
-    """Is computed again in the backward pass, with the same dropout."""
+    """A layer whose activations are recomputed in the backward pass, with the same dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
         mixed, imbalance, _ = self.mixture(x)
-        return loss_of(self.head(x + mixed), targets) + 0.01 * imbalance
+        return cross_entropy(self.head(x + mixed), targets) + 0.01 * imbalance
 
 
 def build(case: Case) -> nn.Module:
@@ -115,5 +115,5 @@ def batches(case: Case, rank: int, device: torch.device) -> Iterator[tuple[Tenso
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.float().flatten(0, 1), targets.flatten())

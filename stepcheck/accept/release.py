@@ -1,32 +1,19 @@
 """Reads what the installed release of DeepSpeed can do, without importing it."""
 
-import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-
-@cache
-def deepspeed_folder() -> Path | None:
-    """Returns the folder of the installed DeepSpeed, or None."""
-    spec = importlib.util.find_spec("deepspeed")
-    return Path(spec.origin).parent if spec and spec.origin else None
+from stepcheck.strategies import config_keys, deepspeed_folder
 
 
 def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:
     """Returns why the installed release of DeepSpeed cannot train with some keys, or "". Older releases accept any key,
     and ignore those that they do not know."""
-    missing = sorted({*_keys(config), *names} - _names())
+    missing = sorted({*config_keys(config), *names} - _names())
     return f"this release of DeepSpeed has no {missing[0]}" if missing and deepspeed_folder() else ""
-
-
-def _keys(config: dict[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        yield key
-        if isinstance(value, dict):
-            yield from _keys(value)
 
 
 def has_gpu() -> bool:

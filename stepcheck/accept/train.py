@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from stepcheck.accept.cases import STEPS, ZERO, Case, deepspeed_config
-from stepcheck.accept.models import batches, build, loss_of
+from stepcheck.accept.cases import STEPS, Case, deepspeed_config
+from stepcheck.accept.models import batches, build, cross_entropy
 from stepcheck.auditor import audit
 from stepcheck.replay import Replay
 from stepcheck.start import Start
+from stepcheck.strategies import ZERO
 from stepcheck.verdict import Verdict
 
 
@@ -148,7 +149,7 @@ def build_schedule(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def loss_of_batch(case: Case, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-    """Returns the loss that a training passes to the backward pass. One model returns it itself. DeepSpeed's engine
-    divides it by the number of micro-batches."""
-    loss = model(*batch) if case.model == "experts" else loss_of(model(batch[0]), batch[1])
+    """Returns the loss that a training passes to the backward pass, divided by the number of micro-batches unless
+    DeepSpeed's engine divides it. The model with experts returns its loss itself."""
+    loss = model(*batch) if case.model == "experts" else cross_entropy(model(batch[0]), batch[1])
     return loss if case.strategy in ZERO else loss / case.accumulate

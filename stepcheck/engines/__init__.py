@@ -1,6 +1,6 @@
-"""Views of engines: which rank holds which part of which parameter, and what the user asked the engine to do.
+"""Adapters of engines: which rank holds which part of which parameter, and what the user asked the engine to do.
 
-One file for each engine. `view_of` chooses.
+One file for each engine. `adapter_of` chooses.
 """
 
 from typing import Any
@@ -8,30 +8,30 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepcheck.engines.view import NotAuditable, View
+from stepcheck.engines.adapter import EngineAdapter, NotAuditable
 
-__all__ = ["NotAuditable", "View", "view_of"]
+__all__ = ["EngineAdapter", "NotAuditable", "adapter_of"]
 
 
-def view_of(model: nn.Module, optimizer: Any = None) -> View:
-    """Returns the view of a DeepSpeedEngine, or of a model and the optimizer that updates it.
+def adapter_of(model: nn.Module, optimizer: Any = None) -> EngineAdapter:
+    """Returns the adapter of a DeepSpeedEngine, or of a model and the optimizer that updates it.
 
     Raises:
         NotAuditable: If the audit cannot read this engine. The message says why.
     """
     if hasattr(model, "basic_optimizer"):
-        from stepcheck.engines.deepspeed import DeepSpeedView
+        from stepcheck.engines.deepspeed import DeepSpeedAdapter
 
-        return DeepSpeedView(model)
+        return DeepSpeedAdapter(model)
     if optimizer is None:
         raise NotAuditable("audit(model, optimizer) needs the optimizer, unless the model is a DeepSpeedEngine")
     if any(hasattr(module, "_get_fsdp_state") for module in model.modules()):
-        from stepcheck.engines.fsdp2 import FSDP2View
+        from stepcheck.engines.fsdp2 import FSDP2Adapter
 
-        return FSDP2View(model, optimizer)
+        return FSDP2Adapter(model, optimizer)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise NotAuditable("FSDP1 flattens parameters; use fully_shard (FSDP2)")
-    from stepcheck.engines.plain import DDPView, PlainView
+    from stepcheck.engines.plain import DDPAdapter, PlainAdapter
 
     distributed = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return DDPView(model, optimizer, distributed) if distributed else PlainView(model, optimizer)
+    return DDPAdapter(model, optimizer, distributed) if distributed else PlainAdapter(model, optimizer)

@@ -1,7 +1,7 @@
-"""View of a DeepSpeedEngine, ZeRO 0 to 3.
+"""Adapter of a DeepSpeedEngine, ZeRO 0 to 3.
 
-Read in the sources of the releases 0.16.0 to 0.19.8. Where DeepSpeed keeps what its optimizer updates differs by stage
-and wrapper (`flat_groups`).
+Follows the sources of DeepSpeed 0.16.0 to 0.19.8. Which tensors the optimizer updates depends on the ZeRO stage and on
+DeepSpeed's wrapper of the optimizer (`flat_groups`).
 """
 
 import importlib
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepcheck.engines.adapter import EngineAdapter, NotAuditable, Part, Target
 from stepcheck.engines.deepspeed_step import EngineStep
-from stepcheck.engines.view import NotAuditable, Part, Target, View
 
 
-class DeepSpeedView(View):
+class DeepSpeedAdapter(EngineAdapter):
     owns_step = True
 
     def __init__(self, engine: Any):
@@ -127,9 +127,9 @@ class DeepSpeedView(View):
                 own |= {getattr(each, name, each.dtype) for each in trained}
         return own | {self.engine.communication_data_type, *self.engine.get_data_types()}
 
-    foreign = "ZeRO replaces them with the updates of Muon"
+    modified_because = "ZeRO replaces them with the updates of Muon"
 
-    def foreign_gradients(self) -> set[int]:
+    def modified_gradients(self) -> set[int]:
         muon = bool(self.stage) and "Muon" in type(self.optimizer).__name__
         return {index for index in self.trained if muon and getattr(self.parameters[index], "use_muon", False)}
 
@@ -152,7 +152,6 @@ class DeepSpeedView(View):
             return {}
         known = ("lr", "betas", "eps", "weight_decay", "momentum")
         given = {key: value for key, value in section["params"].items() if key in known and value != "auto"}
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
         if self.engine.lr_scheduler is not None:
             given.pop("lr", None)
         return dict.fromkeys(self.trained, given)
@@ -176,7 +175,7 @@ def stage_3_part(parameter: Any) -> tuple[int, int]:
 
 
 def _stage(engine: Any) -> int:
-    """Returns the ZeRO stage as which the optimizer shards. In bfloat16 it may differ from the configured one. ZeRO 0
+    """Returns the ZeRO stage by which the optimizer shards. In bfloat16 it may differ from the configured stage. ZeRO 0
     of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does. ZeRO 1 of 0.18.1 with grad_accum_dtype fp32
     has FP16_UnfusedOptimizer, which does not shard."""
     if hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer

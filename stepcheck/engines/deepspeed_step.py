@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from stepcheck.engines.view import Hook
+from stepcheck.engines.adapter import Hook
 
 LOSS = 1e-5
 """Relative error of the loss's scale: a few roundings of float32."""
@@ -16,12 +16,12 @@ METHODS = ("forward", "backward", "step", "load_checkpoint")
 
 
 class EngineStep:
-    """Wraps the engine's METHODS. Ends the audit's steps, and measures by what the engine multiplies the loss: on the
-    loss itself (up to 0.18.1, and 0.19), or in hooks on the module's outputs (0.18.3 to 0.18.5, and wherever a script
-    calls `loss.backward()`). Only the product counts."""
+    """Wraps the engine's METHODS. Ends the audit's steps, and measures the factor by which the engine multiplies the
+    loss. The engine multiplies the loss itself (up to 0.18.1, and 0.19), or the gradients of the module's outputs, in
+    hooks (0.18.3 to 0.18.5, and wherever a script calls `loss.backward()`). Only the product is judged."""
 
-    def __init__(self, view: Any, audit: Any):
-        self.view, self.engine, self.audit = view, view.engine, audit
+    def __init__(self, adapter: Any, audit: Any):
+        self.adapter, self.engine, self.audit = adapter, adapter.engine, audit
         self.incoming: list[Tensor] = []  # gradient norms of the outputs, before the engine's hooks
         self.outgoing: list[Tensor] = []  # and after them
         self.outputs: list[Tensor] = []
@@ -50,9 +50,9 @@ class EngineStep:
     def backward(self, real: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         is_output = any(loss is each for each in self.outputs)
         self.outputs = []
-        divides = self.view.divides_loss and kwargs.get("scale_wrt_gas", True)
-        self.view.divisor = float(self.engine.gradient_accumulation_steps() if divides else 1)
-        expected = self.view.loss_scale() / self.view.divisor
+        divides = self.adapter.divides_loss and kwargs.get("scale_wrt_gas", True)
+        self.adapter.divisor = float(self.engine.gradient_accumulation_steps() if divides else 1)
+        expected = self.adapter.loss_scale() / self.adapter.divisor
         seen: list[Tensor] = []
         handle = loss.register_hook(lambda gradient: seen.append(gradient.detach().double()))
         result = real(loss, *args, **kwargs)
@@ -66,7 +66,7 @@ class EngineStep:
             ratios[0] = torch.where(factor == self.outgoing[0], one, ratios[0])
             ratios = [torch.stack(ratios).prod()]
         self._judge_scale([factor * ratio for ratio in ratios or [one]], expected, loss)
-        self._forget_losses()
+        self._clear_losses()
         return result
 
     def _judge_plain_backward(self) -> None:
@@ -74,9 +74,9 @@ class EngineStep:
         by the micro-batches in its hooks on the outputs, and the script scales the loss for float16."""
         parts = float(self.engine.gradient_accumulation_steps())
         if self.outputs:
-            self.view.divisor = parts
+            self.adapter.divisor = parts
         self._judge_scale(self._ratios(), 1 / parts, *self.outputs)
-        self._forget_losses()
+        self._clear_losses()
 
     def _ratios(self) -> list[Tensor]:
         """Returns the factor by which the engine's hooks have multiplied the gradient of each output."""
@@ -91,7 +91,7 @@ class EngineStep:
             text = partial(wrong_scale, self.audit.micro_batches, factor, expected)
             self.audit.add("loss", (factor / expected - 1).abs() / tolerance, text)
 
-    def _forget_losses(self) -> None:
+    def _clear_losses(self) -> None:
         self.outputs, self.incoming, self.outgoing = [], [], []
 
     def step(self, real: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class EngineStep:
         return int(getattr(schedule, "last_epoch", None) or getattr(schedule, "last_batch_iteration", None) or 0)
 
     def load_checkpoint(self, real: Any, *args: Any, **kwargs: Any) -> Any:
-        self.audit.forget()
+        self.audit.reset_history()
         return real(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""View of PyTorch's FSDP2 (`fully_shard`)."""
+"""Adapter of PyTorch's FSDP2 (`fully_shard`)."""
 
 import math
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
-from stepcheck.engines.plain import PlainView
-from stepcheck.engines.view import NotAuditable, Part, Target
+from stepcheck.engines.adapter import NotAuditable, Part, Target
+from stepcheck.engines.plain import PlainAdapter
 
 
-class FSDP2View(PlainView):
+class FSDP2Adapter(PlainAdapter):
     """Reads a training under FSDP2, where each rank has some rows of each parameter. In a mesh of two dimensions,
     several ranks have the same rows."""
 
@@ -99,13 +99,13 @@ class FSDP2View(PlainView):
         return number
 
     def begin_micro_batch(self) -> None:
-        """Records whether gradients of earlier micro-batches are left. Checks all parameters, because a rank never has
-        a gradient of a parameter of which its shard is empty."""
+        """Records whether this micro-batch is the first one since the gradients were reset. It is the first one if no
+        parameter has a gradient. A single parameter does not show this, because an empty shard never has a gradient."""
         kept = any(self.parameters[index].grad is not None for index in self.trained)
         kept = kept or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
         self.fresh = set() if kept else {*self.trained}
 
-    def starts_anew(self, index: int) -> bool:
+    def is_first_gradient(self, index: int) -> bool:
         fresh = index in self.fresh
         self.fresh.discard(index)
         return fresh

@@ -1,8 +1,8 @@
-"""Views of plain PyTorch and of DistributedDataParallel."""
+"""Adapters of plain PyTorch and of DistributedDataParallel."""
 
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from functools import wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,18 +15,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from stepcheck.engines.view import Hook, NotAuditable, View
+from stepcheck.engines.adapter import EngineAdapter, Hook, NotAuditable
+from stepcheck.patch import wrap_function
 
 SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compress_hook: torch.float16}
 """The dtype in which DDP's communication hooks send gradients; None for the gradient's own."""
 
 
-class PlainView(View):
+class PlainAdapter(EngineAdapter):
     """Reads a training in a single process, without averaging of gradients."""
 
     def __init__(self, module: nn.Module, optimizer: Any):
         super().__init__(module, optimizer)
-        if self.ranks.size > 1 and type(self) is PlainView:
+        if self.ranks.size > 1 and type(self) is PlainAdapter:
             raise NotAuditable("several ranks train without DDP or FSDP, so whose gradients are averaged is unknown")
 
     def attach(self, audit: Any) -> list[Callable[[], None]]:
@@ -39,9 +40,9 @@ class PlainView(View):
         self.left: dict[int, tuple[Any, int]] = {}
         self.reshaped: set[int] = set()  # gradients that torch has clipped in a way that the audit does not repeat
         WATCHED[id(self.optimizer)] = self
-        return [*handles, ends.remove, self._forget]
+        return [*handles, ends.remove, self._unregister]
 
-    def _forget(self) -> None:
+    def _unregister(self) -> None:
         WATCHED.pop(id(self.optimizer), None)
 
     scaled_by: float | None = None
@@ -50,7 +51,7 @@ class PlainView(View):
     clipped_to: float | None = None
     """The norm to which torch.nn.utils.clip_grad_norm_ has clipped gradients of this step."""
 
-    def starts_anew(self, index: int) -> bool:
+    def is_first_gradient(self, index: int) -> bool:
         return self.parameters[index].grad is None
 
     def accumulated(self, index: int) -> Tensor | None:
@@ -68,15 +69,14 @@ class PlainView(View):
         gradients = ((index, self.parameters[index].grad) for index in self.trained)
         self.left = {index: (weakref.ref(each), each._version) for index, each in gradients if each is not None}
 
-    def changed_by_torch(self) -> None:
-        """Records the current gradients as valid, after torch has clipped or unscaled them, so that `foreign_gradients`
-        does not report the change."""
+    def accept_gradients(self) -> None:
+        """Records that torch has clipped or unscaled the gradients, so that they do not count as modified."""
         for index, (left, _) in self.left.items():
             if left() is not None:
                 self.left[index] = left, left()._version
 
-    def foreign_gradients(self) -> set[int]:
-        foreign = set(self.reshaped)
+    def modified_gradients(self) -> set[int]:
+        modified = set(self.reshaped)
         for index in self.trained:
             parameter, (left, version) = self.parameters[index], self.left.get(index, (None, 0))
             if parameter.grad is None:
@@ -87,11 +87,11 @@ class PlainView(View):
                 or version != parameter.grad._version
                 or parameter._post_accumulate_grad_hooks
             ):
-                foreign.add(index)
-        return foreign
+                modified.add(index)
+        return modified
 
 
-class DDPView(PlainView):
+class DDPAdapter(PlainAdapter):
     """Reads a training under DistributedDataParallel, where each rank has the mean of all ranks' gradients."""
 
     def __init__(self, module: nn.Module, optimizer: Any, wrappers: Sequence[DistributedDataParallel]):
@@ -131,66 +131,67 @@ class DDPView(PlainView):
         return super().rounding_dtypes() | {dtype for hook in self.hooks if (dtype := SENT_IN[hook]) is not None}
 
 
-WATCHED: MutableMapping[int, PlainView] = weakref.WeakValueDictionary()
-"""The views of audited optimizers, by the optimizer's id. The functions below tell them what they do to gradients."""
+WATCHED: MutableMapping[int, PlainAdapter] = weakref.WeakValueDictionary()
+"""The adapters of audited optimizers, by the optimizer's id."""
 
 
+@cache
 def watch() -> None:
-    """Replaces torch's functions that clip and unscale gradients by functions that also report to the views. A second
-    call does nothing."""
+    """Makes torch's functions that clip or unscale gradients report to the adapters. A second call does nothing."""
     utils: Any = nn.utils
-    scaler = torch.amp.GradScaler
-    if hasattr(scaler.step, "watched"):
-        return
-    clip, unscale, step = utils.clip_grad_norm_, scaler.unscale_, scaler.step
-
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-        views = [*_views_of(parameters)]
-        for view, clipped in views:
-            if norm_type == 2 and clipped == view.trained and view.clipped_to is None:
-                view.clipped_to = float(max_norm)
-            else:
-                view.reshaped |= clipped
-        result = clip(parameters, max_norm, norm_type, *args, **kwargs)
-        for view, _ in views:
-            view.changed_by_torch()
-        return result
-
-    def reshaping(function: Any) -> Any:
-        @wraps(function)
-        def reshape(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-            for view, clipped in _views_of(parameters):
-                view.reshaped |= clipped
-            return function(parameters, *args, **kwargs)
-
-        return reshape
-
-    def unscale_(self: Any, optimizer: Any) -> None:
-        unscale(self, optimizer)
-        if id(optimizer) in WATCHED and self.is_enabled():
-            WATCHED[id(optimizer)].scaled_by = self.get_scale()
-            WATCHED[id(optimizer)].changed_by_torch()
-
-    def scaler_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(optimizer) in WATCHED and self.is_enabled():
-            WATCHED[id(optimizer)].scaled_by = self.get_scale()
-        return step(self, optimizer, *args, **kwargs)
-
-    scaler_step.watched = True
-    scaler.unscale_, scaler.step = unscale_, scaler_step
-    utils.clip_grad_norm_ = utils.clip_grad.clip_grad_norm_ = wraps(clip)(clip_grad_norm_)
-    for name in ("clip_grad_value_", "clip_grads_with_norm_"):
-        if hasattr(utils, name):
-            setattr(utils, name, reshaping(getattr(utils, name)))
-    utils.clip_grad.clip_grad_value_ = utils.clip_grad_value_
+    for module in (utils, utils.clip_grad):
+        wrap_function(module, "clip_grad_norm_", _clip_grad_norm)
+    for module, name in (
+        (utils, "clip_grad_value_"),
+        (utils.clip_grad, "clip_grad_value_"),
+        (utils, "clip_grads_with_norm_"),
+    ):
+        if hasattr(module, name):
+            wrap_function(module, name, _clip_otherwise)
+    wrap_function(torch.amp.GradScaler, "unscale_", _unscale)
+    wrap_function(torch.amp.GradScaler, "step", _scaler_step)
 
 
-def _views_of(parameters: list[Any]) -> Iterator[tuple[PlainView, set[int]]]:
-    """Yields each view that trains some of the given parameters, with the indices of these parameters."""
+def _clip_grad_norm(
+    clip: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
+    parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+    adapters = [*_adapters_of(parameters)]
+    for adapter, clipped in adapters:
+        if norm_type == 2 and clipped == adapter.trained and adapter.clipped_to is None:
+            adapter.clipped_to = float(max_norm)
+        else:
+            adapter.reshaped |= clipped
+    result = clip(parameters, max_norm, norm_type, *args, **kwargs)
+    for adapter, _ in adapters:
+        adapter.accept_gradients()
+    return result
+
+
+def _clip_otherwise(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+    for adapter, clipped in _adapters_of(parameters):
+        adapter.reshaped |= clipped
+    return clip(parameters, *args, **kwargs)
+
+
+def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
+    unscale(scaler, optimizer)
+    if id(optimizer) in WATCHED and scaler.is_enabled():
+        WATCHED[id(optimizer)].scaled_by = scaler.get_scale()
+        WATCHED[id(optimizer)].accept_gradients()
+
+
+def _scaler_step(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if id(optimizer) in WATCHED and scaler.is_enabled():
+        WATCHED[id(optimizer)].scaled_by = scaler.get_scale()
+    return step(scaler, optimizer, *args, **kwargs)
+
+
+def _adapters_of(parameters: list[Any]) -> Iterator[tuple[PlainAdapter, set[int]]]:
+    """Yields each adapter that trains some of the given parameters, with the indices of these parameters."""
     given = {id(each) for each in parameters}
-    for view in [*WATCHED.values()]:
-        own = {index for index in view.trained if id(view.parameters[index]) in given}
+    for adapter in [*WATCHED.values()]:
+        own = {index for index in adapter.trained if id(adapter.parameters[index]) in given}
         if own:
-            yield view, own
+            yield adapter, own

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from stepcheck.auditor import Audit, audit
 from stepcheck.engines import NotAuditable
 from stepcheck.lightning.user_hooks import UserHooks, optimizer_of
-from stepcheck.record.recorder import around
+from stepcheck.patch import wrap_function
 from stepcheck.replay import Replay
 from stepcheck.replay.plain_copy import drop_weights
 from stepcheck.replay.random_state import random_state_kept
@@ -92,7 +92,7 @@ class StepCheck(Callback):
                 self._copy = copy.deepcopy(pl_module)  # Lightning leaves the trainer out
             except Exception as error:  # an attribute of the user's may raise anything
                 self._note("replays", f"the module cannot be copied ({type(error).__name__}: {error})")
-        around(pl_module, "configure_optimizers", partial(self._configure_optimizers, pl_module))
+        wrap_function(pl_module, "configure_optimizers", partial(self._configure_optimizers, pl_module))
 
     def _configure_optimizers(self, module: LightningModule, configure: Callable[[], Any]) -> Any:
         """Records the module and its optimizer after the last hook before an engine starts."""
@@ -131,10 +131,12 @@ class StepCheck(Callback):
         self._audits.append(audited)
         self.verdicts.append(audited.verdict)
         limit = float(trainer.gradient_clip_val or 0.0)
-        if audited.view.owns_step:
-            audited.view.divides_loss = False  # Lightning has divided it
-            if limit and limit != audited.view.clip_limit():
-                audited.add("clipping", 2.0, f"the engine clips to {audited.view.clip_limit()}, and {limit} was given")
+        if audited.adapter.owns_step:
+            audited.adapter.divides_loss = False  # Lightning has divided it
+            if limit and limit != audited.adapter.clip_limit():
+                audited.add(
+                    "clipping", 2.0, f"the engine clips to {audited.adapter.clip_limit()}, and {limit} was given"
+                )
             hooks = UserHooks(trainer, module)
             if replay is not None and hooks.names:
                 replay.then = partial(self._run_hooks, hooks, audited)
@@ -165,7 +167,7 @@ class StepCheck(Callback):
             each.step = trainer.global_step + 1
         if self._replay is None:
             return
-        around(trainer.strategy, "on_train_batch_start", partial(self._on_micro_batch, trainer))
+        wrap_function(trainer.strategy, "on_train_batch_start", partial(self._on_micro_batch, trainer))
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
         if self.count and total < math.inf:
             parts = max(self.count - 1, 1)

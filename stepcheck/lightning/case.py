@@ -1,4 +1,4 @@
-"""Defines a case of `stepcheck module`: what is trained, and how. Imports no package."""
+"""Defines a case of `stepcheck module`: what is trained, and how. Imports neither torch nor Lightning."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ PARTS = ("module", "datamodule")
 
 
 @dataclass(frozen=True)
-class Case:
+class ModuleCase:
     """A short training of the user's module. Travels between processes as JSON."""
 
     options: dict[str, str]  # names and arguments of the user's classes: module, module.lr, datamodule, ...

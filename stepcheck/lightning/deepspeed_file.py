@@ -2,12 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepcheck.accept.release import deepspeed_folder
+from stepcheck.strategies import config_keys, deepspeed_folder
 from stepcheck.usage import UsageError, nearest, short
 
 DEFINED = re.compile(r"""^    (\w+) ?:|["'](\w+)["']""", re.MULTILINE)
@@ -25,7 +24,7 @@ REFUSED = {
 OF_LOADER = ("train_batch_size", "train_micro_batch_size_per_gpu")
 """Keys without an effect, because the module's loader decides."""
 
-PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+PRECISION_OF_SECTION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -42,7 +41,7 @@ def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for key, why in REFUSED.items():
         if config.get(key):
             raise UsageError(f"{what}: {key}: {why}")
-    for key in _names(config):
+    for key in config_keys(config):
         if key not in _keys():
             raise UsageError(
                 f"{what}: DeepSpeed does not read {key!r}, so it has no effect: "
@@ -52,20 +51,13 @@ def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for key, name in (("gradient_accumulation_steps", "accumulate"), ("gradient_clipping", "clip")):
         if key in config:
             fields[name] = config.pop(key)
-    for key, precision in PRECISIONS.items():
+    for key, precision in PRECISION_OF_SECTION.items():
         section = config.get(key)
         if isinstance(section, dict) and section.get("enabled"):
             fields["precision"] = precision
     for key in OF_LOADER:
         config.pop(key, None)
     return {"zero_allow_untested_optimizer": True, **config}, fields
-
-
-def _names(section: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in section.items():
-        yield key
-        if isinstance(value, dict):
-            yield from _names(value)
 
 
 def _without_auto(value: Any) -> Any:

@@ -12,15 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepcheck.accept.cases import ZERO
-from stepcheck.accept.launch import train_cases
-from stepcheck.accept.release import deepspeed_folder
+from stepcheck.launch.launcher import train_cases
 from stepcheck.lightning import user_code
-from stepcheck.lightning.case import PARTS, PRECISIONS, Case
+from stepcheck.lightning.case import PARTS, PRECISIONS, ModuleCase
 from stepcheck.lightning.deepspeed_file import read_config
-from stepcheck.report import refuse_folders, write_files
-from stepcheck.run import positive
-from stepcheck.usage import UsageError, nearest
+from stepcheck.report import Result, add_flags, refuse_folders, unjudged, write_files
+from stepcheck.strategies import ZERO, deepspeed_folder
+from stepcheck.usage import UsageError, nearest, positive
 from stepcheck.verdict import Finding
 
 STRATEGIES = ("ddp", *ZERO)
@@ -28,9 +26,6 @@ STRATEGIES = ("ddp", *ZERO)
 HANG_SECONDS = 1800
 """How long ranks may be silent. One case of a large module takes minutes. torch ends a collective that hangs after 10
 minutes (NCCL) or 30 (gloo)."""
-
-Result = dict[str, Any]
-"""A verdict as plain data, with the name and the command of its case. Has an `error` if the case was not judged."""
 
 
 def add_parser(commands: Any) -> None:
@@ -59,37 +54,29 @@ def add_parser(commands: Any) -> None:
     add("--accumulate", nargs="+", type=positive, metavar="N", help="micro-batches per optimizer step (default: 1)")
     add("--precision", choices=PRECISIONS, help="precision of the training (default: 32-true)")
     add("--gradient_clip_val", dest="clip", type=float, metavar="X", help="clip gradients to this norm (default: off)")
-    add("--steps", type=positive, default=Case.steps, metavar="N", help="optimizer steps (default: %(default)s)")
+    add("--steps", type=positive, default=ModuleCase.steps, metavar="N", help="optimizer steps (default: %(default)s)")
     add(
         "--replay",
         type=int,
-        default=Case.replayed,
+        default=ModuleCase.replayed,
         metavar="N",
         help="how many of these steps a plain copy of the module computes again (default: %(default)s)",
     )
     add("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add("--resume_at", type=positive, default=0, metavar="N", help="save after step N, resume, and compare both runs")
-    add("--json", type=Path, metavar="FILE", help="write the verdicts as JSON")
-    add("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
+    add_flags(parser)
     parser.set_defaults(run=run, sections=(*PARTS, "trainer"))
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains the cases and prints the verdict. Returns the exit code."""
-    refuse_folders(options, "json", "junit")
+    refuse_folders(options)
     results = train(parse_cases(options))
     failed = [each for each in results if not each["passed"]]
     for each in failed:
         print(f"{each['outcome']}: {each['engine']}: {shlex.join(each['command'])}")
     print(f"stepcheck module: {len(results) - len(failed)} of {len(results)} agree with plain PyTorch")
-    result = {
-        "passed": not failed,
-        "exit_code": 1 if failed else 0,
-        "command": ["stepcheck", *sys.argv[1:]],
-        "engines": results,
-    }
-    write_files(options, result)
-    return result["exit_code"]
+    return write_files(options, not failed, results)
 
 
 def require_lightning() -> None:
@@ -99,7 +86,7 @@ def require_lightning() -> None:
             raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
 
 
-def parse_cases(options: argparse.Namespace) -> list[Case]:
+def parse_cases(options: argparse.Namespace) -> list[ModuleCase]:
     """Returns the cases of a command line. Raises UsageError if a flag is wrong."""
     require_lightning()
     import yaml
@@ -130,7 +117,7 @@ def parse_cases(options: argparse.Namespace) -> list[Case]:
 
 def cases_of(
     classes: dict[str, str], strategies: Sequence[str], accumulate: Sequence[int], maths: Mapping[str, Any], **same: Any
-) -> list[Case]:
+) -> list[ModuleCase]:
     """Returns a case for each strategy and each number of micro-batches.
 
     Args:
@@ -155,7 +142,7 @@ def cases_of(
                         f"--strategies {strategy} sets {name} to {value}, not {given[name]}: leave out one"
                     )
             fields = {**given, **fields, **same, "strategy": strategy, "config": config}
-            cases.append(Case(classes, **fields))
+            cases.append(ModuleCase(classes, **fields))
     sys.path.append(os.getcwd())  # for PACKAGE.MODULE:NAME, as in the ranks
     user_code.check_parts(classes)
     return cases
@@ -177,12 +164,12 @@ def _default_ranks() -> int:
     return 2
 
 
-def train(cases: Sequence[Case]) -> list[Result]:
+def train(cases: Sequence[ModuleCase]) -> list[Result]:
     """Trains the cases and prints a line for each. Returns their results. Raises UsageError if the ranks refuse the
     user's code."""
     results: list[Result] = []
 
-    def report(case: Case, verdict: dict[str, Any]) -> None:
+    def report(case: ModuleCase, verdict: dict[str, Any]) -> None:
         if "refused" in verdict:
             raise UsageError(verdict["refused"])
         results.append(_result(case, verdict))
@@ -192,14 +179,14 @@ def train(cases: Sequence[Case]) -> list[Result]:
     return results
 
 
-def _result(case: Case, verdict: dict[str, Any]) -> Result:
+def _result(case: ModuleCase, verdict: dict[str, Any]) -> Result:
     """Judges a case. A case agrees only if every step was audited and replays took place."""
     result = {"outcome": "not trained", "steps": 0, "findings": [], "shares": {}, "not_judged": {}, **verdict}
     # argparse takes the last of an option that is given twice.
     alone = ["--strategies", case.strategy, "--accumulate", str(case.accumulate)]
     result |= {"engine": str(case), "command": ["stepcheck", *sys.argv[1:], *alone]}
     if result["outcome"] == "agrees":
-        left_out = [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
+        left_out = unjudged(result)
         if result["steps"] + result["skipped"] < case.steps - case.resume_at:
             left_out.append(f"only {result['steps']} of {case.steps} steps were audited")
         if case.replayed and not result["replayed"]:

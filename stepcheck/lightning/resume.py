@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from stepcheck.engines import view_of
+from stepcheck.engines import adapter_of
+from stepcheck.engines.adapter import RankInfo
 from stepcheck.replay.random_state import random_state, set_random_state
 from stepcheck.verdict import Finding, Kind
 
@@ -21,18 +22,18 @@ PLAIN = (bool, int, float, str)
 
 NOT_RESTORED = "Lightning restores a position within an epoch only for a loader with state_dict, and no shuffle's order"
 
-State = dict[tuple[Kind, str], Any]
+Checksums = dict[tuple[Kind, str], Any]
 """The checksum of each tensor, and each number, by kind and name."""
 
 
-class Followed(Callback):
+class StateRecorder(Callback):
     """Records the state before the step that follows `step`, and the last weights and optimizer state."""
 
     def __init__(self, step: int):
         self.step = step
-        self.first: State = {}
+        self.first: Checksums = {}
         self.random: dict[str, Any] = {}
-        self.last: State = {}
+        self.last: Checksums = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step >= self.step and not self.first:
@@ -42,7 +43,7 @@ class Followed(Callback):
         self.last = _weights(trainer, pl_module)
 
 
-class Saved(Followed):
+class CheckpointSaver(StateRecorder):
     """Also saves a checkpoint after `step`. The training continues."""
 
     def __init__(self, step: int, folder: Path):
@@ -63,10 +64,10 @@ class Saved(Followed):
             self._is_saved = True
 
 
-class Resumed(Followed):
+class ResumeCheck(StateRecorder):
     """Compares the resumed training with the training that saved the checkpoint."""
 
-    def __init__(self, saved: Saved):
+    def __init__(self, saved: CheckpointSaver):
         super().__init__(0)  # its first step, whatever its number
         self.saved = saved
 
@@ -80,12 +81,10 @@ class Resumed(Followed):
         """Returns what differs, on any rank. Every rank must call it."""
         found = _differences(self.saved.step, self.saved.first, self.first, "in the first resumed step")
         found = found or _differences(0, self.saved.last, self.last, "at the end")
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, found)
-        return [each for of_rank in everyone for each in of_rank][:100]
+        return [each for of_rank in RankInfo.current().all_gather(found) for each in of_rank][:100]
 
 
-def _differences(step: int, expected: State, actual: State, when: str) -> list[Finding]:
+def _differences(step: int, expected: Checksums, actual: Checksums, when: str) -> list[Finding]:
     found = []
     for (kind, name), value in expected.items():
         other = actual.get((kind, name), "missing")
@@ -98,7 +97,7 @@ def _differences(step: int, expected: State, actual: State, when: str) -> list[F
     return found
 
 
-def _state(trainer: Trainer, module: LightningModule, batch: Any) -> State:
+def _state(trainer: Trainer, module: LightningModule, batch: Any) -> Checksums:
     """Returns the state in which a step starts. Buffers are rank 0's, as in a checkpoint."""
     found = _flat("batch", "the batch", batch) | _weights(trainer, module)
     found["counter", "the number of steps"] = trainer.global_step
@@ -108,16 +107,16 @@ def _state(trainer: Trainer, module: LightningModule, batch: Any) -> State:
     return found
 
 
-def _weights(trainer: Trainer, module: LightningModule) -> State:
+def _weights(trainer: Trainer, module: LightningModule) -> Checksums:
     """Returns the weights, buffers, options and optimizer state of this rank."""
-    found: State = {}
+    found: Checksums = {}
     for name, parameter in module.named_parameters():
         found |= _flat("weight", name, getattr(parameter, "ds_tensor", parameter))
     if trainer.is_global_zero:
         for name, buffer in module.named_buffers():
             found |= _flat("buffer", name, buffer)
     model: Any = trainer.strategy.model
-    optimizer = view_of(model, trainer.optimizers[0]).optimizer
+    optimizer = adapter_of(model, trainer.optimizers[0]).optimizer
     for number, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         found |= _flat("options", f"parameter group {number}", options)
@@ -128,9 +127,9 @@ def _weights(trainer: Trainer, module: LightningModule) -> State:
     return found
 
 
-def _flat(kind: Kind, name: str, tree: Any) -> State:
+def _flat(kind: Kind, name: str, tree: Any) -> Checksums:
     """Returns the checksum of each tensor in a tree, and the tree's plain values, keyed by kind and by path."""
-    found: State = {}
+    found: Checksums = {}
     for path, value in tree_leaves_with_path(tree):
         label = f"{keystr(path)} of {name}" if path else name
         if isinstance(value, Tensor):

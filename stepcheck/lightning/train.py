@@ -13,12 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from stepcheck.accept.cases import ZERO
 from stepcheck.lightning import user_code
 from stepcheck.lightning.callback import StepCheck
-from stepcheck.lightning.case import PARTS, Case
-from stepcheck.lightning.resume import Resumed, Saved
+from stepcheck.lightning.case import PARTS, ModuleCase
+from stepcheck.lightning.resume import CheckpointSaver, ResumeCheck
 from stepcheck.lightning.user_classes import check_classes, fit, instantiate
+from stepcheck.strategies import ZERO
 from stepcheck.usage import UsageError, short
 from stepcheck.verdict import Verdict
 
@@ -33,24 +33,24 @@ EPOCHS = 1000
 def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
     """Trains a case. Returns the verdict as plain data, or a line that says why user code or a flag is refused."""
     try:
-        verdict = train_and_judge(Case(**fields), device, folder)
+        verdict = train_and_judge(ModuleCase(**fields), device, folder)
     except UsageError as error:
         return {"refused": str(error)}
     return {**verdict.as_dict(), "summary": str(verdict)}
 
 
-def train_and_judge(case: Case, device: torch.device, folder: Path) -> Verdict:
+def train_and_judge(case: ModuleCase, device: torch.device, folder: Path) -> Verdict:
     """Trains a case, and resumes it if the case says so. If a replay differs, trains once more, to find the first
     module whose output differs."""
     check_classes(case.options)
     if case.resume_at:
-        saved = Saved(case.resume_at, folder / str(case).replace("/", "_"))
+        saved = CheckpointSaver(case.resume_at, folder / str(case).replace("/", "_"))
         before = _train(case, device, folder, [saved])
         if not saved.first:
             before.not_judged["the resumed run"] = f"the training ended before step {case.resume_at + 1}"
         if before.outcome == "different" or before.not_judged:
             return before
-        resumed = Resumed(saved)
+        resumed = ResumeCheck(saved)
         verdict = _train(case, device, folder, [resumed], saved.checkpoint)
         verdict.findings = resumed.findings() + verdict.findings
         return verdict
@@ -62,7 +62,7 @@ def train_and_judge(case: Case, device: torch.device, folder: Path) -> Verdict:
 
 
 def _train(
-    case: Case,
+    case: ModuleCase,
     device: torch.device,
     folder: Path,
     callbacks: Sequence[Callback] = (),
@@ -76,7 +76,7 @@ def _train(
     step_check = StepCheck(**replays, outputs=outputs, on_fault="warn")
     seed_everything(case.seed, verbose=False)
     module, data = _instances(case)
-    trainer = _trainer(case, module, device, folder, [*callbacks, step_check, End(case)])
+    trainer = _trainer(case, module, device, folder, [*callbacks, step_check, StopAfterSteps(case)])
     seed_everything(case.seed, verbose=False)
     with reproducible_kernels():
         fit(trainer, module, data, checkpoint)
@@ -103,8 +103,7 @@ def reproducible_kernels() -> Iterator[None]:
                 each.fp32_precision = value
 
 
-def _instances(case: Case) -> list[Any]:
-    """Builds the module and the data module."""
+def _instances(case: ModuleCase) -> list[Any]:
     try:
         return [instantiate(part, case.options) for part in PARTS]
     except UsageError:
@@ -113,7 +112,7 @@ def _instances(case: Case) -> list[Any]:
         raise UsageError(f"--module: {user_code.where(error)}{type(error).__name__}: {short(error, 300)}") from error
 
 
-def _trainer(case: Case, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
+def _trainer(case: ModuleCase, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
     """Returns a Trainer without output. It has a logger, which a module may need, and validates on one batch, because a
     schedule may need a metric of the validation."""
     own: dict[str, Any] = {
@@ -144,7 +143,7 @@ def _trainer(case: Case, module: Any, device: torch.device, folder: Path, callba
         raise UsageError(f"--trainer: {short(error, 300)}") from error
 
 
-def _strategy(case: Case, module: Any, device: torch.device) -> Any:
+def _strategy(case: ModuleCase, module: Any, device: torch.device) -> Any:
     if case.strategy == "ddp":
         return DDPStrategy(find_unused_parameters=True)
     from stepcheck.lightning.strategy import CPUDeepSpeedStrategy  # here, because it imports DeepSpeed
@@ -164,11 +163,11 @@ def _strategy(case: Case, module: Any, device: torch.device) -> Any:
     )
 
 
-class End(Callback):
+class StopAfterSteps(Callback):
     """Ends the training after the case's steps, and then frees DeepSpeed's engine, before this process trains the next
     case. Raises UsageError if an epoch would end within an optimizer step."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: ModuleCase):
         self.case = case
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

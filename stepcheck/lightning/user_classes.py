@@ -27,7 +27,7 @@ def check_classes(options: Mapping[str, str], needs_data: bool = True) -> None:
     """Checks the user's classes and their arguments.
 
     Args:
-        options: As of `instantiate`.
+        options: See `instantiate`.
         needs_data: Whether the module must have training data. False if a script provides the data.
 
     Raises:
@@ -72,7 +72,7 @@ def instantiate(part: str, options: Mapping[str, str], build: bool = True) -> An
         parsed = parser.parse_args([f"--{option}={value}" for option, value in given.items()])
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(f"--{part}: {short(error, 300)}") from error
-    return parser.instantiate_classes(parsed)[part] if build else user_class
+    return parser.instantiate(parsed)[part] if build else user_class
 
 
 def _refuse_unknown(given: Mapping[str, str], known: Sequence[str], user_class: str) -> None:

@@ -1,5 +1,5 @@
-"""Computes chosen steps again on a plain copy of the module, and so judges what the audit takes for granted: the loss,
-the gradients and the buffers that the forward and backward passes of the training compute."""
+"""Computes chosen steps again on a plain copy of the module. This checks what the audit trusts: the losses, gradients
+and buffers that the forward and backward passes of the training compute."""
 
 from stepcheck.replay.replay import Replay
 

@@ -1,9 +1,9 @@
 """Compares what a step has computed with two replays of it, one in the training's precision and one in float64.
 
-Their difference is the rounding error of this step. The training may differ from the first replay by ROUNDINGS of it,
-because it may use other kernels, which add up in another order. A rounding error is one sample, and may be 0 by chance.
-So LEAST machine epsilons of the dtype that computes are allowed in addition, relative to the norm of the summands. A
-small tensor's rounding error counts as no less than the root mean square of those of all tensors.
+The difference between the replays is the rounding error of this step. The training may use other kernels, which add in
+another order, so it may differ from the first replay by ROUNDINGS times this error. By chance, a rounding error may
+be 0. So LEAST machine epsilons, relative to the norm of the summands, are allowed in addition. The rounding error of a
+small tensor counts as no less than the root mean square of the rounding errors of all tensors.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepcheck.bounds import CANCELLATION
 from stepcheck.replay.plain_copy import Computed
 from stepcheck.verdict import Kind
 
@@ -24,20 +25,17 @@ ROUNDINGS = 3.0
 LEAST = 4.0
 """Relative error that is allowed in addition, in machine epsilons."""
 
-SMALL = 1e-3
-"""Share of the norm of all gradients that is added to the norm of one gradient before its error is divided by it. A
-gradient that nearly cancels still has the rounding error of its summands."""
-
 FEW = 100
 """A tensor with fewer elements has too small a sample of rounding errors."""
 
 CONSTANT = 0.02
-"""Largest remainder of a gradient that counts as a multiple of another one, relative to its norm."""
+"""Largest remainder of a value that counts as explained, for example as a multiple of another value, relative to its
+norm."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One value of a step."""
+    """A value of a step, with its error and tolerance."""
 
     kind: Kind
     name: str
@@ -105,7 +103,7 @@ def loss_errors(low: Computed, exact: Computed) -> list[float]:
 
 def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> Iterator[Compared]:
     norm_of_all = math.sqrt(sum(float(each.square().sum()) for each in exact.gradients.values()))
-    sizes = {name: float(each.norm()) + SMALL * norm_of_all + 1e-300 for name, each in exact.gradients.items()}
+    sizes = {name: float(each.norm()) + CANCELLATION * norm_of_all + 1e-300 for name, each in exact.gradients.items()}
     rounding = mean_square(
         _distance(low.gradients[name], exact.gradients[name]) / sizes[name]
         for name in low.gradients.keys() & sizes.keys()
@@ -120,7 +118,9 @@ def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> 
         value, own = actual.gradients[name], low.gradients[name]
         few = rounding if high.numel() < FEW else 0.0
         result = _compared("replayed gradient", name, value, own, high, eps * summed, sizes[name], few)
-        explanation = _factor(value.double(), own.double()) if result.share > 1 else ""
+        factor = common_factor(value.double(), own.double()) if result.share > 1 else None
+        is_scaled = factor is not None and abs(factor - 1) > CONSTANT
+        explanation = f": it is {factor:.3g} times the correct value" if is_scaled else ""
         yield Compared(result.kind, name, result.error, result.tolerance, result.elements, explanation)
     for name in actual.gradients.keys() - (exact.gradients.keys() & low.gradients.keys()):
         size = actual.gradients[name].numel()
@@ -147,7 +147,7 @@ def _compared(
 
 
 def epsilon(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the machine epsilon of the numbers that are multiplied: of TF32, where torch may use it for float32."""
+    """Returns the machine epsilon of a dtype in products. For float32 it is TF32's epsilon, if torch may use TF32."""
     tf32 = dtype == torch.float32 and device.type == "cuda" and _may_use_tf32()
     return 2.0**-10 if tf32 else torch.finfo(dtype).eps  # TF32 has 10 bits after the point
 
@@ -182,10 +182,10 @@ def mean_square(values: Iterable[float]) -> float:
     return math.sqrt(sum(each * each for each in finite) / len(finite)) if finite else 0.0
 
 
-def _factor(actual: Tensor, expected: Tensor) -> str:
+def common_factor(actual: Tensor, expected: Tensor) -> float | None:
+    """Returns the factor if a float64 tensor is a multiple of another one, or else None."""
     factor = float((actual * expected).sum() / expected.square().sum().clamp(min=1e-300))
-    rest = float((actual - factor * expected).norm()) / max(float(actual.norm()), 1e-300)
-    return f": it is {factor:.3g} times the correct value" if rest < CONSTANT < abs(factor - 1) else ""
+    return factor if (actual - factor * expected).norm() <= CONSTANT * actual.norm() else None
 
 
 def _same(some: object, others: object) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 LOW = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that float64 replaces."""
 
-WIDER: dict[Any, Callable[..., Any]] = dict.fromkeys(
+FLOAT64_CASTS: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.half, Tensor.bfloat16, Tensor.float), lambda tensor, *args, **kwargs: tensor.double()
 )
 """The function that replaces each function that casts to one of these dtypes."""
@@ -44,14 +44,14 @@ class Exact(TorchFunctionMode):
             drawn = func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs)
             return args[0].copy_(drawn)
         if func in DRAWS:
-            args, kwargs = tree_map(_narrow, (args, kwargs))
+            args, kwargs = tree_map(_to_float32, (args, kwargs))
         else:
-            args, kwargs = tree_map(wide, (args, kwargs))
-            func = WIDER.get(func, func)
-        return tree_map(wide, func(*args, **kwargs))
+            args, kwargs = tree_map(to_float64, (args, kwargs))
+            func = FLOAT64_CASTS.get(func, func)
+        return tree_map(to_float64, func(*args, **kwargs))
 
 
-def wide(value: Any) -> Any:
+def to_float64(value: Any) -> Any:
     """Converts a tensor whose dtype is in LOW to float64, replaces a dtype in LOW by float64, and returns any other
     value unchanged."""
     if isinstance(value, Tensor):
@@ -59,5 +59,5 @@ def wide(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value
 
 
-def _narrow(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value

@@ -1,4 +1,4 @@
-"""Reads how much memory a rank may take, and has taken."""
+"""Reads the free memory and the peak memory of a rank."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""A plain, unsharded copy of a module, made before an engine changes the module."""
+"""Computes steps on a plain, unsharded copy of a module, which was made before an engine changed the module."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stepcheck.engines.view import plain_name
-from stepcheck.replay.exact import Exact, wide
+from stepcheck.engines.adapter import plain_name
+from stepcheck.replay.exact import Exact, to_float64
 from stepcheck.replay.random_state import set_random_state
 
 PLAIN = (bool, int, float, str, NoneType)
@@ -22,7 +22,7 @@ State = dict[str, dict[str, Any]]
 
 
 class Computed:
-    """The values that autograd has computed in some of a step's micro-batches on this rank."""
+    """The values that this rank computes in one or more micro-batches of a step."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -50,7 +50,7 @@ class PlainCopy:
 
         Args:
             module: The copy.
-            internal: Names of attributes of the outermost module that a step must not restore.
+            internal: Names of attributes of the outermost module that a replay must not restore.
         """
         self.module: Any = module
         self.internal = {*vars(nn.Module()), *internal} - {"training"}
@@ -90,10 +90,10 @@ class PlainCopy:
         """Returns what plain PyTorch computes for the micro-batches of a step.
 
         Args:
-            micro_batches: Of each, the function that computes its loss, and the state of the random generators and of
-                the modules before.
-            divisor: By which the engine divides each loss before its backward pass.
-            scale: By which it multiplies each loss, because of a low precision.
+            micro_batches: For each micro-batch, the function that computes its loss, the states of the random
+                generators, and the states of the modules.
+            divisor: The number by which the engine divides each loss before its backward pass.
+            scale: The loss scale, by which the engine multiplies each loss.
             watch: Registers hooks that keep outputs of submodules, and returns their handles.
             exact: Whether to compute in float64.
             then: Called at the end with the copy, which has the gradients of the step.
@@ -139,7 +139,7 @@ class PlainCopy:
         """Frees the memory of the weights. Their shapes stay."""
         drop_weights(self.module)
 
-    def forget(self) -> None:
+    def drop_saved(self) -> None:
         """Frees the values that `keep` has saved."""
         self._weights, self._buffers = {}, {}
 
@@ -153,8 +153,8 @@ class PlainCopy:
             for name in part._buffers:
                 value = self._buffers.get(f"{part_name}.{name}" if part_name else name)
                 if value is not None:
-                    part._buffers[name] = wide(value).clone() if exact else value.clone()
-        keep_batch_norms_wide(self.module)
+                    part._buffers[name] = to_float64(value).clone() if exact else value.clone()
+        cast_batch_norm_weights(self.module)
 
     def _note_autocast(self, part: nn.Module, inputs: Any) -> None:
         device = next((each.device.type for each in tree_leaves(inputs) if isinstance(each, Tensor)), "cpu")
@@ -169,7 +169,7 @@ def drop_weights(module: nn.Module, device: torch.device | None = None) -> None:
         parameter.grad = None
 
 
-def keep_batch_norms_wide(module: nn.Module) -> None:
+def cast_batch_norm_weights(module: nn.Module) -> None:
     """Makes each batch norm cast its weights to the dtype of its running statistics during its forward pass. torch
     (2.15) accepts float32 statistics only with float32 weights."""
     for norm in module.modules():

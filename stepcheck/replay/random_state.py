@@ -30,10 +30,9 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def has_drawn(state: dict[str, Any]) -> bool:
-    """Returns whether torch has drawn random numbers since `random_state` returned a state."""
-    now = random_state()
-    return any(not torch.equal(now[key], state[key]) for key in ("torch", "cuda") if key in state)
+def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Returns whether torch's random generators are in the same state."""
+    return all(torch.equal(one[key], other[key]) for key in ("torch", "cuda") if key in one and key in other)
 
 
 @contextmanager

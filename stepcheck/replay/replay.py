@@ -1,4 +1,4 @@
-"""Defines `Replay`, which an audit asks to judge chosen steps."""
+"""Defines `Replay`, which judges chosen steps for an audit."""
 
 import importlib
 import math
@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stepcheck.engines.view import plain_name
+from stepcheck.engines.adapter import plain_name
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, PlainCopy
-from stepcheck.replay.random_state import has_drawn, random_state, random_state_kept
+from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state
 
 BYTES = 36
 """Most bytes that a replay needs for each parameter, beside the training and without activations: weights, the
@@ -41,10 +41,10 @@ class Replay:
         Args:
             copy: A deep copy of the module that will be trained, made before an engine or wrapper is built of it.
             every: Replay each step whose number is divisible by this; 0 for none.
-            steps: Replay these steps, from 1, too.
+            steps: Numbers of more steps to replay, from 1.
             only: Regular expression: gradients of other weights are not compared, and need no memory.
             outputs: Whether to compare the outputs of all submodules, so that a fault names the first that differs.
-            internal: Names of attributes of the module that a step must not restore.
+            internal: Names of attributes of the module that a replay must not restore.
         """
         self.every, self.steps, self.only, self.outputs = every, {*steps}, re.compile(only), outputs
         self.copy = PlainCopy(copy, internal)
@@ -65,9 +65,9 @@ class Replay:
     def attach(self, audit: Any) -> None:
         """Connects the replay to an audit. The engine must have been built."""
         self.audit = audit
-        audit.view.prepare_copy(self.copy.module)
+        audit.adapter.prepare_copy(self.copy.module)
         self.hooked = {
-            name for name, each in zip(audit.view.names, audit.view.parameters, strict=True) if _is_hooked(each)
+            name for name, each in zip(audit.adapter.names, audit.adapter.parameters, strict=True) if _is_hooked(each)
         }
 
     # What the training calls
@@ -96,9 +96,9 @@ class Replay:
             self.actual.losses.append(loss.detach().clone())
 
     # What the audit calls
-    def saw_gradient(self, index: int, gradient: Tensor) -> None:
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient that autograd has computed to the sum of the step."""
-        name = self.audit.view.names[index]
+        name = self.audit.adapter.names[index]
         if self.actual is not None and self.only.search(name):
             self.actual.add(name, gradient)
 
@@ -113,10 +113,10 @@ class Replay:
         audit = self.audit
         low = self._compute(then=self.then)
         same = low is not None and bool(self._try(lambda: self._is_identical(low)))
-        answers, exact = audit.view.ranks.everywhere((self._error, same)), None
+        answers, exact = audit.adapter.ranks.all_gather((self._error, same)), None
         if not any(error for error, _ in answers) and not all(same for _, same in answers):
             exact = self._compute(exact=True)
-            answers = audit.view.ranks.everywhere((self._error, same))
+            answers = audit.adapter.ranks.all_gather((self._error, same))
         errors = [error for error, _ in answers if error]
         if errors:
             audit.verdict.not_judged[f"the replay of step {audit.step}"] = errors[0]
@@ -124,24 +124,26 @@ class Replay:
             self._report(low, exact)
 
     def _remember(self, compute: Callable[[nn.Module], Tensor]) -> None:
-        if self.audit.view.syncs_buffers and self.audit.view.ranks.rank:
+        if self.audit.adapter.syncs_buffers and self.audit.adapter.ranks.rank:
             compute = self._with_synced_buffers(compute)
-        self._micro_batches.append((compute, random_state(), self.copy.state_of(self.audit.view.module)))
+        self._micro_batches.append((compute, random_state(), self.copy.state_of(self.audit.adapter.module)))
 
     def _with_synced_buffers(self, compute: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tensor]:
         """Makes a replayed micro-batch start from the buffers that DDP copies from rank 0 before its forward pass."""
-        view, synced = self.audit.view, {}
+        adapter, synced = self.audit.adapter, {}
 
         def keep(*_: Any) -> None:
             if not synced:
-                synced.update({plain_name(name): each.detach().clone() for name, each in view.module.named_buffers()})
+                synced.update(
+                    {plain_name(name): each.detach().clone() for name, each in adapter.module.named_buffers()}
+                )
 
         def compute_from_synced(module: nn.Module) -> Tensor:
             for name, buffer in module.named_buffers():
                 buffer.copy_(synced[name])
             return compute(module)
 
-        self._handles += [wrapper.module.register_forward_pre_hook(keep) for wrapper in view.wrappers]
+        self._handles += [wrapper.module.register_forward_pre_hook(keep) for wrapper in adapter.wrappers]
         return compute_from_synced
 
     def _try(self, function: Callable[[], Any]) -> Any:
@@ -153,42 +155,44 @@ class Replay:
             return None
 
     def _begin(self) -> None:
-        audit, view = self.audit, self.audit.view
-        begin_replay(view.device)
-        needed = BYTES * sum(math.prod(view.shape(index)) for index in range(len(view.names)))
-        free = available(view.device)
-        if any(audit.view.ranks.everywhere(free is not None and needed > free)):
+        audit, adapter = self.audit, self.audit.adapter
+        begin_replay(adapter.device)
+        needed = BYTES * sum(math.prod(adapter.shape(index)) for index in range(len(adapter.names)))
+        free = available(adapter.device)
+        if any(audit.adapter.ranks.all_gather(free is not None and needed > free)):
             raise MemoryError(
                 f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
             )
-        weights = {name: view.full_weight(index) for index, name in enumerate(view.names)}
+        weights = {name: adapter.full_weight(index) for index, name in enumerate(adapter.names)}
         missing = [name for name, _ in self.copy.module.named_parameters() if name not in weights]
         if missing:
             raise ValueError(f"the trained module has no weight {missing[0]}")
-        buffers = {plain_name(name): buffer.detach().clone() for name, buffer in view.module.named_buffers()}
-        trained = {view.names[index] for index in view.trained if view.parameters[index].requires_grad}
+        buffers = {plain_name(name): buffer.detach().clone() for name, buffer in adapter.module.named_buffers()}
+        trained = {adapter.names[index] for index in adapter.trained if adapter.parameters[index].requires_grad}
         self.copy.keep(weights, buffers, {name for name in trained if self.only.search(name)} or trained)
         self.actual = Computed()
-        self._handles = self._watch(view.module, self.actual)
+        self._handles = self._watch(adapter.module, self.actual)
 
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
         self.actual, self._micro_batches, self._handles, self._error = None, [], [], ""
-        self.copy.forget()
+        self.copy.drop_saved()
         if self._chosen:
-            end_replay(self.audit.view.device)
+            end_replay(self.audit.adapter.device)
         self._chosen = False
 
     def _compute(self, exact: bool = False, then: Callable[[Any], None] | None = None) -> Computed | None:
         """Returns a replay, or None if it fails on this rank."""
         if self.actual is None or self._error:
             return None
-        view = self.audit.view
-        arguments = self._micro_batches, view.divisor, self.audit.scale, self._watch, exact, then
+        adapter = self.audit.adapter
+        arguments = self._micro_batches, adapter.divisor, self.audit.scale, self._watch, exact, then
         with random_state_kept():
             computed = self._try(lambda: self.copy.compute(*arguments))
-            if has_drawn(self._micro_batches[-1][1]) and _compiles_random_numbers(view.module):
+            if not same_random_state(random_state(), self._micro_batches[-1][1]) and _compiles_random_numbers(
+                adapter.module
+            ):
                 self._error = self._error or (
                     "torch.compile draws other random numbers; set torch._inductor.config.fallback_random"
                 )
@@ -196,7 +200,9 @@ class Replay:
 
     def _is_identical(self, low: Computed) -> bool:
         assert self.actual is not None
-        self.actual.buffers = {plain_name(name): each.detach() for name, each in self.audit.view.module.named_buffers()}
+        self.actual.buffers = {
+            plain_name(name): each.detach() for name, each in self.audit.adapter.module.named_buffers()
+        }
         self._leave_out_unknown(self.actual, low)
         return compare.identical(self.actual, low) and not self._may_lack_gradients(low)
 
@@ -206,7 +212,7 @@ class Replay:
         return self.copy.autocasts and bool(self.copy.trained - low.gradients.keys() - self.hooked)
 
     def _leave_out_unknown(self, actual: Computed, low: Computed) -> None:
-        """Leaves out what the training or the replay does not have to compare."""
+        """Leaves out values that either the training or the replay lacks."""
         if len(actual.losses) != len(low.losses):
             actual.losses, low.losses = [], []
         for name in self.hooked:  # the copy lacks the hooks
@@ -229,7 +235,7 @@ class Replay:
         exact.losses = exact.losses if low.losses else []
         exact.outputs = exact.outputs if low.outputs else []
         worst: dict[str, compare.Compared] = {}
-        errors = [each for own in audit.view.ranks.everywhere(compare.loss_errors(low, exact)) for each in own]
+        errors = [each for own in audit.adapter.ranks.all_gather(compare.loss_errors(low, exact)) for each in own]
         for each in compare.compare(actual, low, exact, self.copy.lowest, compare.mean_square(errors)):
             if each.kind not in worst or (each.share > worst[each.kind].share and worst[each.kind].share <= 1):
                 worst[each.kind] = each  # the first that is wrong, or the one that is nearest to it

@@ -10,7 +10,7 @@ from cifar_zero.config.recipe import AugmentConfig
 from cifar_zero.data import loaders as loader
 from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split, TrainOrder
-from cifar_zero.data.loaders import MemoryLoader, Stored
+from cifar_zero.data.loaders import ImageStore, MemoryLoader
 from tests.support.helpers import needs_gpu
 
 pytestmark = needs_gpu
@@ -20,16 +20,16 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CONFIGS = [None, AugmentConfig(flip="alternating", crop=4, cutout=8, mixup=0.4, cutmix=1.0)]
 
 
-def make_loader(split: Split, stored: Stored, config: AugmentConfig | None) -> MemoryLoader:
+def make_loader(split: Split, stored: ImageStore, config: AugmentConfig | None) -> MemoryLoader:
     order = TrainOrder(COUNT, BATCH, accumulate=1, replicas=1, replica=0, seed=3)
     return MemoryLoader(split, order, stored, config and Augmentation(config, COUNT, CLASSES, seed=3))
 
 
-def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> Stored:
+def place_where(share: float, split: Split, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
     """Returns stored images. `share` is the share of the GPU's free memory that they may take. They are on the GPU if
     it is 1, and on the host if it is 0."""
     monkeypatch.setattr(loader, "RESIDENT_SHARE", share)
-    stored = Stored(split.images, GPU)
+    stored = ImageStore(split.images, GPU)
     assert stored.rows_device == (GPU if share else CPU)
     return stored
 
@@ -46,7 +46,7 @@ def test_two_epochs_equal_those_of_the_cpu(
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 256, (COUNT, 32, 32, 3), dtype=np.uint8)
     split = Split(stored, rng.integers(0, CLASSES, COUNT), rng.permutation(COUNT))
-    on_cpu = make_loader(split, Stored(split.images, CPU), config)
+    on_cpu = make_loader(split, ImageStore(split.images, CPU), config)
     resident = make_loader(split, place_where(1, split, monkeypatch), config)
     streamed = make_loader(split, place_where(0, split, monkeypatch), config)
     load = torch.rand(2048, 2048, device=GPU)

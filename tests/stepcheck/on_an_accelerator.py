@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepcheck import Replay, audit
-from stepcheck.accept.cases import ZERO
+from stepcheck.strategies import ZERO
 from tests.support import accelerator
 from tests.support.helpers import assert_ok, run_program
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepcheck.attach import Attached
+from stepcheck.attach import AutoAudit
 from tests.stepcheck import faults, loop
 
 
@@ -33,20 +33,20 @@ def train(row: dict[str, Any], out: Path) -> dict[str, Any]:
             continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
-            attached = Attached(str(out.parent), weights_every=weights_every, keep_going=True)
+            auto_audit = AutoAudit(str(out.parent), weights_every=weights_every, keep_going=True)
             if fault:
                 getattr(faults, fault)(patch)
             if audited:
-                attached.patch_torch(torch)
+                auto_audit.patch_torch(torch)
                 if options.engine.startswith("zero"):
                     import deepspeed
 
                     patch.setattr(deepspeed, "initialize", deepspeed.initialize)
-                    attached.patch_deepspeed(deepspeed)
+                    auto_audit.patch_deepspeed(deepspeed)
             engine: Any = loop.train(options)
             key = "audited" if audited else "alone"
             result[key] = [float(each.detach().double().sum()) for each in engine.parameters() if each.numel()]
-            for verdict in attached.verdicts:
+            for verdict in auto_audit.verdicts:
                 result |= verdict.as_dict()
             if hasattr(engine, "destroy"):
                 engine.destroy()

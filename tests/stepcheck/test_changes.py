@@ -40,7 +40,7 @@ def test_a_module_that_a_wrapper_has_changed_is_found(one_rank: None):
     start = Start(model, optimizer)
     dropout.p = 0.1
     with audit(DistributedDataParallel(model), optimizer, on_fault="warn", start=start) as audited:
-        step(audited.view.module, optimizer)
+        step(audited.adapter.module, optimizer)
     assert str(audited.verdict.findings[0]) == "step 0: building the engine has changed 1.p (rank 0)"
 
 

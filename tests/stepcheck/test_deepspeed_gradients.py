@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stepcheck.auditor import audit
-from stepcheck.engines import NotAuditable, view_of
+from stepcheck.engines import NotAuditable, adapter_of
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def optimizer(kind: str) -> dict[str, Any]:
 def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int) -> None:
     autocast = {"enabled": True, "dtype": "bfloat16"}
     engine = build(zero_optimization={"stage": stage}, torch_autocast=autocast, optimizer=optimizer("AdamW"))
-    assert view_of(engine).rounding_dtypes() == {torch.float32, torch.bfloat16}
+    assert adapter_of(engine).rounding_dtypes() == {torch.float32, torch.bfloat16}
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
@@ -66,4 +66,4 @@ def test_tensor_parallelism_is_refused() -> None:
     engine = build(zero_optimization={"stage": 1}, optimizer=optimizer("AdamW"))
     engine.mp_world_size = 2  # as with autotp_size 2, which needs two ranks
     with pytest.raises(NotAuditable, match="different parts"):
-        view_of(engine)
+        adapter_of(engine)

@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("lightning", reason="needs Lightning")
 
 from stepcheck.__main__ import main, parse
-from stepcheck.accept.launch import train_cases
-from stepcheck.lightning.case import Case
+from stepcheck.launch.launcher import train_cases
+from stepcheck.lightning.case import ModuleCase
 from stepcheck.lightning.module import cases_of, parse_cases, train
 from stepcheck.lightning.user_classes import check_classes
 from stepcheck.testing import assert_agrees
@@ -155,7 +155,7 @@ def test_what_only_the_ranks_can_tell_is_refused(file: str):
     for changed in expected.values():
         own = classes(file, **{key[7:]: text for key, text in changed.items() if key.startswith("module.")})
         more = {key: value for key, value in changed.items() if not key.startswith("module.")}
-        cases.append(Case(own, **more))
+        cases.append(ModuleCase(own, **more))
     found: list[str] = []
     train_cases(
         cases,
@@ -286,4 +286,4 @@ def test_a_file_of_deepspeed_sets_the_maths(file: str, tmp_path: Path):
     assert (case.precision, case.accumulate, case.trainer) == ("bf16-mixed", 1, {"limit_train_batches": 6})
     assert (of_file.precision, of_file.accumulate) == ("bf16-mixed", 2)
     assert of_file.config == {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 2}}
-    assert Case(**json.loads(json.dumps(asdict(of_file)))) == of_file
+    assert ModuleCase(**json.loads(json.dumps(asdict(of_file)))) == of_file

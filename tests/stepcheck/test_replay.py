@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepcheck import Replay, audit
-from stepcheck.engines.view import plain_name
+from stepcheck.engines.adapter import plain_name
 from stepcheck.replay import compare, memory
 from stepcheck.replay import replay as replay_module
 from stepcheck.replay.plain_copy import PlainCopy

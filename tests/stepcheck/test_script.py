@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stepcheck.__main__ import main
-from stepcheck.record.command import record
-from stepcheck.record.steps import match_names, settings
+from stepcheck.script.command import record
+from stepcheck.script.recording import match_names, settings
 from stepcheck.usage import UsageError
 from stepcheck.verdict import Verdict
 from tests.support.suite import ROOT, of_test_all
@@ -38,8 +38,8 @@ def verdict_of(
     max_steps: int = 0,
 ) -> Verdict:
     """Returns the verdict on a module, trained in this process. `given` are its arguments."""
-    from stepcheck.lightning.script import check_script
     from stepcheck.lightning.user_classes import instantiate
+    from stepcheck.script.check import check_script
 
     recording = record([*script], 4, folder)
     options = {"module": module, **{f"module.{name}": value for name, value in given.items()}}
@@ -62,8 +62,8 @@ def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], identic
 
 
 def test_a_module_computes_with_the_threads_and_the_precision_of_the_script(tmp_path: Path):
-    from stepcheck.lightning.script import check_script
     from stepcheck.lightning.user_classes import instantiate
+    from stepcheck.script.check import check_script
 
     recording, module = record([SCRIPT, "--tf32"], 1, tmp_path), instantiate("module", {"module": MODULE})
     seen: list[dict[str, Any]] = []

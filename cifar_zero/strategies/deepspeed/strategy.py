@@ -25,7 +25,7 @@ from cifar_zero.strategies.deepspeed import experts
 from cifar_zero.strategies.deepspeed.checkpoint import GuardedCheckpointEngine, restore, write_folder
 from cifar_zero.strategies.deepspeed.hooks import EngineHooks, forget_second_copies
 from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
-from stepcheck.replay.plain_copy import keep_batch_norms_wide
+from stepcheck.replay.plain_copy import cast_batch_norm_weights
 
 LINEAR = torch.nn.functional.linear
 """torch's own linear function. ZeRO 3 replaces it for the lifetime of the process, for other models too (DeepSpeed
@@ -122,7 +122,7 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             forget_second_copies(self.model)
         self._make_contiguous(self.model)
         experts.distribute(self.model, self.global_rank)
-        keep_batch_norms_wide(self.model)
+        cast_batch_norm_weights(self.model)
         super().setup(trainer)
 
     def _make_contiguous(self, model: Module) -> None:

@@ -1,4 +1,4 @@
-"""Runs a training script unchanged and records its first optimizer steps: `python -m stepcheck.record.recorder FOLDER
+"""Runs a training script unchanged and records its first optimizer steps: `python -m stepcheck.script.recorder FOLDER
 STEPS SCRIPT [ARGUMENT ...]`. Needs torch only."""
 
 import gc
@@ -6,7 +6,6 @@ import runpy
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from stepcheck.attach import find_model
-from stepcheck.record.steps import Recording, Step, Value, options_of, tensors_in
+from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
+from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, tensors_in, update_options
 
 FETCHED_AHEAD = 64
 """Most batches that a script may hold before it trains on them. Accelerate (1.15) fetches one batch ahead, and
@@ -47,7 +47,7 @@ class Recorder:
         self.recording, self.steps = Recording(folder), steps
         self._optimizer: Any = None
         self._model: Any = None
-        self._step: Step | None = None
+        self._step: RecordedStep | None = None
         self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batches, with their epoch, and the
         # random state before it
         self._iterators = 0
@@ -61,12 +61,12 @@ class Recorder:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         register_module_forward_pre_hook(self._before_forward)
-        around(Tensor, "backward", self._backward)
-        around(DataLoader, "__iter__", self._iterate)
-        around(torch.amp.GradScaler, "scale", self._scale)
-        around(torch.amp.GradScaler, "step", self._scaler_step)
+        wrap_function(Tensor, "backward", self._backward)
+        wrap_function(DataLoader, "__iter__", self._iterate)
+        wrap_function(torch.amp.GradScaler, "scale", self._scale)
+        wrap_function(torch.amp.GradScaler, "step", self._scaler_step)
         for module in (nn.utils, nn.utils.clip_grad):
-            around(module, "clip_grad_norm_", self._clip)
+            wrap_function(module, "clip_grad_norm_", self._clip)
 
     def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
         state, epoch = random_state(), self._iterators
@@ -112,7 +112,7 @@ class Recorder:
     def _backward(self, backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch, epoch, state = self._trained_on()
         if self._step is None:
-            self._step = Step(epoch, state)
+            self._step = RecordedStep(epoch, state)
             if self._model is not None:
                 self._keep_values(self._step)
         self._step.batches.append(batch)
@@ -151,7 +151,7 @@ class Recorder:
         if len(step.batches) != recording.accumulate:
             counts = f"{recording.accumulate} and {len(step.batches)}"
             raise Refused(f"its steps have {counts} micro-batches: give all steps the same number")
-        options = {id(each): options_of(group) for group in optimizer.param_groups for each in group["params"]}
+        options = {id(each): update_options(group) for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._model.named_parameters():
             value = step.values[name]
             value.gradient, value.options = _copied(parameter.grad), options.get(id(parameter), {})
@@ -166,10 +166,10 @@ class Recorder:
         if self.recording.steps == self.steps:
             raise RecordingEnded
 
-    def _keep_values(self, step: Step) -> None:
+    def _keep_values(self, step: RecordedStep) -> None:
         for name, tensor in _tensors(self._model).items():
             before = _copied(tensor) if id(tensor) not in self._buffers else self._buffers[id(tensor)]
-            step.values[name] = Value(isinstance(tensor, nn.Parameter), before, before)
+            step.values[name] = RecordedTensor(isinstance(tensor, nn.Parameter), before, before)
         self._buffers = {}
 
 
@@ -200,17 +200,6 @@ def model_of(optimizer: Any) -> nn.Module:
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     holders = [each for each in modules if own <= {id(parameter) for parameter in each.parameters()}]
     return max(holders, key=lambda each: (len([*each.parameters()]), -len([*each.modules()])), default=root)
-
-
-def around(owner: Any, name: str, call: Any) -> None:
-    """Replaces a function of `owner` by one that calls `call` with the original function and its arguments."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return call(original, *args, **kwargs)
-
-    setattr(owner, name, replaced)
 
 
 def _copied(nested: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`stepcheck script`: the command."""
+"""Defines the command `stepcheck script`."""
 
 import argparse
 import logging
@@ -12,9 +12,8 @@ from typing import Any
 
 from stepcheck.lightning.case import PARTS
 from stepcheck.lightning.module import require_lightning
-from stepcheck.report import refuse_folders, write_files
-from stepcheck.run import positive
-from stepcheck.usage import UsageError
+from stepcheck.report import add_flags, refuse_folders, write_files
+from stepcheck.usage import UsageError, positive
 
 
 def add_parser(commands: Any) -> None:
@@ -36,27 +35,19 @@ def add_parser(commands: Any) -> None:
     add("--max_steps", type=positive, default=0, metavar="N", help="steps of the training, if its schedule needs them")
     add("--rename", nargs="+", default=[], metavar="OLD=NEW", help="replace prefixes of the script's weight names")
     add("--own_data", action="store_true", help="compare the batches of the module's own loader too")
-    add("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
-    add("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML, for CI systems")
+    add_flags(parser)
     parser.set_defaults(run=run, sections=PARTS)
 
 
 def run(options: argparse.Namespace) -> int:
     """Compares the script with the module. Returns the exit code."""
-    refuse_folders(options, "json", "junit")
+    refuse_folders(options)
     verdict = _compare(options)
     for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
         print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")
     passed = verdict.outcome == "agrees"
     print(f"stepcheck script: {verdict.outcome}: {verdict.engine}: {verdict}", flush=True)
-    result = {
-        "passed": passed,
-        "exit_code": 0 if passed else 1,
-        "command": ["stepcheck", *sys.argv[1:]],
-        "engines": [{**verdict.as_dict(), "passed": passed, "summary": str(verdict)}],
-    }
-    write_files(options, result)
-    return result["exit_code"]
+    return write_files(options, passed, [{**verdict.as_dict(), "passed": passed}])
 
 
 def _compare(options: argparse.Namespace) -> Any:
@@ -74,7 +65,7 @@ def _compare(options: argparse.Namespace) -> Any:
     user_classes.check_classes(classes, needs_data=options.own_data)
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         recording = record(script, options.steps, Path(folder))
-        from stepcheck.lightning.script import check_script
+        from stepcheck.script.check import check_script
 
         module, datamodule = (user_classes.instantiate(part, classes) for part in PARTS)
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -96,10 +87,10 @@ def record(script: list[str], steps: int, folder: Path) -> Any:
     if "deepspeed" in Path(script[0]).read_text(errors="replace"):  # which uses MPI where these are missing
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         environment = {**rank, **environment}
-    command = [sys.executable, "-m", "stepcheck.record.recorder", str(folder), str(steps), *script]
+    command = [sys.executable, "-m", "stepcheck.script.recorder", str(folder), str(steps), *script]
     code = subprocess.run(command, env=environment).returncode
-    from stepcheck.record.recorder import REFUSED
-    from stepcheck.record.steps import Recording
+    from stepcheck.script.recorder import REFUSED
+    from stepcheck.script.recording import Recording
 
     recording, refused = Recording.read(folder), folder / REFUSED
     if refused.is_file():

@@ -43,9 +43,9 @@ class Hook:
 
 @dataclass(frozen=True)
 class Part:
-    """A contiguous part of a parameter that lies in a tensor of the optimizer. All numbers count elements."""
+    """A contiguous part of a parameter within a tensor of the optimizer. All numbers count elements."""
 
-    index: int  # of the parameter in `View.parameters`
+    index: int  # of the parameter in `EngineAdapter.parameters`
     start: int  # in the flattened parameter
     offset: int  # in the flattened tensor of the optimizer
     length: int
@@ -72,7 +72,7 @@ class RankInfo:
             return cls(dist.get_rank(), dist.get_world_size())
         return cls(0, 1)
 
-    def everywhere(self, own: Any) -> list[Any]:
+    def all_gather(self, own: Any) -> list[Any]:
         """Returns each rank's object, in rank order. Every rank must call it."""
         everyone: list[Any] = [own]
         if self.size > 1:
@@ -84,14 +84,14 @@ class RankInfo:
         return "1 rank" if self.size == 1 else f"{self.size} ranks"
 
 
-class View:
+class EngineAdapter:
     """Reads a model and a torch optimizer in one process. Subclasses override what other engines do differently."""
 
     gathers = False
     """Whether a module's weights are unsharded only while the module computes."""
 
     owns_step = False
-    """Whether the engine calls the optimizer itself, between `on_step_start` and `on_step_end`."""
+    """Whether the engine's own `step` calls the optimizer."""
 
     def __init__(self, module: nn.Module, optimizer: Any):
         self.module, self.optimizer = module, optimizer
@@ -102,7 +102,7 @@ class View:
         self.parameters: list[Any] = list(named.values())
         self.trained = {index for index, each in enumerate(self.parameters) if id(each) in trained}
         self.rows = list(range(len(self.parameters)))
-        """The row of each parameter in the matrix of sketches. Experts of different ranks have rows of their own."""
+        """The row of each parameter in the matrix of sketches. Experts of different ranks have separate rows."""
         self.row_names = self.names
 
     @property
@@ -121,13 +121,12 @@ class View:
             yield Target(parameter, (Part(index, 0, 0, parameter.numel()),))
 
     def parameter_groups(self) -> dict[int, dict[str, Any]]:
-        """Returns the parameter group of each parameter, by index, if this rank's optimizer has a part of the
-        parameter."""
+        """Returns the parameter group of each parameter of which this rank's optimizer updates a part, by index."""
         groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
         pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets())
         return {part.index: group for group, parts in pairs if group for part in parts}
 
-    def starts_anew(self, index: int) -> bool:
+    def is_first_gradient(self, index: int) -> bool:
         """Returns whether the gradient that autograd has just computed is the first one since gradients were reset."""
         return False
 
@@ -136,13 +135,11 @@ class View:
         return None
 
     def begin_micro_batch(self) -> str | None:
-        """Prepares for a forward pass of the module. Returns why the audit must end here, on all ranks."""
-
-    def begin_step(self) -> None:
-        """Forgets what happened to the gradients of the last step."""
+        """Returns why the audit must end on all ranks before this forward pass, or None."""
 
     def frozen_parts(self, index: int) -> tuple[Tensor, int]:
-        """Returns this rank's part of a parameter that no optimizer updates, and its start."""
+        """Returns this rank's part of a parameter that no optimizer updates, and where the part begins in the flattened
+        parameter."""
         return self.parameters[index].detach(), 0
 
     def gradient_replicas(self, index: int) -> int:
@@ -185,7 +182,7 @@ class View:
         return 1.0
 
     divides_loss = True
-    """Whether the engine is to divide each loss by the micro-batches of a step. Lightning has done it."""
+    """Whether the engine must divide each loss by the number of micro-batches. Lightning divides the loss itself."""
 
     divisor: float = 1.0
     """The number by which the engine is expected to divide each loss, in addition to the loss scale."""
@@ -210,10 +207,10 @@ class View:
     def after_backward(self) -> None:
         """Records the gradients at the end of a backward pass."""
 
-    foreign = "the script has set them, or clipped them other than by the norm of all"
+    modified_because = "the script has set them, or clipped them other than by the norm of all"
     """Why gradients at the step may not be those that the backward pass has left."""
 
-    def foreign_gradients(self) -> set[int]:
+    def modified_gradients(self) -> set[int]:
         """Returns the parameters whose gradients at the step are not those that the backward pass has left, by
         index."""
         return set()
@@ -222,13 +219,13 @@ class View:
         """Makes the engine call the audit at each step. Returns functions that undo it."""
         before = self.optimizer.register_step_pre_hook(Hook(partial(_before_update, audit)))
         after = self.optimizer.register_step_post_hook(Hook(partial(_after_update, audit)))
-        loading = self.optimizer.register_load_state_dict_pre_hook(lambda *_: audit.forget())
+        loading = self.optimizer.register_load_state_dict_pre_hook(lambda *_: audit.reset_history())
         return [before.remove, after.remove, loading.remove]
 
 
 def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Shows the audit the gradients that reach an optimizer: those at its step, or those that its closure computes, as
-    in Lightning. Returns the arguments of the step if they are to be replaced."""
+    """Passes the gradients that reach an optimizer to the audit, before its step or after the closure that computes
+    them, as in Lightning. Returns the arguments of the step if they must be replaced."""
     audit.depth += 1  # a step that calls the step of its base class runs the hooks twice
     if audit.depth > 1:
         return None

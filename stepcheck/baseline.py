@@ -16,16 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepcheck.bounds import EXACT, SIGMAS
+from stepcheck.bounds import CANCELLATION, EXACT, SIGMAS
 from stepcheck.judge import Judge, Step
 from stepcheck.sketch import K
 from stepcheck.verdict import Finding
 
 KERNELS = 64.0
 """Error of a gradient, in units of roundoff, that other kernels of another machine or release may cause."""
-
-SMALL = 1e-3
-"""Share of the norm of all gradients that is added to the norm of one, which may nearly cancel."""
 
 ENVIRONMENT = ("ATEN_", "CUBLAS_", "CUDA_", "DS_", "MKL_", "NCCL_", "OMP_", "TORCH_")
 """Beginnings of the names of environment variables that may change what is computed."""
@@ -34,7 +31,7 @@ PACKAGES = ("torch", "deepspeed", "lightning", "accelerate", "transformers", "nu
 
 
 class Baseline:
-    """The steps of all audits of a process."""
+    """Saves the steps of all audits of a process, or reads saved ones."""
 
     def __init__(self, file: str, compare: bool, command: str):
         """Reads a saved baseline if `compare` is true. Otherwise begins a new one."""
@@ -64,7 +61,7 @@ class Baseline:
 
 
 class AuditBaseline:
-    """The steps of one audit."""
+    """Saves the steps of one audit, or compares them with saved ones."""
 
     def __init__(self, steps: dict[int, dict[str, Any]], compare: bool, changed: dict[str, str]):
         self.steps, self.compare, self.changed = steps, compare, changed
@@ -76,7 +73,7 @@ class AuditBaseline:
         all ranks."""
         weights = step.sums["reference"] / judge.weight_replicas[:, None]
         own = {
-            "names": judge.view.row_names,
+            "names": judge.adapter.row_names,
             "gradients": judge.expected,
             "deviations": judge.deviation,
             "weights": weights,
@@ -105,7 +102,7 @@ class AuditBaseline:
                 judge.verdict.notes["weights drift from the baseline"] = f"from the start of this step on, {how}"
             self.drifts = True
             return
-        size = saved["gradients"].norm(dim=1) + SMALL * float(saved["gradients"].norm())
+        size = saved["gradients"].norm(dim=1) + CANCELLATION * float(saved["gradients"].norm())
         tolerances = SIGMAS * (own["deviations"] + saved["deviations"]) + (KERNELS * judge.unit * size)[:, None]
         errors = (own["gradients"] - saved["gradients"]).abs()
         self.same_gradients = bool((errors <= EXACT * size[:, None]).all())

@@ -11,8 +11,8 @@ from pkgutil import resolve_name
 import torch
 import torch.distributed as dist
 
-from stepcheck.accept.cases import ZERO
 from stepcheck.engines.plain import watch
+from stepcheck.strategies import ZERO
 
 
 def main(folder: Path, pipe: int) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,16 +10,23 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from stepcheck.bounds import UPDATE
 from stepcheck.lightning.callback import INTERNAL, build_copy, cloned, loss_of
 from stepcheck.lightning.user_classes import fit
-from stepcheck.record.explain import explain_batch, explain_gradient, explain_loss
-from stepcheck.record.recorder import around
-from stepcheck.record.steps import Recording, Value, match_names, options_of, same_random_state, settings, use_settings
+from stepcheck.patch import wrap_function
 from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square
 from stepcheck.replay.plain_copy import Computed, PlainCopy
-from stepcheck.replay.random_state import random_state, random_state_kept, set_random_state
-from stepcheck.updates import distances, norms
+from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state, set_random_state
+from stepcheck.script.data import RecordedBatches, compare_batches
+from stepcheck.script.explain import explain_gradient, explain_loss
+from stepcheck.script.recording import (
+    RecordedTensor,
+    Recording,
+    match_names,
+    settings,
+    update_options,
+    use_settings,
+)
+from stepcheck.updates import update_errors
 from stepcheck.usage import UsageError
 from stepcheck.verdict import Finding, Kind, Verdict
 
@@ -44,8 +51,9 @@ class ScriptCheck(Callback):
         self._micro_batches: list[Any] = []
         self._faults: set[tuple[str, str]] = set()  # kinds of faults in this step
         self._draws_alike = True  # whether the module has drawn the script's random numbers in this step
-        self._values: dict[str, Value] = {}  # weights and buffers of the script in this step, by the module's names
-        self._before: dict[str, Value] = {}  # and in the step before
+        # Weights and buffers of the script in this step, by the module's names.
+        self._values: dict[str, RecordedTensor] = {}
+        self._before: dict[str, RecordedTensor] = {}  # and in the step before
         self._rates: dict[str, tuple[float, float]] = {}  # of each weight in the step before, in module and script
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,7 +76,7 @@ class ScriptCheck(Callback):
             self._names |= match_names(buffers, dict(pl_module.named_buffers()), self.renames)
         except UsageError as error:
             self.verdict.not_judged["buffers"] = str(error)
-        around(trainer.strategy, "on_train_batch_start", self._before_micro_batch)
+        wrap_function(trainer.strategy, "on_train_batch_start", self._before_micro_batch)
         optimizer: Any = trainer.optimizers[0]
         optimizer.register_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
 
@@ -163,7 +171,7 @@ class ScriptCheck(Callback):
             self._add(each.kind, each.share, self._describe(each, script))
 
     def _exact(self) -> Computed:
-        """Returns the step in float64, with gradients that are clipped and changed by hooks as the module's are."""
+        """Returns the step, computed in float64. Its gradients are clipped and changed by hooks as the module's are."""
         module = self._computed
         arguments: Any = (self._micro_batches, 1.0, 1.0, lambda *_: [])
         with random_state_kept():
@@ -191,7 +199,7 @@ class ScriptCheck(Callback):
     # The optimizer
     def _compare_options(self, optimizer: Any, names: Mapping[int, str]) -> None:
         for group in optimizer.param_groups:
-            module = options_of(group)
+            module = update_options(group)
             for name in (names[id(each)] for each in group["params"] if id(each) in names):
                 script = self._values[name].options
                 for key in module.keys() & script.keys():
@@ -230,12 +238,9 @@ class ScriptCheck(Callback):
         optimizer.step()
         expected = [weights[name].detach() for name in updated]
         actual = [self._values[name].after.to(weights[name]) for name in updated]
-        errors, moved = distances(actual, expected), distances(expected, before)
-        rounding = torch.finfo(expected[0].dtype).eps * norms(before)
-        shares = (errors / (UPDATE * moved + rounding + 1e-30)).nan_to_num(nan=math.inf)
-        worst = int(shares.argmax())
-        error = float(errors[worst] / moved[worst].clamp(min=1e-30))
-        text = f"the script's update of {updated[worst]} is off by {error:.2g} of its norm"
+        errors, shares = update_errors(actual, expected, before)
+        worst = int(shares.nan_to_num(nan=math.inf).argmax())
+        text = f"the script's update of {updated[worst]} is off by {float(errors[worst]):.2g} of its norm"
         if type(optimizer).__name__ != self.recording.optimizer:
             text += f"; the module uses {type(optimizer).__name__}, and the script {self.recording.optimizer}"
         self._add("update", float(shares[worst]), text)
@@ -248,41 +253,6 @@ class ScriptCheck(Callback):
         if state and state.keys() != own.keys():
             return None
         return {key: value.to(own[key].device) if isinstance(value, Tensor) else value for key, value in state.items()}
-
-    # Data
-    def compare_batches(self, loader: Any) -> None:
-        """Compares the batches of the module's own loader with the script's batches, in order."""
-        epoch, own = None, iter(())
-        for number in range(1, self.recording.steps + 1):
-            step = self.recording.step(number)
-            if step.epoch != epoch:
-                epoch = step.epoch
-                set_random_state(step.order_state)
-                own = iter(loader)
-            for part, batch in enumerate(step.batches, 1):
-                why = explain_batch(batch, next(own, None))
-                share = math.inf if why else 0.0
-                self.verdict.record("batch", share)
-                if why:
-                    text = f"micro-batch {part} of the module's own loader: {why}"
-                    self.verdict.findings.append(Finding(number, "batch", text, share))
-                    return
-
-
-class Batches:
-    """Yields the script's micro-batches. Each iteration yields those of the next epoch of the script."""
-
-    def __init__(self, recording: Recording):
-        self._recording, self._next = recording, 1
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch = None
-        while self._next <= self._recording.steps:
-            step = self._recording.step(self._next)
-            if epoch not in (None, step.epoch):
-                return
-            epoch, self._next = step.epoch, self._next + 1
-            yield from step.batches
 
 
 def check_script(
@@ -297,8 +267,8 @@ def check_script(
 
     Args:
         recording: The script's steps.
-        module: The module.
-        datamodule: Its data module, or None.
+        module: The LightningModule.
+        datamodule: The module's data module, or None.
         renames: The prefix that replaces each prefix of the script's names of weights.
         own_data: Whether to compare the batches of the module's own loader too.
         max_steps: Length of the training for schedules that depend on it. The default is the recorded steps.
@@ -309,11 +279,11 @@ def check_script(
     check, source = ScriptCheck(recording, renames or {}), datamodule or module
     load: Callable[[], Any] = source.train_dataloader
 
-    def train_dataloader() -> Batches:
+    def train_dataloader() -> RecordedBatches:
         if own_data:
             with random_state_kept():
-                check.compare_batches(load())
-        return Batches(recording)
+                compare_batches(recording, load(), check.verdict)
+        return RecordedBatches(recording)
 
     source.train_dataloader = train_dataloader
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""Starts the ranks, and reads the verdicts of the cases that they train."""
+"""Starts ranks on this machine, and reads the verdicts of the cases that they train."""
 
 import json
 import os
@@ -27,18 +27,18 @@ def train_cases(
     cases: Sequence[AnyCase],
     ranks: int,
     report: Callable[[AnyCase, dict[str, Any]], None],
-    train: str = "stepcheck.accept.train:train_case",
+    train: str,
     hang_seconds: float = HANG_SECONDS,
 ) -> None:
     """Trains cases, and reports the verdict of each as it ends. A case in which a rank fails or hangs is reported with
     an `error`, and new ranks train the rest.
 
     Args:
-        cases: The cases.
+        cases: Trained one after the other.
         ranks: Number of ranks, all of which train each case.
         report: Is called with each case and its verdict.
-        train: Names the function that trains a case on a rank. It takes the fields of the case, the rank's device, and
-            a folder that all ranks have, and returns the verdict as plain data.
+        train: Name of the function that trains a case on a rank. It takes the fields of the case, the rank's device,
+            and a folder that all ranks share. It returns the verdict as plain data.
         hang_seconds: How long the ranks may be silent.
     """
     done = 0
@@ -69,7 +69,7 @@ def _started(cases: Sequence[Any], ranks: int, train: str) -> Iterator[tuple[Pro
     # Without LOCAL_SIZE, DeepSpeed starts numactl to count the devices.
     shared |= {"PYTHONPATH": path, **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(ranks))}
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "stepcheck.accept.rank", str(folder), str(writing)]
+    command = [sys.executable, "-m", "stepcheck.launch.rank", str(folder), str(writing)]
     processes = []
     try:
         for rank in range(ranks):

@@ -5,13 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from stepcheck.record.steps import Step, samples_in, tensors_in
-
-CONSTANT = 0.02
-"""Largest error of a value that counts as explained, relative to its norm."""
+from stepcheck.replay.compare import CONSTANT, common_factor
+from stepcheck.script.recording import RecordedStep, samples_in, tensors_in
 
 
-def explain_loss(script: Tensor, module: Tensor, step: Step) -> str:
+def explain_loss(script: Tensor, module: Tensor, step: RecordedStep) -> str:
     """Returns the likely cause of the factor between two losses."""
     factor, parts, samples = float(module / script), len(step.batches), samples_in(step.batches[0])
     causes = {
@@ -33,8 +31,8 @@ def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> s
     script, module = script.double(), module.double()
     if before is not None and _explains(script - before.to(script), module):
         return "the script adds the gradient of the previous step, because a call of zero_grad is missing"
-    factor = float((module * script).sum() / script.square().sum().clamp(min=1e-300))
-    return f"the module has {factor:.3g} times the script's" if _explains(factor * script, module) else ""
+    factor = common_factor(module, script)
+    return "" if factor is None else f"the module has {factor:.3g} times the script's"
 
 
 def explain_batch(script: object, module: object) -> str:

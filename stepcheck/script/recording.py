@@ -1,4 +1,4 @@
-"""Optimizer steps that were recorded while a script ran. Their tensors are on the CPU."""
+"""Saves and reads the optimizer steps that were recorded while a script ran. Their tensors are on the CPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ PRODUCTS_BEFORE_29 = ("cuda.matmul.allow_tf32", "cudnn.allow_tf32")
 
 
 @dataclass
-class Value:
-    """A weight or a buffer in a step."""
+class RecordedTensor:
+    """A weight or a buffer of the script in a step."""
 
     is_weight: bool
     before: Tensor
@@ -37,12 +37,12 @@ class Value:
 
 
 @dataclass
-class Step:
-    """A step. Its lists have an item for each micro-batch."""
+class RecordedStep:
+    """An optimizer step of the script. Its lists have an item for each micro-batch."""
 
     epoch: int  # number of loader iterators that the script made before the iterator of this step
     order_state: Any  # state of the random generators before this iterator was made
-    values: dict[str, Value] = field(default_factory=dict)  # of the model, by name
+    values: dict[str, RecordedTensor] = field(default_factory=dict)  # of the model, by name
     batches: list[Any] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)  # of the random generators before each forward pass
     states_after: list[Any] = field(default_factory=list)  # and before each backward pass
@@ -64,11 +64,11 @@ class Recording:
     steps: int = 0
     skipped: int = 0  # steps that GradScaler left out, because a gradient overflowed
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> RecordedStep:
         """Reads a step, from 1. The file may hold objects of any class, because the script has run on this machine."""
         return torch.load(self.folder / f"{number}.pt", weights_only=False)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: RecordedStep) -> None:
         """Appends a step to the recording, as a file in its folder."""
         self.steps += 1
         self.settings = settings()
@@ -89,18 +89,18 @@ def settings() -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), **{name: attrgetter(name)(torch.backends) for name in names}}
 
 
-def use_settings(wanted: Mapping[str, Any]) -> None:
-    """Changes the settings that differ. Later, torch (2.15) may refuse to read allow_tf32 or the precision of matrix
-    products, which Lightning does before a training."""
+def use_settings(expected: Mapping[str, Any]) -> None:
+    """Changes the settings of torch that differ from `expected`. Sets no others, because torch (2.15) may then refuse
+    to read allow_tf32, which Lightning reads before a training."""
     now = settings()
-    for name, value in wanted.items():
+    for name, value in expected.items():
         owner, _, flag = name.rpartition(".")
         if owner and now.get(name, value) != value:
             setattr(attrgetter(owner)(torch.backends), flag, value)
-    torch.set_num_threads(wanted["threads"])
+    torch.set_num_threads(expected["threads"])
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+def update_options(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
     """Returns the options of a parameter group that change an update, as numbers."""
     found = {key: group[key] for key in OPTIONS if group.get(key) is not None}
     return {
@@ -117,11 +117,6 @@ def tensors_in(nested: Any) -> list[Tensor]:
 def samples_in(batch: Any) -> int:
     """Returns the number of samples in a batch: the length of its longest tensor."""
     return max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=1)
-
-
-def same_random_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether torch has drawn the same random numbers."""
-    return all(torch.equal(one[key], other[key]) for key in ("torch", "cuda") if key in one and key in other)
 
 
 def match_names(

@@ -1,0 +1,1 @@
+"""Starts ranks on this machine, which train one case after the other."""

@@ -1,0 +1,16 @@
+"""Wraps functions of other packages."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+
+def wrap_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replaces a function of `owner` by one that calls `wrapper` with the original function and its arguments."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)

@@ -1,1 +1,0 @@
-"""Compares the optimizer steps of an old training script with the steps of a LightningModule."""

@@ -1,0 +1,46 @@
+"""Trains a module on the batches that a script was trained on, and compares them with the module's own batches."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from stepcheck.replay.random_state import set_random_state
+from stepcheck.script.explain import explain_batch
+from stepcheck.script.recording import Recording
+from stepcheck.verdict import Finding, Verdict
+
+
+class RecordedBatches:
+    """Yields the script's micro-batches. Each iteration is an epoch of the script."""
+
+    def __init__(self, recording: Recording):
+        self._recording, self._next = recording, 1
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = None
+        while self._next <= self._recording.steps:
+            step = self._recording.step(self._next)
+            if epoch not in (None, step.epoch):
+                return
+            epoch, self._next = step.epoch, self._next + 1
+            yield from step.batches
+
+
+def compare_batches(recording: Recording, loader: Iterable[Any], verdict: Verdict) -> None:
+    """Compares the batches of the module's own loader with the script's batches, in order. Adds the first difference to
+    the verdict."""
+    epoch, own = None, iter(())
+    for number in range(1, recording.steps + 1):
+        step = recording.step(number)
+        if step.epoch != epoch:
+            epoch = step.epoch
+            set_random_state(step.order_state)
+            own = iter(loader)
+        for part, batch in enumerate(step.batches, 1):
+            why = explain_batch(batch, next(own, None))
+            share = math.inf if why else 0.0
+            verdict.record("batch", share)
+            if why:
+                text = f"micro-batch {part} of the module's own loader: {why}"
+                verdict.findings.append(Finding(number, "batch", text, share))
+                return
