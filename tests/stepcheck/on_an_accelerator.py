@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from stepcheck import Replay, audit
 from stepcheck.strategies import ZERO
 from tests.support import accelerator
-from tests.support.helpers import assert_ok, run_program
+from tests.support.suite import HANG_SECONDS, ROOT
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -86,8 +89,10 @@ def test_the_device_refuses_tensors_of_another() -> None:
 @pytest.mark.distributed
 def test_deepspeed_is_audited_on_the_device() -> None:
     """Offload moves optimizers to the CPU, where a wrong device shows."""
-    done = run_program("-m", "tests.stepcheck.deepspeed_on_accelerator", *ZERO)
-    assert_ok(done)
+    command = [sys.executable, "-m", "tests.stepcheck.deepspeed_on_accelerator", *ZERO]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.returncode == 0, done.stderr[-5000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [line[0] for line in lines] == [*ZERO]
     assert all(line[1:3] == ["agrees", 4] for line in lines), lines

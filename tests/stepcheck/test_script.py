@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+pytest.importorskip("lightning", reason="needs Lightning")
+
 from stepcheck.__main__ import main
 from stepcheck.script.command import record
 from stepcheck.script.recording import match_names, settings

@@ -1,6 +1,5 @@
 """What tests of both packages need. Imports neither Lightning nor cifar_zero, so stepcheck's tests run without them."""
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -19,9 +18,3 @@ ROOT = Path(__file__).resolve().parents[2]
 HANG_SECONDS = 1800
 """How long tests wait for the end of a program, or for another event, that takes a few seconds on an idle machine. Next
 to 20 busy processes such an event takes less than this. The limit only ends a test that would never end."""
-
-
-def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skips a test unless all these packages are installed."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
