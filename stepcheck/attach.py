@@ -138,7 +138,7 @@ class AutoAudit:
                 from stepcheck.baseline import Baseline
 
                 self.baseline = Baseline(**self.baseline)
-            baseline = self.baseline and self.baseline.audit()
+            baseline = self.baseline and self.baseline.audit(f"engine {len(self.verdicts) + 1}")
             started = audit(model, *args, **self.options, on_fault=self.on_fault, baseline=baseline, **kwargs)
         except Exception as error:
             known = type(error).__name__ == "NotAuditable"

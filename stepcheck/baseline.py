@@ -34,30 +34,27 @@ class Baseline:
     """Saves the steps of all audits of a process, or reads saved ones."""
 
     def __init__(self, file: str, compare: bool, command: str):
-        """Reads a saved baseline if `compare` is true. Otherwise begins a new one."""
+        """Reads a saved baseline, to compare steps with it or to add steps. Begins a new one if there is no file."""
         self.file, self.compare = Path(file), compare
         self.about = {"command": command, **_machine(), **_versions()}
-        saved: Any = torch.load(file, weights_only=True) if compare else {"audits": []}
+        saved: Any = torch.load(file, weights_only=True) if compare or self.file.exists() else {"audits": {}}
         self.changed = {
             what: f"{saved['about'].get(what)} in the baseline, {now} here"
             for what, now in self.about.items()
             if compare and saved["about"].get(what) != now
         }
-        self.audits: list[dict[int, dict[str, Any]]] = saved["audits"]
-        self._begun = 0  # audits
+        self.audits: dict[str, dict[int, dict[str, Any]]] = saved["audits"]
 
-    def audit(self) -> "AuditBaseline":
-        """Returns the baseline of the next audit."""
-        self._begun += 1
-        if len(self.audits) < self._begun:
-            self.audits.append({})
-        return AuditBaseline(self.audits[self._begun - 1], self.compare, self.changed)
+    def audit(self, name: str) -> "AuditBaseline":
+        """Returns the baseline of an audit, whose name is the same in both runs."""
+        return AuditBaseline(self.audits.setdefault(name, {}), self.compare, self.changed)
 
     def write(self) -> None:
-        """Writes a new baseline to its file. A baseline that was read stays unchanged."""
+        """Writes the steps to the file, unless they were compared."""
         if not self.compare:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"about": self.about, "audits": self.audits}, self.file)
+            written = self.file.with_suffix(".part")
+            torch.save({"about": self.about, "audits": self.audits}, written)
+            written.replace(self.file)  # at once, because other ranks may read the file
 
 
 class AuditBaseline:

@@ -4,7 +4,11 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,9 +28,38 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML, for CI systems")
 
 
-def refuse_folders(options: argparse.Namespace, *flags: str) -> None:
-    """Raises UsageError if the path for the file of --json, --junit or another flag is a folder."""
-    for flag in ("json", "junit", *flags):
+def add_baseline_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --save and --against to the parser of a command."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--save", type=Path, metavar="FILE", help="save what each step computes, for --against")
+    either.add_argument("--against", type=Path, metavar="FILE", help="compare each step with the file of --save")
+
+
+@contextmanager
+def baseline_of(options: argparse.Namespace, command: str) -> Iterator[dict[str, Any] | None]:
+    """Yields the arguments of `Baseline` for --save or --against, or None. A file of --save replaces an earlier one at
+    the end, if steps were saved. Raises UsageError if a file cannot be used."""
+    if options.against:
+        if not options.against.is_file():
+            raise UsageError(f"--against: {options.against} is not a file")
+        yield {"file": str(options.against.absolute()), "compare": True, "command": command}
+        return
+    if not options.save:
+        yield None
+        return
+    if options.save.is_dir():
+        raise UsageError(f"--save: {options.save} is a folder; give a file")
+    with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
+        file = Path(folder, "baseline.pt")
+        yield {"file": str(file), "compare": False, "command": command}
+        if file.exists():
+            options.save.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(file, options.save)
+
+
+def refuse_folders(options: argparse.Namespace) -> None:
+    """Raises UsageError if the path for the file of --json or --junit is a folder."""
+    for flag in ("json", "junit"):
         file = getattr(options, flag)
         if file is not None and file.is_dir():
             raise UsageError(f"--{flag}: {file} is a folder; give a file")

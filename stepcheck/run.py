@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepcheck.report import add_flags, refuse_folders, write_files
+from stepcheck.report import add_baseline_flags, add_flags, baseline_of, refuse_folders, write_files
 from stepcheck.usage import UsageError, positive
 
 SITE = """\
@@ -49,9 +49,7 @@ def add_parser(commands: Any) -> None:
         help="compare each weight in every N-th step (default: 8)",
     )
     parser.add_argument("--keep_going", action="store_true", help="continue after a fault, and report all at the end")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--save", type=Path, metavar="FILE", help="save what each step computes, for --against")
-    either.add_argument("--against", type=Path, metavar="FILE", help="compare each step with the file of --save")
+    add_baseline_flags(parser)
     add_flags(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="a .py file or launcher")
     parser.set_defaults(run=run)
@@ -71,21 +69,19 @@ def run(options: argparse.Namespace) -> int:
         if found is None:
             raise UsageError(f"SCRIPT: {program or 'it'} is missing; give a .py file, or a launcher such as torchrun")
         command = [found, *command[1:]]
-    if options.against and not options.against.is_file():
-        raise UsageError(f"--against: {options.against} is not a file")
-    refuse_folders(options, "save")
-    with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
+    refuse_folders(options)
+    with (
+        baseline_of(options, shlex.join(options.command)) as baseline,
+        tempfile.TemporaryDirectory(prefix="stepcheck-") as folder,
+    ):
         settings = {
             "reports": folder,
             "every": options.every,
             "weights_every": options.weights_every,
             "keep_going": options.keep_going,
         }
-        if options.save or options.against:
-            file = (options.save or options.against).absolute()
-            command_line = shlex.join(options.command)
-            settings["baseline"] = {"file": str(file), "compare": bool(options.against), "command": command_line}
-            settings["weights_every"] = 1
+        if baseline:
+            settings |= {"baseline": baseline, "weights_every": 1}
         package = str(Path(__file__).resolve().parents[1])
         site = SITE.format(package=package, settings=settings, folder=folder)
         Path(folder, "sitecustomize.py").write_text(site)

@@ -4,6 +4,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +13,7 @@ from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
 from stepcheck.launch.launcher import train_cases
-from stepcheck.report import Result, add_flags, refuse_folders, unjudged, write_files
+from stepcheck.report import Result, add_baseline_flags, add_flags, baseline_of, refuse_folders, unjudged, write_files
 from stepcheck.strategies import ZERO, deepspeed_folder
 from stepcheck.usage import UsageError, positive
 from stepcheck.verdict import Finding
@@ -38,6 +39,7 @@ def add_parser(commands: Any) -> None:
     add("--seeds", type=positive, default=1, metavar="N", help="train each case with N seeds (default: 1)")
     add("--fuzz", type=positive, metavar="N", help="train N random cases instead (the same ones in each call)")
     add("--print_cases", action="store_true", help="list the cases, and train nothing")
+    add_baseline_flags(parser)
     add_flags(parser)
     parser.set_defaults(run=run)
 
@@ -57,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     if options.print_cases:
         _print_cases(cases)
     else:
-        results = _train(cases, options.devices, options.through)
+        with baseline_of(options, "stepcheck accept") as baseline:
+            results = _train(cases, options.devices, options.through, {"baseline": baseline} if baseline else {})
     for row, why in left_out.items():
         print(f"left out: {row}: {why}")
     return 0 if options.print_cases else _conclude(results, left_out, options)
@@ -70,8 +73,9 @@ def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> 
     if options.fuzz and (options.quick or options.seeds > 1):
         raise UsageError("--fuzz does not work with --quick or --seeds: leave them out")
     if options.through != "raw":
-        if options.fuzz or "fsdp2" in strategies:
-            raise UsageError(f"--through {options.through} does not work with --fuzz or fsdp2: leave them out")
+        if options.fuzz or options.save or options.against or "fsdp2" in strategies:
+            both = f"--through {options.through} does not work with --fuzz, --save, --against or fsdp2"
+            raise UsageError(f"{both}: leave them out")
         if importlib.util.find_spec(options.through) is None or not deepspeed_folder():
             raise UsageError(f"--through {options.through} needs {options.through} and DeepSpeed: install both")
     refuse_folders(options)
@@ -85,7 +89,7 @@ def _print_cases(cases: Iterable[Case]) -> None:
         print(f"  {json.dumps({name: value for name, value in asdict(case).items() if value != getattr(BLANK, name)})}")
 
 
-def _train(cases: Sequence[Case], ranks: int, through: str) -> list[Result]:
+def _train(cases: Sequence[Case], ranks: int, through: str, settings: dict[str, Any]) -> list[Result]:
     """Trains the cases and prints a line for each. Returns their results."""
     results: list[Result] = []
 
@@ -93,7 +97,7 @@ def _train(cases: Sequence[Case], ranks: int, through: str) -> list[Result]:
         results.append(_result(case, verdict))
         print(f"{results[-1]['status']:5} {case}: {results[-1]['summary']}", flush=True)
 
-    train_cases(cases, ranks, report, THROUGH[through])
+    train_cases(cases, ranks, report, THROUGH[through], **settings)
     return results
 
 
@@ -142,6 +146,13 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
     largest = [f"{kind} {max(each['shares'].get(kind, 0.0) for each in right):.2g}" for kind in kinds]
     if largest:
         yield f"largest share of a tolerance: {', '.join(largest)}"
+    notes = Counter(
+        f"{what}: {why}" if "changed" in what else what
+        for each in results
+        for what, why in each.get("notes", {}).items()
+        if "changed" in what or "baseline" in what
+    )
+    yield from (f"{count} cases: {note}" for note, count in notes.items())
     for name in dict.fromkeys(each["precision"] for each in right):
         own = [each for each in right if each["precision"] == name]
         of_all, of_one = (max(each[f"smallest_{what}_error"] for each in own) for what in ("scale", "tensor"))

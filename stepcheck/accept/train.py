@@ -16,18 +16,27 @@ from torch.nn.parallel import DistributedDataParallel
 from stepcheck.accept.cases import STEPS, Case, deepspeed_config
 from stepcheck.accept.models import batches, build, cross_entropy
 from stepcheck.auditor import audit
+from stepcheck.baseline import AuditBaseline, Baseline
 from stepcheck.replay import Replay
 from stepcheck.start import Start
 from stepcheck.strategies import ZERO
 from stepcheck.verdict import Verdict
 
 
-def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
-    """Trains a case on this rank. Returns the audit's verdict as plain data."""
-    return train(Case(**fields), device).as_dict()
+def train_case(
+    fields: dict[str, Any], device: torch.device, folder: Path, baseline: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Trains a case on this rank, and adds its steps to a baseline or compares them. Returns the audit's verdict as
+    plain data."""
+    case = Case(**fields)
+    steps = Baseline(**baseline) if baseline else None
+    verdict = train(case, device, steps and steps.audit(str(case)))
+    if steps is not None and dist.get_rank() == 0:
+        steps.write()
+    return verdict.as_dict()
 
 
-def train(case: Case, device: torch.device) -> Verdict:
+def train(case: Case, device: torch.device, baseline: AuditBaseline | None = None) -> Verdict:
     """Trains a case. Returns the audit's verdict."""
     model = build(case).to(device)
     torch.manual_seed(1000 * case.seed + dist.get_rank())  # dropout
@@ -35,7 +44,14 @@ def train(case: Case, device: torch.device) -> Verdict:
     training = (DeepSpeedTraining if case.strategy in ZERO else TorchTraining)(case, model)
     data = batches(case, dist.get_rank(), device)
     try:
-        with audit(*training.audited, weights_every=1, on_fault="warn", start=training.start, replay=replay) as audited:
+        with audit(
+            *training.audited,
+            weights_every=1,
+            on_fault="warn",
+            start=training.start,
+            replay=replay,
+            baseline=baseline,
+        ) as audited:
             for number in range(1, STEPS * case.accumulate + 1):
                 compute = partial(loss_of_batch, case, next(data))
                 training.prepare(is_last=number % case.accumulate == 0)

@@ -29,6 +29,7 @@ def train_cases(
     report: Callable[[AnyCase, dict[str, Any]], None],
     train: str,
     hang_seconds: float = HANG_SECONDS,
+    **settings: Any,
 ) -> None:
     """Trains cases, and reports the verdict of each as it ends. A case in which a rank fails or hangs is reported with
     an `error`, and new ranks train the rest.
@@ -38,13 +39,14 @@ def train_cases(
         ranks: Number of ranks, all of which train each case.
         report: Is called with each case and its verdict.
         train: Name of the function that trains a case on a rank. It takes the fields of the case, the rank's device,
-            and a folder that all ranks share. It returns the verdict as plain data.
+            a folder that all ranks share, and `settings`. It returns the verdict as plain data.
         hang_seconds: How long the ranks may be silent.
+        **settings: More arguments of `train`, as plain data.
     """
     done = 0
     while done < len(cases):
         ready = False
-        with _started(cases[done:], ranks, train) as (processes, pipe, folder):
+        with _started(cases[done:], ranks, train, settings) as (processes, pipe, folder):
             for result in _lines(processes, pipe, hang_seconds):
                 if ready:
                     report(cases[done], result)
@@ -57,11 +59,14 @@ def train_cases(
 
 
 @contextmanager
-def _started(cases: Sequence[Any], ranks: int, train: str) -> Iterator[tuple[Processes, int, Path]]:
+def _started(
+    cases: Sequence[Any], ranks: int, train: str, settings: dict[str, Any]
+) -> Iterator[tuple[Processes, int, Path]]:
     """Starts ranks that train cases. Yields them, the pipe to which the first writes, and the folder of their logs."""
     temporary = tempfile.TemporaryDirectory(prefix="stepcheck-")
     folder = Path(temporary.name)
-    (folder / "work.json").write_text(json.dumps({"train": train, "cases": [asdict(case) for case in cases]}))
+    work = {"train": train, "cases": [asdict(case) for case in cases], "settings": settings}
+    (folder / "work.json").write_text(json.dumps(work))
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     # No case compiles. Otherwise importing DeepSpeed's Muon would import the compiler.

@@ -45,7 +45,7 @@ def main(folder: Path, pipe: int) -> None:
         dist.barrier()  # a rank that fails from now on has failed in a case
         for case in work["cases"]:
             began = time.perf_counter()
-            result = train(case, device, folder)
+            result = train(case, device, folder, **work["settings"])
             print(json.dumps({**result, "took": time.perf_counter() - began}), file=lines, flush=True)
     dist.destroy_process_group()
 

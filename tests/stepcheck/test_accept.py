@@ -87,6 +87,27 @@ def test_healthy_engines_pass(flags: str, tmp_path: Path):
     assert low is None or low["smallest_scale_error"] < 1e-6
 
 
+OTHER_KERNEL = """
+import torch.nn.functional as F
+
+gelu = F.gelu
+F.gelu = lambda x: gelu(x) * (1 + 1e-4)
+"""
+
+
+@pytest.mark.distributed
+def test_a_kernel_that_has_changed_is_found_against_a_baseline(tmp_path: Path):
+    """Audit and replay agree with it, because both take what autograd computes."""
+    flags = ["--quick", "--strategies", "ddp"]
+    assert accept(tmp_path, *flags, "--save", "before.pt")[0] == 0
+    code, output, _ = accept(tmp_path, *flags, "--against", "before.pt")
+    assert code == 0, output
+    code, output, result = accept(tmp_path, *flags, "--against", "before.pt", site=OTHER_KERNEL)
+    assert (code, result["passed"]) == (1, False)
+    assert "step 1: the gradient of " in output
+    assert "differs from the baseline's by " in output
+
+
 TWICE_DIVIDED = """
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 

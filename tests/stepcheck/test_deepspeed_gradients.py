@@ -67,3 +67,15 @@ def test_tensor_parallelism_is_refused() -> None:
     engine.mp_world_size = 2  # as with autotp_size 2, which needs two ranks
     with pytest.raises(NotAuditable, match="different parts"):
         adapter_of(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_deepspeed_skips_is_named(stage: int) -> None:
+    """Plain PyTorch does not skip it, and ends with weights that are not numbers (DeepSpeed issue 8415)."""
+    engine = build(zero_optimization={"stage": stage}, bf16={"enabled": True}, optimizer=optimizer("AdamW"))
+    with audit(engine, on_fault="warn") as audited:
+        for batch in (torch.randn(4, 8), torch.full((4, 8), torch.inf)):
+            engine.backward(engine(batch.bfloat16()).square().mean())
+            engine.step()
+    assert (audited.verdict.steps, audited.verdict.skipped, audited.verdict.findings) == (1, 1, [])
+    assert "not finite" in audited.verdict.notes["skipped steps"]
