@@ -33,7 +33,8 @@ def open_store(patience: timedelta) -> Store:
         if name not in os.environ:
             raise UsageError(f"the environment variable {name} is not set: set it on each rank, or use torchrun")
     rank = rank_environment.global_rank()
-    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    of_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    opens = rank == 0 and not of_agents
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = None
     if opens and rank_environment.by_local_launcher():
@@ -48,7 +49,10 @@ def open_store(patience: timedelta) -> Store:
         )
     finally:
         notice.cancel()
-    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    # The agents' store outlives a restart. torch (2.15, rendezvous.py) tells starts apart by this count too. In a new
+    # store it would separate ranks whose agents count differently: a restart because another node has left or joined
+    # does not count.
+    return PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", tcp) if of_agents else tcp
 
 
 def await_ranks(store: Store, rank: int, ranks: int, patience: timedelta) -> None:

@@ -54,3 +54,16 @@ def test_the_others_say_that_rank_0_is_missing(monkeypatch: pytest.MonkeyPatch, 
 def test_a_rank_that_never_comes_is_named():
     with pytest.raises(RunError, match="ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not connect within 0 s"):
         await_ranks(HashStore(), 0, 12, timedelta(0))
+
+
+def test_ranks_meet_in_rank_0s_store_although_their_nodes_have_counted_restarts_differently(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """torchrun does not count a restart that another node has caused. The store is new in each start."""
+    stores, port = [], free_port()
+    for rank, restarts in ((0, "1"), (1, "0")):
+        for name, value in {**variables(rank, 2, port), "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+            monkeypatch.setenv(name, value)
+        stores.append(open_store(timedelta(seconds=60)))
+    for rank in (1, 0):
+        await_ranks(stores[rank], rank, 2, timedelta(0))
