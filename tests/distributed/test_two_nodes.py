@@ -36,8 +36,8 @@ a host as lost."""
 RENDEZVOUS = {"2": "keep_alive_max_attempt=36,read_timeout=300", "1:2": "last_call_timeout=15"}
 """torchrun's --rdzv_conf for each --nnodes. By default torchrun counts a host as lost after 3 missed heartbeats, 5 s
 apart. Both hosts would then restart their ranks when the link is fixed, and again when they find each other. By default
-torchrun gives up if the store does not answer within 60 s, but TCP waits longer and longer before it sends a lost packet
-again. By default a host that is left alone waits 30 s for other hosts to join."""
+torchrun gives up if the store does not answer within 60 s, but TCP waits longer and longer before it sends a lost
+packet again. By default a host that is left alone waits 30 s for other hosts to join."""
 
 RECIPE = [
     *("--accelerator", "cpu", "--batch_size", "16", "--data.val_fraction", "0", "--epochs", "2"),
