@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import networkx
@@ -70,34 +69,41 @@ def test_a_folder_does_not_import_what_is_above_it(folder: str, packages: str):
         assert not re.search(rf"^\s*(from|import) ({packages})\b", path.read_text(), re.MULTILINE), path
 
 
-def import_graph(package: str) -> networkx.DiGraph:
-    """Returns the imports between the folders and files directly in a package, also those inside of functions, by
-    `import_module`, and of objects that a string names as MODULE:NAME."""
+def imports_of(package: str) -> networkx.DiGraph:
+    """Returns the imports between the modules of a package, also those inside of functions, by `import_module`, and of
+    objects that a string names as MODULE:NAME."""
     files = {_module_name(file): file for file in (ROOT / package).rglob("*.py") if "upstream" not in file.parts}
     graph = networkx.DiGraph()
     for name, file in files.items():
-        for imported in {*_imported(file)} & files.keys() - {package}:
-            ends = [each.split(".")[1] for each in (name, imported) if each != package]
-            if len({*ends}) == 2:
-                graph.add_edge(*ends)
+        for node in ast.walk(ast.parse(file.read_text())):
+            imported = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                imported = [each if each in files else node.module for each in full]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                imported = [node.value.split(":")[0]]
+            graph.add_edges_from((name, each) for each in imported if each in files and each not in (name, package))
     return graph
 
 
-def _imported(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value.split(":")[0]
+def by_folder(imports: networkx.DiGraph, package: str) -> networkx.DiGraph:
+    """Returns the imports between the folders of a package and the files that are directly in it."""
+    ends = [[name.split(".")[1] for name in edge if name != package] for edge in imports.edges]
+    return networkx.DiGraph([edge for edge in ends if len({*edge}) == 2])
 
 
 @pytest.mark.parametrize("package", ["cifar_zero", "stepcheck"])
-def test_imports_have_no_circle(package: str):
-    imports = import_graph(package)
-    assert networkx.is_directed_acyclic_graph(imports), networkx.find_cycle(imports)
+def test_imports_have_no_circle_and_are_as_drawn(package: str):
+    """CONTRIBUTING.md draws them without the arrows that follow from two others."""
+    modules = imports_of(package)
+    folders = by_folder(modules, package)
+    for graph in (modules, folders):
+        assert networkx.is_directed_acyclic_graph(graph), networkx.find_cycle(graph)
+    arrows = sorted(networkx.transitive_reduction(folders).edges)
+    drawn = "\n".join(["flowchart TD", *(f"    {name} --> {other}" for name, other in arrows)])
+    assert drawn in (ROOT / "CONTRIBUTING.md").read_text(), f"the picture of today:\n{drawn}"
 
 
 def test_only_one_folder_knows_the_attributes_of_deepspeed():

@@ -18,14 +18,6 @@ QUICK = 3
 
 STRATEGIES = ("ddp", "fsdp2", *ZERO)
 
-THROUGH = {
-    "raw": "stepcheck.accept.train:train_case",
-    "lightning": "stepcheck.accept.frameworks:train_through_lightning",
-    "accelerate": "stepcheck.accept.frameworks:train_through_accelerate",
-    "transformers": "stepcheck.accept.frameworks:train_through_transformers",
-}
-"""The function that trains a case in a plain loop, or as a script for a framework does."""
-
 
 @dataclass(frozen=True)
 class Case:

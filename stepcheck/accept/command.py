@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, THROUGH, Case, plan
+from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
 from stepcheck.launch.launcher import train_cases
@@ -17,6 +17,14 @@ from stepcheck.report import Result, add_baseline_flags, add_flags, baseline_of,
 from stepcheck.strategies import ZERO, deepspeed_folder
 from stepcheck.usage import UsageError, positive
 from stepcheck.verdict import Finding
+
+THROUGH = {
+    "raw": "stepcheck.accept.train:train_case",
+    "lightning": "stepcheck.accept.frameworks:train_through_lightning",
+    "accelerate": "stepcheck.accept.frameworks:train_through_accelerate",
+    "transformers": "stepcheck.accept.frameworks:train_through_transformers",
+}
+"""The function that trains a case in a plain loop, or as a script for a framework does."""
 
 BLANK = Case("")
 

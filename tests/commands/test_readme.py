@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import re
@@ -12,7 +11,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import networkx
 import pytest
 import torch
 from matplotlib import pyplot
@@ -44,46 +42,6 @@ COMMANDS = [
 def in_folder(command: str, folder: Path) -> str:
     """Returns a command of a document that reads and writes in `folder` instead of runs/."""
     return command.replace("runs/", f"{folder}/")
-
-
-def test_the_picture_of_the_packages_is_true():
-    drawn = diagram()
-    assert drawn in (ROOT / "CONTRIBUTING.md").read_text(), f"the picture of today:\n{drawn}"
-
-
-def test_no_module_imports_itself_through_others():
-    """Imports inside functions count too."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("cifar_zero/**/*.py"), *ROOT.glob("stepcheck/**/*.py")]
-    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
-    imports = networkx.DiGraph()
-    for module, file in modules.items():
-        for node in ast.walk(ast.parse(file.read_text())):
-            imported = []
-            if isinstance(node, ast.ImportFrom):
-                imported = [f"{node.module}.{alias.name}" for alias in node.names]
-                imported = [name if name in modules else node.module for name in imported]
-            elif isinstance(node, ast.Import):
-                imported = [alias.name for alias in node.names]
-            imports.add_edges_from((module, name) for name in imported if name in modules)
-    assert not [*networkx.simple_cycles(imports)]
-
-
-def diagram() -> str:
-    """Returns the Mermaid diagram of the imports between packages, and of build_model.py and train.py. Arrows that
-    follow from two others are left out."""
-    package = ROOT / "cifar_zero"
-    names = ["build_model", "train", *(init.parent.name for init in package.glob("*/__init__.py"))]
-    imports = networkx.DiGraph()
-    for name in names:
-        for file in [*(package / name).rglob("*.py"), *package.glob(f"{name}.py")]:
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cifar_zero":
-                    inner = str(node.module).split(".")[1:2]
-                    others = {*(inner or [alias.name for alias in node.names])} - {name}
-                    imports.add_edges_from((name, other) for other in others)
-    arrows = sorted(networkx.transitive_reduction(imports).edges)
-    lines = ["flowchart TD", *(f"    {name} --> {other}" for name, other in arrows)]
-    return "```mermaid\n" + "\n".join(lines) + "\n```"
 
 
 STARTS = r"(?:python|torchrun|deepspeed) (?:.*? )?(?=train\.py)|(?:\S+ .*?-m )?cifar.zero "
