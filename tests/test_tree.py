@@ -90,8 +90,12 @@ def imports_of(package: str) -> networkx.DiGraph:
 
 def by_folder(imports: networkx.DiGraph, package: str) -> networkx.DiGraph:
     """Returns the imports between the folders of a package and the files that are directly in it."""
-    ends = [[name.split(".")[1] for name in edge if name != package] for edge in imports.edges]
-    return networkx.DiGraph([edge for edge in ends if len({*edge}) == 2])
+    folders = networkx.DiGraph()
+    for edge in imports.edges:
+        ends = [name.split(".")[1] for name in edge if name != package]
+        if len({*ends}) == 2:
+            folders.add_edge(*ends)
+    return folders
 
 
 @pytest.mark.parametrize("package", ["cifar_zero", "stepcheck"])
