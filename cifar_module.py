@@ -87,8 +87,8 @@ class CIFARModule(LightningModule):
         return compute(normalize(images, self.inputs))
 
     def on_fit_start(self) -> None:
-        """Raises UsageError if --trainer.limit_test_batches leaves no batch of the test, which Lightning would refuse
-        only after the training."""
+        """Raises UsageError if --trainer.limit_test_batches leaves no test batch. Lightning would raise an error only
+        after the training."""
         limit = self.trainer.limit_test_batches
         if not 0 < limit < 1 or self.settings.recipe.only_measures:
             return

@@ -1,4 +1,4 @@
-"""The command `stepcheck`."""
+"""Runs a command, as `stepcheck COMMAND ...` or `python -m stepcheck COMMAND ...`."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from stepcheck.usage import Parser, UsageError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line. Returns the exit code."""
+    """Runs the command that `arguments` name, by default the command line of this process. Returns the exit code."""
     try:
         options = parse(arguments)
         return options.run(options)

@@ -1,4 +1,4 @@
-"""Audits a script that does not call stepcheck. Wraps `deepspeed.initialize`, and finds the models of optimizers.
+"""Audits a script that does not call stepcheck. Wraps `deepspeed.initialize`, and finds the model of each optimizer.
 
 `stepcheck run` makes each process of the script import this module at its start, before torch.
 """

@@ -143,7 +143,7 @@ class Audit:
 
         Args:
             kind: What was compared.
-            share: Error / tolerance, or a tensor of them. A note counts as no more than 1.
+            share: Error / tolerance. Of a tensor, the largest element counts. For a note, at most 1 is recorded.
             text: What is wrong if the share exceeds 1, or a function that returns it.
         """
         share = torch.as_tensor(share, dtype=torch.float64)

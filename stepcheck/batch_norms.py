@@ -1,4 +1,4 @@
-"""Checks that batch norms count each batch that they normalise."""
+"""Checks that the `num_batches_tracked` of each batch norm counts all batches that the batch norm has normalised."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,8 @@ from stepcheck.engines.adapter import Hook
 
 
 class BatchNormCounts:
-    """Checks that batch norms in training mode count each batch, as they do whenever they update their statistics."""
+    """Compares the `num_batches_tracked` of each batch norm with its calls in training mode. A batch norm counts a
+    batch whenever it updates its running statistics."""
 
     def __init__(self, module: nn.Module):
         self.norms = {
@@ -40,7 +41,8 @@ class BatchNormCounts:
         self.counts[name], self.calls[name] = count.clone(), 0
 
     def compare(self, add: Callable[..., None]) -> None:
-        """Compares the number of batches that each batch norm has counted with its calls since the last comparison."""
+        """Compares the number of batches that each batch norm has counted with its calls, both since the last
+        comparison."""
         for name, module in self.norms.items():
             count: Any = module.num_batches_tracked
             if name in self.counts and self.seen.get(name) == _version(count):

@@ -1,5 +1,5 @@
-"""Notes batches that ranks share or that repeat, and dropout that repeats. They are notes and not faults, because a
-script may do this on purpose."""
+"""Finds batches that ranks share or that repeat, and random numbers that repeat. They become notes and not faults,
+because a script may repeat them on purpose."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ ELEMENTS = 4096
 
 
 class Batches:
-    """Records a fingerprint of the inputs of each micro-batch, and whether its random state repeats. Never waits for
-    the device."""
+    """Records a fingerprint of the inputs of a step, and whether its micro-batches repeat the random state. Never waits
+    for the device."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device):
         self.rank = rank
@@ -48,12 +48,8 @@ class Batches:
             self._drew = not torch.equal(_random_state(self.fingerprints.device), self._before)
 
     def notes(self, step: int, fingerprints: Tensor) -> dict[str, str]:
-        """Returns a sentence for each repetition in a step, by its subject.
-
-        Args:
-            step: Number of the step.
-            fingerprints: The fingerprints of all ranks, on the CPU.
-        """
+        """Returns a sentence for each repetition in a step, keyed by what repeats: batches or random numbers.
+        `fingerprints` has the fingerprints of all ranks, on the CPU."""
         found, seen, last = {}, fingerprints.tolist(), self.last
         same = [(one, two) for two in range(len(seen)) for one in range(two) if seen[one] and seen[one] == seen[two]]
         if same:

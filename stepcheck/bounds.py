@@ -1,4 +1,4 @@
-"""Tolerances of the audit, derived from arithmetic. None is measured on the training that it judges.
+"""Derives the tolerances of the audit from arithmetic. No tolerance is measured on the training that it judges.
 
 **Gradients.** Autograd's gradients g_1 ... g_n of a parameter (n = micro-batches on a rank) are added on each rank, and
 the sums of R ranks are averaged. Each of these n + R operations rounds each element once, in a dtype with unit roundoff
@@ -9,21 +9,23 @@ a normal distribution with mean 0 and standard deviation at most
 
     u * sqrt((n + R) / 3) * S,    S = mean over the ranks of (|g_1| + ... + |g_n|)
 
-with Euclidean norms. The tolerance is SIGMAS of these. The sketch's own rounding is added (SKETCH_EPS). S and not the
-norm of the result counts, because gradients may cancel. What computed the gradients does not matter: they are taken as
-autograd returned them, so TF32, other kernels, compilation and atomic additions change nothing.
+where |g| is the Euclidean norm of g. The variance of the sketch's rounding (SKETCH_EPS) is added. The tolerance is
+SIGMAS standard deviations. The formula uses S instead of the norm of the result, because gradients may cancel. The
+audit starts from the gradients that autograd returned, so TF32, other kernels, compilation and atomic additions change
+nothing.
 
 **One factor for all gradients.** The factor that fits all sketches best, weighted by their standard deviations, has the
-standard deviation 1 / |signal|, where the signal is each expected number divided by its standard deviation. Engines
-multiply by 1 / R in float32. If R is not a power of two, the rounding of this constant is in all gradients alike.
+standard deviation 1 / |signal|. The signal is the vector of all expected numbers, each divided by its standard
+deviation. Engines multiply by 1 / R in float32. If R is not a power of two, this constant is rounded, which changes all
+gradients by the same factor.
 
-**Clipping** multiplies all gradients by one factor. It either is 1, or makes the norm of all shards equal to the limit.
+**Clipping** multiplies all gradients by one factor. The factor is 1, or makes the norm over all shards equal the limit.
 
-**Weights.** The weights that a forward pass uses are the optimizer's weights, cast. Casting is deterministic, so only
-the float64 rounding of two sketches remains: EXACT.
+**Weights.** The weights that a forward pass uses are the optimizer's weights, cast. Casting is deterministic, so the
+tolerance EXACT covers only the float64 rounding of two sketches.
 
 **Updates.** torch's optimizer repeats the update in the same dtype. A different order of float32 operations changes an
-update by a few eps; DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which changes it by up to 6e-5 (DeepSpeed
+update by a few eps. DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, which changes it by up to 6e-5 (DeepSpeed
 0.19.8, csrc/adam/cpu_adam_impl.cpp). Writing the weight rounds it once.
 """
 
@@ -61,7 +63,7 @@ def factor_tolerance(strength: float, ranks: int) -> float:
     """Returns the tolerance of the factor that all gradients have in common.
 
     Args:
-        strength: Norm of the signal (see above).
+        strength: Norm of the signal, as the module's docstring defines it.
         ranks: Number of ranks. Gradients are multiplied by at most two constants, one before and one after their sum.
     """
     constants = 0.0 if ranks & (ranks - 1) == 0 else torch.finfo(torch.float32).eps
@@ -77,11 +79,10 @@ def gradient_deviation(summands: Tensor, sizes: Tensor, unit: float, micro_batch
     """Returns the standard deviation of each number in the sketch of a gradient's error.
 
     Args:
-        summands: S of each parameter (see above).
+        summands: S of each parameter, as the module's docstring defines it.
         sizes: Number of elements of each parameter.
         unit: Unit roundoff of the lowest dtype in which gradients are added or sent.
         micro_batches: Number of micro-batches that each rank accumulates.
-        ranks: Number of ranks.
     """
     rounding = unit * ((micro_batches + ranks) / 3) ** 0.5
     of_sketches = SKETCH_EPS * (sizes >= WIDTH)

@@ -69,7 +69,6 @@ def write_files(options: argparse.Namespace, passed: bool, engines: list[dict[st
     """Writes the files of --json and --junit, if they are given. Returns the exit code.
 
     Args:
-        options: The options of a command.
         passed: Whether nothing is wrong.
         engines: The verdict of each engine or case, as plain data.
         more: More fields of the result, or other values.

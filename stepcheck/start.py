@@ -58,7 +58,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns an option as a tuple if it is a list, as in JSON."""
+    """Converts a list to a tuple and returns any other value unchanged, because JSON has lists in place of tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 

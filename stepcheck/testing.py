@@ -29,7 +29,7 @@ def assert_agrees(
         strategies: Names of strategies for `stepcheck module`. The default is all strategies with DeepSpeed.
         devices: Number of ranks. They use GPUs if there are enough.
         steps: Number of optimizer steps.
-        accumulate: Number of micro-batches of a step.
+        accumulate: Number of micro-batches per step.
         precision: Precision of the training, by Lightning's names.
         gradient_clip_val: Largest norm of the gradients, or 0 for no clipping.
         module_options: Arguments of the module's class.

@@ -53,7 +53,8 @@ class Totals:
         self._add("summands", index, sketch[K].sqrt())
 
     def add_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
-        """Adds the gradient of a tensor that the optimizer updates. `measure` is whether its norm must be exact."""
+        """Adds the gradient of a tensor that the optimizer updates. With `measure`, its norm is computed exactly
+        instead of estimated."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for part in parts:
             sketch = project(flat[part.offset : part.offset + part.length], part.start, measure=measure)
@@ -61,7 +62,7 @@ class Totals:
             self._add("square", part.index, sketch[K])
 
     def add_optimizer_weights(self, indices: Collection[int]) -> None:
-        """Adds the optimizer's values of this rank's parts of some parameters."""
+        """Adds this rank's parts of some weights, with the values that the optimizer holds."""
         adapter = self.adapter
         for target in self.targets:
             flat = adapter.local(target.tensor).detach().reshape(-1)

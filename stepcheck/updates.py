@@ -35,7 +35,7 @@ Report = Callable[[Kind, Tensor, Callable[[], str]], None]
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice of a tensor of the optimizer, and its copy, which torch's optimizer updates."""
+    """A slice of a tensor that the optimizer updates, and a copy of the slice, which torch's optimizer updates."""
 
     target: Tensor
     name: str  # of the parameter
@@ -54,7 +54,8 @@ def torch_class(optimizer: Any) -> Any:
 
 
 class UpdateCheck:
-    """Compares each update of an optimizer with the update that torch's optimizer makes to copies of slices."""
+    """Compares each update of an optimizer with the update of torch's optimizer, which updates copies of random slices
+    of the same tensors."""
 
     def __init__(self, adapter: Any):
         self.adapter = adapter
@@ -169,7 +170,7 @@ class UpdateCheck:
 
 
 class Pairs:
-    """Named tensors to compare, all at once."""
+    """Collects named pairs of tensors, and compares all pairs at once."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -193,7 +194,8 @@ class Pairs:
 
 
 def update_errors(actual: list[Tensor], expected: list[Tensor], before: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the error of each updated tensor relative to the norm of its update, and error / tolerance."""
+    """Returns the error of each updated tensor, first relative to the norm of its update and then relative to its
+    tolerance."""
     errors, moved = distances(actual, expected), distances(expected, before)
     rounding = torch.finfo(expected[0].dtype).eps * norms(before)
     return errors / moved.clamp(min=1e-30), errors / (UPDATE * moved + rounding + 1e-30)

@@ -32,7 +32,6 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
     """Returns a clause that suggests names for a misspelled `word`.
 
     Args:
-        word: The misspelled name.
         words: Names to choose from.
         most: Largest number of names to suggest.
         cutoff: Least similarity of a suggested name, from 0 to 1 (difflib).
@@ -45,7 +44,7 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 
 
 def positive(text: str) -> int:
-    """Returns the number of a flag that must be at least 1."""
+    """Converts the value of a flag to an integer, which must be at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")

@@ -64,8 +64,8 @@ def check_resumable(content: Mapping[str, Any], name: object) -> None:
 
 
 def of_another_version(name: object, error: Exception) -> UsageError:
-    """Returns the UsageError to raise if the file `name` lacks an entry or has an unknown one. `error` is the exception
-    that reading the entry raised."""
+    """Returns a UsageError, whose message says that the file `name` is damaged or that another version of the program
+    wrote it. The message includes the reason, which is taken from `error`."""
     why = f"it has no {error}" if isinstance(error, KeyError) else short(error)
     return UsageError(
         f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that wrote it"

@@ -48,7 +48,6 @@ def config_of_checkpoint(
     from the checkpoint itself. Returns None if neither has them.
 
     Args:
-        checkpoint: path of the checkpoint.
         trust: see `safe_load.load_safely`.
         content: content of the checkpoint if it has been read already. The options are then taken from it and not from
             the run folder.

@@ -23,7 +23,6 @@ def load_safely(file: Path, trust: bool = False, verify: bool = True, device: st
     """Returns the content of a file written by torch.save.
 
     Args:
-        file: The file to read.
         trust: Whether to load a file with more than tensors and plain Python objects, which can run code.
         verify: Whether to compare the checksum of each record first, which torch does not do.
         device: Device of the tensors. On `meta` they have shapes but no values, and the values are not read.

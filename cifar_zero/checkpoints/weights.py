@@ -177,7 +177,7 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
     """Loads full tensors, keyed by the model's own names, into a model whose tensors may be sharded. `write` overwrites
-    a parameter or buffer with a full tensor. Collective."""
+    a parameter or buffer with a full tensor. Every rank must call this function."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             write(tensor, weights[name])

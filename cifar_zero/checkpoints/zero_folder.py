@@ -1,5 +1,5 @@
 """Assembles a DeepSpeed checkpoint folder, with the files of all ranks, into the form of Lightning's plain checkpoints.
-This file alone knows the names of the files and their keys. Imports torch only when a file is read.
+Only this module contains the names of the files and of their keys. Imports torch only when a file is read.
 
 DeepSpeed's own tools do not suffice. zero_to_fp32 loads files that could run code, and drops the optimizer's state.
 Universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files into the folder TAG:

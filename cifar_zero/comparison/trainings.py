@@ -65,7 +65,6 @@ def train_run(name: str, flags: Sequence[str], folder: Path, launcher: Sequence[
     interrupted. Raises RunError with the run's last error line if the run failed.
 
     Args:
-        name: Name of the run.
         flags: Flags of train, without --out and --name.
         folder: Directory for the run folder and the log.
         launcher: See `run_process.start`.

@@ -1,2 +1,2 @@
-"""Typed options, the command line, the checks of the options, and the specifications of the strategies, all without
-torch."""
+"""Defines the typed options, the command line, the checks of the options, and the specifications of the strategies.
+Importing this package does not import torch."""

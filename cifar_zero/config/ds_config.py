@@ -200,7 +200,8 @@ def _read(file: str) -> dict[str, Any]:
 
 @cache
 def known_keys() -> dict[str, Any]:
-    """Returns the keys that DeepSpeed reads. The value of a key is a dictionary of the keys in its section, or None."""
+    """Returns the keys that DeepSpeed reads. The value of a section's key is a dictionary of the keys in this section.
+    The value of any other key is None."""
     return json.loads(KEYS.read_text())["keys"]
 
 

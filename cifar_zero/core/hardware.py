@@ -21,7 +21,7 @@ CGROUPS = Path("/sys/fs/cgroup")  # control groups of Linux, version 2
 
 
 def has_gpu_driver() -> bool:
-    """Returns whether a GPU driver is loaded."""
+    """Returns whether a driver for NVIDIA or AMD GPUs is loaded, without importing torch."""
     files = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm
     return any(Path(file).exists() for file in files)
 
@@ -79,17 +79,17 @@ def _left_in_groups() -> list[int]:
 
 
 def cores() -> list[int]:
-    """Returns the numbers of the cores that this process may run on."""
+    """Returns the IDs of the CPU cores that this process may run on, in ascending order."""
     return sorted(os.sched_getaffinity(0))
 
 
 def core_count() -> int:
-    """Returns the number of cores that this process may run on."""
+    """Returns how many CPU cores this process may run on."""
     return len(cores())
 
 
 def share_of_cores(rank: int, ranks: int) -> set[int]:
-    """Returns the numbers of the cores for one of `ranks` ranks on this computer. Each rank gets the same number of
+    """Returns the IDs of the CPU cores for one of `ranks` ranks on this computer. Each rank gets the same number of
     neighbouring cores, at least one. A rank that is bound to its cores was measured 7 % faster than an unbound rank,
     and its slowest steps a third faster."""
     mine = cores()
@@ -99,7 +99,7 @@ def share_of_cores(rank: int, ranks: int) -> set[int]:
 
 
 def cpu_name() -> str:
-    """Returns the name of this computer's processor."""
+    """Returns the model name of this computer's processor, or the architecture if Linux lists no model name."""
     if name := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
         return name[1]
     return platform.processor() or platform.machine()  # ARM processors have no model name

@@ -62,8 +62,8 @@ def existing_file(flag: str) -> Callable[[str], str]:
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
-    """Returns half a sentence that suggests one of the `known` flags for a misspelled flag, or for a flag without its
-    section. `key` and `known` have no dashes."""
+    """Returns a clause that suggests one of the `known` flags for a misspelled flag, or for a flag without its section.
+    `key` and `known` have no dashes."""
     word, flags = f"--{key}", [f"--{flag}" for flag in sorted(known)]
     parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{word}.")]
     if parts:

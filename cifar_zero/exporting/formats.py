@@ -160,7 +160,6 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
 
     Args:
         checkpoint: A checkpoint from any strategy. If `delta` is given, it may be any file of weights.
-        output: The file to write.
         to: The format, safetensors or onnx.
         trust: Whether to load a checkpoint that could run code.
         delta: A file of `export --to delta` that is applied to the weights, or an empty string.

@@ -1,4 +1,4 @@
-"""Lets the ranks of a run meet in a key-value store, and names the ranks that do not come."""
+"""Lets the ranks of a run meet in a key-value store, and names the ranks that are missing."""
 
 import os
 import socket
@@ -56,8 +56,8 @@ def open_store(patience: timedelta) -> Store:
 
 
 def await_ranks(store: Store, rank: int, ranks: int, patience: timedelta) -> None:
-    """Waits on rank 0 until each of `ranks` ranks has called this function. Says which ranks are missing while it
-    waits. The other ranks do not wait. Raises RunError, which names the missing ranks, after the time `patience`."""
+    """Makes rank 0 wait until all `ranks` ranks have called this function, and print which ranks are still missing. The
+    other ranks return at once. After the time `patience`, raises RunError, which names the missing ranks."""
     store.set(f"arrived {rank}", "")
     if rank:
         return

@@ -72,7 +72,8 @@ def init_process_group(run: Run) -> list[RankInfo]:
 
 
 def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:
-    """Forms the default process group of all ranks. Names the ranks that do not come within `patience`."""
+    """Forms the default process group of all ranks. Raises RunError, which names the missing ranks, if some ranks do
+    not connect within `patience`."""
     gpu = None if on_cpu else torch.device(f"cuda:{rank_environment.local_rank()}")
     if gpu is not None:
         torch.cuda.set_device(gpu)

@@ -63,7 +63,6 @@ def run_ranks(ranks: int, on_cpu: bool, run: bytes = b"", how_to_resume: Callabl
     Returns 0 if all ranks succeed, otherwise the exit code of the first rank that failed.
 
     Args:
-        ranks: Number of ranks.
         on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores.
         run: The resolved run, for the ranks to read from RUN_FILE instead of parsing their command line.
         how_to_resume: Returns the command that resumes a run from its folder, or an empty string if there is no

@@ -74,7 +74,7 @@ class Network:
 
     @property
     def largest_block(self) -> int:
-        """Elements of the largest block, or all elements if there are no blocks."""
+        """Number of elements in the largest block, or in the full model if it has no blocks."""
         return max(self.blocks, default=self.elements)
 
     @property
@@ -83,7 +83,7 @@ class Network:
 
     @property
     def trained(self) -> int:
-        """Elements that are not frozen."""
+        """Number of elements that are not frozen."""
         return sum(weight.elements for weight in self.weights if weight.trained)
 
 

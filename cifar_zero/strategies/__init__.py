@@ -22,7 +22,6 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | s
     Trainer.
 
     Args:
-        run: The run.
         num_parameters: Number of elements of all parameters. DeepSpeed's communication buckets are no larger.
         largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers.
     """

@@ -97,8 +97,8 @@ class Hooks:
         return self.unshard(parameter, gradient)
 
     def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
-        """Returns a float32 copy of an unsharded tensor, of which this rank has the same shard as of a parameter.
-        Collective."""
+        """Returns a float32 copy of a full tensor that is sharded like `parameter`, for example of its gradient.
+        `shard` is this rank's shard of the tensor. Collective."""
         return unsharded(shard).to(torch.float32, copy=True)
 
     def write(self, parameter: Any, value: Tensor) -> None:
@@ -170,8 +170,8 @@ class Hooks:
             _foreach_mul_(gradients, scale)
 
     def step_gradient_norm(self) -> float | None:
-        """Returns the gradient norm that the strategy computed in its last step. Returns None if the strategy computes
-        no norm in a step. In this case `gradient_norm`, which is called before the step, returns the norm."""
+        """Returns the gradient norm that the strategy computed in its last step, or None if it computes no norm in a
+        step. In that case, `gradient_norm` returns the norm before the step."""
         return None
 
     def loss_scale(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Defines the base class of the strategies that split the model themselves: fsdp2, tensor_parallel and pipeline."""
+"""Defines the base class of the strategies fsdp2, tensor_parallel and pipeline, which shard or split the model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ Shard = Callable[[nn.Module, DeviceMesh], None]
 
 
 class MeshHooks(Hooks):
-    """The hooks of the strategies that split the model themselves."""
+    """Implements `Hooks` for a `MeshStrategy`."""
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         if device_type == "cuda" and self.strategy.fuses:
@@ -39,9 +39,10 @@ class MeshHooks(Hooks):
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy, except that `shard` splits the module's attribute `net`, which holds all
-    parameters, just before the optimizer is made, and that checkpoints are plain files. Rank 0 gets full tensors one at
-    a time for them, so that no GPU holds the whole model.
+    """Extends Lightning's ModelParallelStrategy: `shard` splits the model, and checkpoints are plain files.
+
+    The module's attribute `net`, which holds all parameters, is split just before the optimizer is made. To write a
+    checkpoint, rank 0 gets the full tensors one at a time, so that no GPU holds the whole model.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`, the
     only name that Lightning has for the ranks of one model.
@@ -87,7 +88,7 @@ class MeshStrategy(ModelParallelStrategy):
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
         """Returns weights or optimizer states with full tensors on rank 0, and an empty dict on the other ranks.
-        Weights are keyed by name, and optimizer states by parameter index. Collective."""
+        Weights are keyed by name, and optimizer states by parameter index. Every rank must call it."""
         return on_host(states, self.is_global_zero)
 
     load_checkpoint = Strategy.load_checkpoint  # reads a checkpoint of any strategy on every rank

@@ -37,10 +37,13 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> None:
 class ColwiseQKV(ColwiseParallel):
     """Splits a linear layer that outputs queries, keys and values, so that each rank has its heads of all three.
 
-    The weight stays one DTensor in its plain order, so that it is written to a checkpoint like any other weight. The
-    split takes every n-th piece of each of the three parts. torch (2.15) has this placement under a private name,
-    `_StridedShard`, for FSDP combined with tensor parallelism. FSDP cannot split the rows of the weight again (see
-    `data_dimension`). The bias has no other dimension that FSDP could split, so it is not split.
+    A split into contiguous rows would give the queries to one rank and the values to another. The queries, the keys and
+    the values are therefore split separately, by a placement that is private in torch (2.15): `_StridedShard`, which
+    torch uses for FSDP combined with tensor parallelism. The weight stays one DTensor with its rows in the plain order,
+    so that it is written to a checkpoint like any other weight.
+
+    FSDP cannot split the rows again, and splits the columns (see `data_dimension`). The bias has no second dimension
+    that FSDP could split, so tensor parallelism does not split the bias.
     """
 
     def __init__(self) -> None:

@@ -65,7 +65,6 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
     """Returns all options of Lightning's Trainer for a run, with the options of --trainer. No other function sets any.
 
     Args:
-        run: The resolved run.
         run_dir: The run folder on rank 0, into which the callbacks write. None on the other ranks.
         callbacks: Replace all of the run's callbacks, unless None.
     """
@@ -168,8 +167,8 @@ def _user_callbacks(flags: tuple[str, ...]) -> list[Callback]:
 
 
 def check_trainer_options(settings: Settings) -> None:
-    """Raises UsageError if --trainer has an option that Lightning's Trainer does not have, that this project sets
-    itself, or whose value has the wrong type or cannot make sense."""
+    """Raises UsageError if --trainer has an option that Lightning's Trainer lacks or that this project sets itself, or
+    a value that has the wrong type or makes no sense."""
     options = inspect.signature(Trainer.__init__).parameters
     known = sorted(options.keys() - {"self", *OWNED})
     for name, value in settings.recipe.trainer.items():

@@ -21,7 +21,7 @@ STRATEGIES = ("ddp", "fsdp2", *ZERO)
 
 @dataclass(frozen=True)
 class Case:
-    """A short training. Travels between processes as JSON."""
+    """A short training, which is sent between processes as JSON."""
 
     row: str
     strategy: str = ""

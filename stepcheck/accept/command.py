@@ -1,4 +1,4 @@
-"""Defines the command `stepcheck accept`."""
+"""Defines the command `stepcheck accept`, which audits the installed PyTorch and DeepSpeed."""
 
 import argparse
 import importlib.metadata

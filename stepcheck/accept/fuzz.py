@@ -1,4 +1,4 @@
-"""Draws random cases."""
+"""Draws the random cases of `stepcheck accept --fuzz`."""
 
 import random
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ DRAWN_KEYS: tuple[tuple[str, tuple[int, ...], tuple[Any, ...]], ...] = (
 
 
 def random_cases(count: int, strategies: Sequence[str], ranks: int) -> list[Case]:
-    """Returns random cases, the same ones each time."""
+    """Returns `count` random cases, which are the same in each call."""
     return [_random_case(seed, strategies, ranks) for seed in range(count)]
 
 

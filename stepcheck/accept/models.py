@@ -69,7 +69,8 @@ class Edges(nn.Module):
 
 
 class Experts(nn.Module):
-    """Returns the loss of tokens (N, LENGTH) and the next tokens. Has a layer of DeepSpeed's experts."""
+    """Maps tokens and the tokens that follow them, each (N, LENGTH), to the loss. One layer is DeepSpeed's mixture of
+    experts."""
 
     def __init__(self, ep_size: int) -> None:
         from deepspeed.moe.layer import MoE

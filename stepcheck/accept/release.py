@@ -10,8 +10,8 @@ from stepcheck.strategies import config_keys, deepspeed_folder
 
 
 def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:
-    """Returns why the installed release of DeepSpeed cannot train with some keys, or "". Older releases accept any key,
-    and ignore those that they do not know."""
+    """Returns why the installed release of DeepSpeed cannot train with the keys of `config` and the words `names`, or
+    "" if it can. An older release accepts every key, and ignores the keys that it does not know."""
     missing = sorted({*config_keys(config), *names} - _names())
     return f"this release of DeepSpeed has no {missing[0]}" if missing and deepspeed_folder() else ""
 

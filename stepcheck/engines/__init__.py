@@ -1,6 +1,6 @@
-"""Adapters of engines: which rank holds which part of which parameter, and what the user asked the engine to do.
+"""Defines the adapters of engines. `adapter_of` chooses an adapter.
 
-One file for each engine. `adapter_of` chooses.
+An adapter returns which rank holds which part of a parameter, and what the user asked the engine to do.
 """
 
 from typing import Any

@@ -25,8 +25,8 @@ def plain_name(name: str) -> str:
 
 
 class Hook:
-    """A hook of an audit on a module or an optimizer. A copy or a pickle of the module has a hook that does nothing
-    instead, because it belongs to another training, or to a program without stepcheck."""
+    """A hook of an audit on a module or an optimizer. In a copy or a pickle of the module, the hook is replaced by one
+    that does nothing, because the copy belongs to another training or to a program without stepcheck."""
 
     def __init__(self, call: Callable[..., Any]):
         self.call = call
@@ -61,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The ranks whose gradients are averaged."""
+    """This rank, and the number of ranks whose gradients are averaged."""
 
     rank: int
     size: int
@@ -121,7 +121,8 @@ class EngineAdapter:
             yield Target(parameter, (Part(index, 0, 0, parameter.numel()),))
 
     def parameter_groups(self) -> dict[int, dict[str, Any]]:
-        """Returns the parameter group of each parameter of which this rank's optimizer updates a part, by index."""
+        """Returns the parameter group of each parameter of which this rank's optimizer updates a part, keyed by
+        parameter index."""
         groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
         pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets())
         return {part.index: group for group, parts in pairs if group for part in parts}
@@ -196,8 +197,8 @@ class EngineAdapter:
         return 0.0
 
     def given_options(self) -> dict[int, dict[str, Any]]:
-        """Returns the optimizer options that the user gave for each parameter, by index, before an engine changed
-        them."""
+        """Returns the optimizer options that the user gave for each parameter, before an engine changed them, keyed by
+        parameter index."""
         return {}
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -211,8 +212,7 @@ class EngineAdapter:
     """Why gradients at the step may not be those that the backward pass has left."""
 
     def modified_gradients(self) -> set[int]:
-        """Returns the parameters whose gradients at the step are not those that the backward pass has left, by
-        index."""
+        """Returns the indices of the parameters whose gradients have changed between the backward pass and the step."""
         return set()
 
     def attach(self, audit: Any) -> list[Callable[[], None]]:

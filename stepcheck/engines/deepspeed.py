@@ -1,4 +1,4 @@
-"""Adapter of a DeepSpeedEngine, ZeRO 0 to 3.
+"""Defines the adapter of a DeepSpeedEngine at ZeRO 0 to 3.
 
 Follows the sources of DeepSpeed 0.16.0 to 0.19.8. Which tensors the optimizer updates depends on the ZeRO stage and on
 DeepSpeed's wrapper of the optimizer (`flat_groups`).
@@ -145,8 +145,8 @@ class DeepSpeedAdapter(EngineAdapter):
         return float(self.engine._config._param_dict.get("gradient_clipping", 0.0) or 0.0)
 
     def given_options(self) -> dict[int, dict[str, Any]]:
-        """Returns the optimizer options in DeepSpeed's configuration, for each parameter by index, if DeepSpeed built
-        the optimizer."""
+        """Returns the optimizer options in DeepSpeed's configuration, keyed by parameter index, if DeepSpeed built the
+        optimizer, or else an empty dictionary."""
         section = self.engine._config._param_dict.get("optimizer") or {}
         if self.engine.client_optimizer is not None or not section.get("params"):
             return {}

@@ -1,4 +1,4 @@
-"""Adapter of PyTorch's FSDP2 (`fully_shard`)."""
+"""Defines the adapter of PyTorch's FSDP2 (`fully_shard`)."""
 
 import math
 from collections.abc import Iterator

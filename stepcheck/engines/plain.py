@@ -1,4 +1,4 @@
-"""Adapters of plain PyTorch and of DistributedDataParallel."""
+"""Defines the adapters of plain PyTorch and of DistributedDataParallel."""
 
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence

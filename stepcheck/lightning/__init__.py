@@ -1,4 +1,4 @@
-"""The check in Lightning: a callback, and a strategy with which DeepSpeed's engine trains on CPU ranks."""
+"""Defines a Lightning callback that audits a training, and a strategy that runs DeepSpeed's engine on CPU ranks."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -102,7 +102,7 @@ class StepCheck(Callback):
         return configured
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the audits. The strategy's engine has been built."""
+        """Starts the audits. Lightning calls this method after the strategy has built its engine."""
         vars(pl_module).pop("configure_optimizers", None)
         strategy: Any = trainer.strategy
         engine = strategy.model if isinstance(strategy, DeepSpeedStrategy) else None

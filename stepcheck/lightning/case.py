@@ -12,7 +12,7 @@ PARTS = ("module", "datamodule")
 
 @dataclass(frozen=True)
 class ModuleCase:
-    """A short training of the user's module. Travels between processes as JSON."""
+    """A short training of the user's module, which is sent between processes as JSON."""
 
     options: dict[str, str]  # names and arguments of the user's classes: module, module.lr, datamodule, ...
     strategy: str = "ddp"  # or a file with a configuration of DeepSpeed

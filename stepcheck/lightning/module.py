@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def require_lightning() -> None:
-    """Raises UsageError unless the packages are installed that build a user's module."""
+    """Raises UsageError if Lightning or jsonargparse, with which a user's module is built, is not installed."""
     for package in ("lightning", "jsonargparse"):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
@@ -122,8 +122,8 @@ def cases_of(
 
     Args:
         classes: Names and arguments of the user's classes: module, module.lr, datamodule, ...
-        strategies: Names of strategies, or files with configurations of DeepSpeed. The default is all of DeepSpeed.
-        accumulate: Numbers of micro-batches of a step. The default is what a file sets, or 1.
+        strategies: Names of strategies, or DeepSpeed configuration files. The default is all strategies with DeepSpeed.
+        accumulate: Numbers of micro-batches per step. The default is what a file sets, or 1.
         maths: Fields of all cases that a configuration of DeepSpeed may set too. Both must agree.
         **same: Other fields of all cases.
 

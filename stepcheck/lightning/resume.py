@@ -1,7 +1,8 @@
 """Compares a run that is resumed from Lightning's checkpoint with the run that saved the checkpoint and continued.
 
-Both have the same strategy and ranks, so each rank compares its local shards, bit by bit. Lightning does not restore
-random states, so the resumed run gets the random states of the other run, after its first batch was drawn.
+Both runs have the same strategy and ranks, so each rank compares its local shards, bit by bit. Lightning does not
+restore random states. Once the resumed run has drawn its first batch, it is therefore given the random states of the
+other run.
 """
 
 import hashlib

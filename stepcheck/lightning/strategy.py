@@ -1,4 +1,5 @@
-"""Lightning's DeepSpeedStrategy, also for CPU ranks, and without what changes the maths (Lightning 2.6.6)."""
+"""Extends Lightning's DeepSpeedStrategy to CPU ranks, and corrects what changes the maths of a step (Lightning
+2.6.6)."""
 
 import os
 from functools import partial

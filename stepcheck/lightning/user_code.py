@@ -50,7 +50,7 @@ def load(name: str, flag: str) -> Any:
 
 
 def check_parts(options: Mapping[str, str]) -> None:
-    """Raises UsageError if the class of a case's module or data module cannot exist, see `check_exists`."""
+    """Raises UsageError if `check_exists` refuses the module or the data module that `options` name."""
     for part in PARTS:
         if part in options:
             check_exists(options[part], f"--{part}")

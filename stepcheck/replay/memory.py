@@ -31,7 +31,7 @@ def peak(device: torch.device) -> int:
 
 
 def begin_replay(device: torch.device) -> None:
-    """Saves the peak before a replay, because the replay will raise the measured peak."""
+    """Saves the peak memory before a replay, because the replay will raise the measured peak."""
     _peaks[device.type] = peak(device)
 
 

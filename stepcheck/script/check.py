@@ -266,9 +266,6 @@ def check_script(
     """Compares a module's steps with the recorded ones. Returns the verdict.
 
     Args:
-        recording: The script's steps.
-        module: The LightningModule.
-        datamodule: The module's data module, or None.
         renames: The prefix that replaces each prefix of the script's names of weights.
         own_data: Whether to compare the batches of the module's own loader too.
         max_steps: Length of the training for schedules that depend on it. The default is the recorded steps.

@@ -1,4 +1,4 @@
-"""Defines the command `stepcheck script`."""
+"""Defines the command `stepcheck script`, which compares the steps of a script with the steps of a LightningModule."""
 
 import argparse
 import logging

@@ -65,7 +65,8 @@ class Recording:
     skipped: int = 0  # steps that GradScaler left out, because a gradient overflowed
 
     def step(self, number: int) -> RecordedStep:
-        """Reads a step, from 1. The file may hold objects of any class, because the script has run on this machine."""
+        """Reads the step with this number, counted from 1. The file may hold objects of any class, because the script
+        has run on this machine."""
         return torch.load(self.folder / f"{number}.pt", weights_only=False)
 
     def add(self, step: RecordedStep) -> None:

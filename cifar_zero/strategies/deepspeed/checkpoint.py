@@ -28,9 +28,13 @@ the learning rate from a checkpoint."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files. `safe_load.load_safely` explains `trust`. An error while writing is stored in
-    `failure` and not raised, because the other ranks would wait for this one. Each file that is written, except the
-    experts' files, also receives the entries of `notes`."""
+    """Writes and reads DeepSpeed's files. An error while writing is stored in `failure` and not raised, because the
+    other ranks would wait for this one.
+
+    Args:
+        trust: See `safe_load.load_safely`.
+        notes: Entries that are added to each file that is written, except the experts' files.
+    """
 
     failure = ""  # the first error while writing
 
@@ -57,7 +61,7 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
 def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dict[str, Any]) -> str:
     """Writes a checkpoint folder under a temporary name. Each rank writes its own files, and rank 0 renames the folder
-    when it is complete. Returns the first error of any rank, or an empty string. Collective.
+    when it is complete. Returns the first error of any rank, or an empty string. Every rank must call it.
 
     Args:
         final: Path of the folder.

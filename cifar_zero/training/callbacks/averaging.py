@@ -92,8 +92,8 @@ class Averaging(Callback):
         checkpoint[AVERAGE] = {"count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the averages from the checkpoint. The averaging starts again if the checkpoint has no average of a
-        tensor that is averaged now."""
+        """Restores the averages from the checkpoint. If the checkpoint lacks the average of a tensor that this run
+        averages, the averaging begins again."""
         saved = checkpoint.get(AVERAGE)
         if saved is None:
             return
