@@ -111,7 +111,9 @@ def test_a_request_to_end_reaches_all_ranks_and_is_not_a_failure(
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     body = f"""
+    note("starts")
     if rank == 0:  # it ends later than a failure would permit; the others die of the signal
+        await_note("starts", 1, 2)  # a request that comes while ranks are started ends the launcher
         signal.signal({request_:d}, lambda *_: time.sleep(1) or print("saved", flush=True) or sys.exit({code}))
         os.kill(os.getppid(), {request_:d})
     do_not_end()

@@ -171,7 +171,7 @@ def test_a_rank_that_fails_ends_its_case_and_not_the_others(tmp_path: Path):
     ("flags", "named"),
     [
         ("--strategies zero_7", "--strategies: invalid choice: 'zero_7'"),
-        ("--through lightning --fuzz 3", "--through lightning does not work with --fuzz or fsdp2"),
+        ("--through lightning --fuzz 3", "--through lightning does not work with --fuzz, --save, --against or fsdp2"),
         ("--through nothing", "--through: invalid choice: 'nothing'"),
         ("--devices 0", "--devices: 0 is not positive"),
         ("--fuzz 3 --quick", "--fuzz does not work with --quick or --seeds"),
