@@ -38,16 +38,16 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), help="deepspeed: default 0 1 2 3")
     ranks = "deepspeed: numbers of ranks (default: 1, and also 2 on the CPU or with two GPUs)"
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), help=ranks)
-    beside = "tutorial, limit, deepspeed: folder with another state of this repository, whose train.py is measured too"
-    parser.add_argument("--beside", type=Path, metavar="FOLDER", help=beside)
+    checkout = "tutorial, limit, deepspeed: another checkout of this repository, whose train.py is measured too"
+    parser.add_argument("--checkout", type=Path, metavar="FOLDER", help=checkout)
     arguments = harness.parse(parser)
     make, options = CASES[arguments.name]
-    for option in ("steps", "stages", "ranks", "beside"):
+    for option in ("steps", "stages", "ranks", "checkout"):
         if getattr(arguments, option) is not None and option not in options:
             raise UsageError(f"--{option} does not work with {arguments.name}: leave it out")
     with ExitStack() as stack:
         benches = {"train.py": stack.enter_context(bench(arguments.accelerator))}
-        if folder := arguments.beside:
+        if folder := arguments.checkout:
             benches[f"train.py in {folder}"] = stack.enter_context(bench(arguments.accelerator, folder.absolute()))
         return harness.measure_cases(arguments.name, make(benches, arguments), arguments)
 
@@ -120,9 +120,9 @@ def epoch(cache: Path, loader: str) -> Any:
 
 
 CASES: dict[str, tuple[Callable[[Benches, Namespace], list[Case]], tuple[str, ...]]] = {
-    "tutorial": (tutorial, ("steps", "beside")),
-    "limit": (limit, ("steps", "beside")),
-    "deepspeed": (deepspeed, ("steps", "stages", "ranks", "beside")),
+    "tutorial": (tutorial, ("steps", "checkout")),
+    "limit": (limit, ("steps", "checkout")),
+    "deepspeed": (deepspeed, ("steps", "stages", "ranks", "checkout")),
     "data": (data, ()),
 }
 """The comparisons by name, with their options."""

@@ -38,7 +38,7 @@ def add_baseline_flags(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def baseline_of(options: argparse.Namespace, command: str) -> Iterator[dict[str, Any] | None]:
     """Yields the arguments of `Baseline` for --save or --against, or None. A file of --save replaces an earlier one at
-    the end, if steps were saved. Raises UsageError if a file cannot be used."""
+    the end, if steps were saved. Raises UsageError if there is no file to compare with."""
     if options.against:
         if not options.against.is_file():
             raise UsageError(f"--against: {options.against} is not a file")
@@ -47,8 +47,6 @@ def baseline_of(options: argparse.Namespace, command: str) -> Iterator[dict[str,
     if not options.save:
         yield None
         return
-    if options.save.is_dir():
-        raise UsageError(f"--save: {options.save} is a folder; give a file")
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         file = Path(folder, "baseline.pt")
         yield {"file": str(file), "compare": False, "command": command}
@@ -58,9 +56,9 @@ def baseline_of(options: argparse.Namespace, command: str) -> Iterator[dict[str,
 
 
 def refuse_folders(options: argparse.Namespace) -> None:
-    """Raises UsageError if the path for the file of --json or --junit is a folder."""
-    for flag in ("json", "junit"):
-        file = getattr(options, flag)
+    """Raises UsageError if the path for the file of --json, --junit or --save is a folder."""
+    for flag in ("json", "junit", "save"):
+        file = getattr(options, flag, None)
         if file is not None and file.is_dir():
             raise UsageError(f"--{flag}: {file} is a folder; give a file")
 

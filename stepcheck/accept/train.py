@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,17 @@ def train_case(
     """Trains a case on this rank, and adds its steps to a baseline or compares them. Returns the audit's verdict as
     plain data."""
     case = Case(**fields)
-    steps = Baseline(**baseline) if baseline else None
+    steps = _baseline(**baseline) if baseline else None
     verdict = train(case, device, steps and steps.audit(str(case)))
     if steps is not None and dist.get_rank() == 0:
         steps.write()
     return verdict.as_dict()
+
+
+@cache
+def _baseline(**arguments: Any) -> Baseline:
+    """Returns the baseline of all cases of this process, which reads its file once."""
+    return Baseline(**arguments)
 
 
 def train(case: Case, device: torch.device, baseline: AuditBaseline | None = None) -> Verdict:

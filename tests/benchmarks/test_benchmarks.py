@@ -93,7 +93,7 @@ def test_a_second_call_for_a_gpu_measures_what_a_killed_one_has_not(tmp_path: Pa
 @of_test_all
 @pytest.mark.slow
 def test_tutorial_in_small():
-    flags = ["--repeats", "1", "--steps", "10", "--accelerator", "cpu", "--beside", "."]
+    flags = ["--repeats", "1", "--steps", "10", "--accelerator", "cpu", "--checkout", "."]
     done = run_program("-m", "benchmarks.speed", "tutorial", *flags)
     assert_ok(done)
     for program in (r"train\.py", r"train\.py in \."):
