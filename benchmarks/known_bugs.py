@@ -189,6 +189,26 @@ def secondary() -> str:
     return texts[-1]
 
 
+def other_model(stage: int) -> str:
+    """6770: the optimizer has the parameters of a copy of the model."""
+    engine = build(two_layers(), zero(stage), torch.optim.SGD(two_layers().parameters(), lr=0.1))
+    before = weights(engine)
+    verdict = train(engine, [images(1, 4)] * 2)
+    return f"the weights moved by {difference(weights(engine), before):.2g}. {verdict}"
+
+
+def frozen(stage: int) -> str:
+    """6771: a layer was frozen after the optimizer was built, and a checkpoint lacks its state."""
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model[0].weight.requires_grad_(False)
+    engine = build(model, zero(stage), optimizer)
+    before = weights(engine)
+    verdict = train(engine, [images(1, 4)] * 2)
+    moved = (weights(engine) != before).view(2, -1).any(1).tolist()
+    return f"the frozen and the other matrix moved: {moved}. {verdict}"
+
+
 def gating() -> str:
     """7986: gating with three experts per token drops tokens that have room."""
     from deepspeed.moe.sharded_moe import topkgating
@@ -244,6 +264,8 @@ CASES: dict[str, Callable[[], str]] = {
     "one cycle": one_cycle,
     **{f"autocast {stage}": lambda stage=stage: autocast(stage) for stage in (1, 2, 3)},
     "secondary": secondary,
+    **{f"other model {stage}": lambda stage=stage: other_model(stage) for stage in range(4)},
+    **{f"frozen {stage}": lambda stage=stage: frozen(stage) for stage in range(4)},
     "gating": gating,
     "pipeline": pipeline,
 }

@@ -103,6 +103,8 @@ class Audit:
             self.verdict.not_judged["updates"] = (
                 f"{type(adapter.optimizer).__name__} is not known to update each element on its own"
             )
+        if not adapter.trained:
+            self.add("start", 2.0, "the optimizer has no weight of the module, so nothing is trained")
         for text in changed_options(adapter, start):
             self.add("options", 2.0, text)
         for text in start.changes(adapter.module) if start else ():

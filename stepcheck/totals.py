@@ -83,7 +83,8 @@ class Totals:
         """Records a weight that a forward or backward pass uses, and how far it is from its first use in this step."""
         if not parameter.numel():
             return
-        sketch = project(parameter, exact=True)[:K].to(self.adapter.device)
+        in_use = parameter.to(self.adapter.compute_dtype(index))
+        sketch = project(in_use, exact=True)[:K].to(self.adapter.device)
         first = self.used.setdefault(index, sketch)
         if first is not sketch:
             moved = self.columns["moved"][self.adapter.rows[index]]

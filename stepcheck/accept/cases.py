@@ -184,6 +184,18 @@ ROWS = (
         Case("float16, clipped", accumulate=2, precision="float16", clip=CLIP, **SGD),
         stages=(0, 1, 2, 3),
     ),
+    Row(
+        "layers that compute, and whose weights and gradients are sent, in a lower precision than the others",
+        Case(
+            "autocast",
+            accumulate=2,
+            clip=CLIP,
+            config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            **SGD,
+        ),
+        stages=(0, 1, 2, 3),
+        offload=False,
+    ),
     Row("no gradient in a whole step", Case("a layer rests, step 2", rests="step 2", **SGD)),
     Row("no gradient in the first micro-batch", Case("a layer rests, first", rests="first", accumulate=2, **SGD)),
     Row("no gradient in the last micro-batch", Case("a layer rests, last", rests="last", accumulate=2, **SGD)),

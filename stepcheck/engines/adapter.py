@@ -175,7 +175,7 @@ class EngineAdapter:
 
     def rounding_dtypes(self) -> set[torch.dtype]:
         """Returns the dtypes in which gradients are added and sent."""
-        return {self.parameters[index].dtype for index in self.trained}
+        return {self.parameters[index].dtype for index in self.trained or range(len(self.parameters))}
 
     def loss_scale(self) -> float:
         """Returns the factor, such as float16's loss scale, by which autograd's gradients exceed the gradients that

@@ -96,7 +96,11 @@ class DeepSpeedAdapter(EngineAdapter):
             return super().full_weight(index)
 
     def prepare_copy(self, copy: nn.Module) -> None:
-        """Sets the process groups in the copy's layers of experts, as the engine does when it starts."""
+        """Sets the process groups in the copy's layers of experts, as the engine does when it starts, and makes the
+        copy's forward pass autocast if the engine's does."""
+        if getattr(self.engine, "torch_autocast_enabled", bool)():  # since 0.17.2
+            autocast = torch.autocast(self.device.type, self.engine.torch_autocast_dtype())
+            vars(copy)["forward"] = autocast(copy.forward)
         parts: Iterator[Any] = copy.modules()
         for part in parts:
             if hasattr(part, "set_deepspeed_parallelism"):
@@ -122,10 +126,14 @@ class DeepSpeedAdapter(EngineAdapter):
     def rounding_dtypes(self) -> set[torch.dtype]:
         trained = [self.parameters[index] for index in self.trained]
         own = {each.dtype for each in trained}
-        if self.stage:  # with torch_autocast, ZeRO sends the gradients of some layers in low precision
-            for name in ("comm_dtype", "autocast_dtype"):  # since 0.17.6, and since 0.17.2
-                own |= {getattr(each, name, each.dtype) for each in trained}
+        if self.stage:
+            own |= {_sent_dtype(each) for each in trained}
         return own | {self.engine.communication_data_type, *self.engine.get_data_types()}
+
+    def compute_dtype(self, index: int) -> torch.dtype:
+        parameter = self.parameters[index]
+        gathered = self.stage == 3 and dist.get_world_size(parameter.ds_process_group) > 1
+        return _sent_dtype(parameter) if gathered else parameter.dtype
 
     modified_because = "ZeRO replaces them with the updates of Muon"
 
@@ -163,7 +171,18 @@ class DeepSpeedAdapter(EngineAdapter):
 def loss_scale(engine: Any) -> float:
     """Returns the loss scale that is in the gradients until the optimizer's step, or 1 if the engine does not scale the
     loss."""
+    for owner, name in ((engine.optimizer, "torch_autocast_gradscaler"), (engine, "torch_autocast_z0_gradscaler")):
+        if scaler := getattr(owner, name, None):  # with torch_autocast in float16; up to 0.17.5 in each dtype
+            has_old_name = any(hasattr(each, "autocast_dtype") for each in engine.module.parameters())
+            return 1.0 if has_old_name and _stage(engine) == 3 else scaler.get_scale()  # ZeRO 3 of 0.17.5 lacks it
     return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
+
+
+def _sent_dtype(parameter: Any) -> torch.dtype:
+    """Returns the dtype in which ZeRO sends a weight and its gradient. With torch_autocast, it is the low precision for
+    the layers that compute in it."""
+    named = (getattr(parameter, name, None) for name in ("comm_dtype", "autocast_dtype"))  # since 0.17.6, since 0.17.2
+    return next((dtype for dtype in named if dtype), parameter.dtype)
 
 
 def stage_3_part(parameter: Any) -> tuple[int, int]:
@@ -246,7 +265,10 @@ def _partitions(
 
 def free(engine: Any) -> None:
     """Destroys an engine. DeepSpeed keeps references to its tensors in gradient hooks, and at ZeRO 3 also in a stack
-    and in the cache of a method (0.16.0 to 0.19.8)."""
+    and in the cache of a method (0.16.0 to 0.19.8). Engines of this process that are built later do not autocast, as
+    they would after an engine with torch_autocast (0.17.2 to 0.19.8)."""
+    with suppress(ModuleNotFoundError):
+        vars(importlib.import_module("deepspeed.runtime.torch_autocast"))["TORCH_AUTOCAST_INITIALIZED"] = False
     engine.destroy()
     with suppress(ImportError, AttributeError, KeyError, TypeError):  # another release may have other names
         importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()

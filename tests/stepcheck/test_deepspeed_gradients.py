@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ def one_rank(own_process_group: None, tmp_path: Path, monkeypatch: pytest.Monkey
     import deepspeed
 
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)  # would be compiled
+    autocast = importlib.import_module("deepspeed.runtime.torch_autocast")
+    monkeypatch.setattr(autocast, "TORCH_AUTOCAST_INITIALIZED", False)  # which an engine sets for later ones too
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     deepspeed.init_distributed(verbose=False)
 
@@ -50,16 +53,55 @@ def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int) -> None:
     assert adapter_of(engine).rounding_dtypes() == {torch.float32, torch.bfloat16}
 
 
+def train(engine: Any) -> Any:
+    """Trains two steps. Returns the verdict."""
+    with audit(engine, on_fault="warn", weights_every=1) as audited:
+        for _ in range(2):
+            engine.backward(engine(torch.randn(4, 8)).float().square().mean())
+            engine.step()
+    return audited.verdict
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 65536.0)])
+def test_the_loss_scale_of_autocast_is_no_fault(stage: int, dtype: str, scale: float) -> None:
+    autocast = {"enabled": True, "dtype": dtype}
+    engine = build(zero_optimization={"stage": stage}, torch_autocast=autocast, optimizer=optimizer("AdamW"))
+    verdict = train(engine)
+    assert (verdict.outcome, verdict.steps, verdict.findings) == ("agrees", 2, [])
+    assert adapter_of(engine).loss_scale() == scale
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_norm_that_contains_the_loss_scale_of_autocast_is_found(stage: int) -> None:
+    """DeepSpeed clips before it divides by the scale (0.17.2 to 0.19.8; stepcheck/upstream/autocast_clipping)."""
+    clipped = {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 0.01}
+    verdict = train(build(zero_optimization={"stage": stage}, optimizer=optimizer("AdamW"), **clipped))
+    assert "step 1: all gradients together are" in str(verdict.findings[0])
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_an_optimizer_of_another_model_is_found(engine: bool) -> None:
+    """ZeRO 1 to 3 end with a KeyError or an AttributeError instead (DeepSpeed issue 6770)."""
+    import deepspeed
+
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    initialize: Any = deepspeed.initialize
+    trained = initialize(model=model, optimizer=sgd, config=BATCH)[0] if engine else model
+    with audit(*([trained] if engine else [model, sgd]), on_fault="warn") as audited:
+        loss = trained(torch.randn(4, 8)).square().mean()
+        trained.backward(loss) if engine else loss.backward()
+        (trained if engine else sgd).step()
+    assert "the optimizer has no weight of the module" in str(audited.verdict.findings[0])
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(clip: float) -> None:
     zero = {"stage": 1, "reduce_scatter": False}
-    engine = build(zero_optimization=zero, optimizer=optimizer("Muon"), gradient_clipping=clip)
-    with audit(engine, on_fault="warn", weights_every=1) as audited:
-        for _ in range(2):
-            engine.backward(engine(torch.randn(4, 8)).square().mean())
-            engine.step()
-    assert audited.verdict.findings == []
-    assert "Muon (1 of 2" in audited.verdict.not_judged["some gradients"]
+    verdict = train(build(zero_optimization=zero, optimizer=optimizer("Muon"), gradient_clipping=clip))
+    assert verdict.findings == []
+    assert "Muon (1 of 2" in verdict.not_judged["some gradients"]
 
 
 def test_tensor_parallelism_is_refused() -> None:
