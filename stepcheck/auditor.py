@@ -267,7 +267,7 @@ class Audit:
             for tensor in group["params"]:
                 target = self._targets.get(id(tensor))
                 if target is None and not self.adapter.owns_step:
-                    self.verdict.not_judged["some parameters"] = "the optimizer was given them after its first step"
+                    self.verdict.not_judged["some parameters"] = "they were added to the optimizer after its first step"
                 if target is not None and tensor.grad is not None:
                     gradient = self.adapter.local(tensor.grad).detach()
                     self._totals.add_optimizer_gradient(target.parts, gradient, measure=clips)

@@ -39,7 +39,7 @@ class Baseline:
         self.about = {"command": command, **_machine(), **_versions()}
         saved: Any = torch.load(file, weights_only=True) if compare or self.file.exists() else {"audits": {}}
         self.changed = {
-            what: f"{saved['about'].get(what)} in the baseline, {now} here"
+            what: f"{saved['about'].get(what)} in the baseline, {now} in this run"
             for what, now in self.about.items()
             if compare and saved["about"].get(what) != now
         }

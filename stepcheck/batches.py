@@ -53,9 +53,9 @@ class Batches:
         found, seen, last = {}, fingerprints.tolist(), self.last
         same = [(one, two) for two in range(len(seen)) for one in range(two) if seen[one] and seen[one] == seen[two]]
         if same:
-            found["batches"] = f"ranks {same[0][0]} and {same[0][1]} had the same in step {step}"
+            found["batches"] = f"ranks {same[0][0]} and {same[0][1]} had the same batch in step {step}"
         elif last is not None and seen[self.rank] and seen[self.rank] == float(last[self.rank]):
-            found["batches"] = f"step {step} had that of the step before"
+            found["batches"] = f"step {step} had the batch of the step before"
         if self.repeats_random:
             found["random numbers"] = f"the micro-batches of step {step} draw the same, so their dropout is the same"
         self.last = fingerprints

@@ -155,7 +155,7 @@ class Judge:
                 ]
             share = max(0.0, factor - 1) / (tolerance + rounding)
         elif limit and not complete and share > 1 and 0 < factor < 1:
-            self.verdict.not_judged["clipping"] = "the norm has gradients that are not judged"
+            self.verdict.not_judged["clipping"] = "the norm includes gradients that are not judged"
             return []
         elif not self.adapter.owns_step and share > 1 and 0 < factor < 1 and not limit:
             self.verdict.not_judged["the scale of all gradients"] = (
@@ -197,7 +197,7 @@ class Judge:
             error = torch.where(self.trained[used], torch.maximum(error, moved), error)
         elif (moved > 1).any():
             name = adapter.row_names[int(used[int(moved.argmax())])]
-            self.verdict.notes["weights that change within a step"] = f"{name} did in step {step.number}"
+            self.verdict.notes["weights that change within a step"] = f"{name} changed in step {step.number}"
         error = torch.maximum(error, difference / (EXACT * size)).nan_to_num(nan=torch.inf)
         findings = []
         worst = int(error.argmax())

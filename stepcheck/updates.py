@@ -105,8 +105,8 @@ class UpdateCheck:
                 if "capturable" in self.known and _is_on_accelerator(own.get("step")):
                     groups[-1]["capturable"] = True  # otherwise torch would wait for the device to read the step
                 states.append(own)
-        kept.report(report, 0.0, "is not what the last update left")
-        weights.report(report, 0.0, "is not what the last update left", "state" if self.adapter.owns_step else "note")
+        kept.report(report, 0.0, "has changed since the last update")
+        weights.report(report, 0.0, "has changed since the last update", "state" if self.adapter.owns_step else "note")
         if groups:
             self._step(groups, states)
 

@@ -122,8 +122,8 @@ class Verdict:
             yield f"largest share of a tolerance: {shares}"
         if self.smallest_scale_error is not None and self.smallest_tensor_error is not None:
             yield (
-                f"a scale error of {self.smallest_scale_error:.1e} of all gradients, "
-                f"or of {self.smallest_tensor_error:.1e} of one, would be seen"
+                f"a scale error of {self.smallest_scale_error:.1e} in all gradients, "
+                f"or of {self.smallest_tensor_error:.1e} in one gradient, would be seen"
             )
         if not (self.steps or self.not_judged or self.findings):
             yield "not judged: the step of its optimizer was not called, or was compiled by torch.compile"

@@ -88,7 +88,7 @@ STRATEGIES: dict[str, Spec] = {
         size="tensor_parallel_size",
     ),
     "fsdp": Spec(
-        "fsdp2", "the same as fsdp2, with which torch replaces FullyShardedDataParallel", size="tensor_parallel_size"
+        "fsdp2", "another name of fsdp2, which replaces torch's FullyShardedDataParallel", size="tensor_parallel_size"
     ),
     "tensor_parallel": Spec(
         "tensor_parallel",

@@ -53,7 +53,7 @@ def _parse() -> Namespace:
         epilog="formats:\n"
         "  safetensors  weights, with a description of the model\n"
         "  onnx         the model itself, for onnxruntime\n"
-        "  delta        only the trained parameters of a run that froze the rest (read: BASE --delta FILE)",
+        "  delta        only the trained parameters of a run that froze the rest; used as BASE --delta FILE",
     )
     add_weight_options(parser)
     add = parser.add_argument

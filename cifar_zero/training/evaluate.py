@@ -31,9 +31,9 @@ def main() -> int:
         prog=command("evaluate"),
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train> VALUE ...]",
         description="Tests a checkpoint of any strategy on one device.",
-        epilog="Uses the data and the model of the run, in float32, but not its --data.root, --data.url and "
-        "--data.cache; options of train override them. If the run averaged its weights, the averages are tested; "
-        "--ema 0 tests the newest weights.",
+        epilog="Computes in float32, with the model and the data options of the run, except --data.root, --data.url "
+        "and --data.cache. Options of train override the run's options. If the run averaged its weights, the averages "
+        "are tested; --ema 0 tests the newest weights.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or a .ckpt file or folder")

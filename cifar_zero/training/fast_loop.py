@@ -215,8 +215,8 @@ class FitLoop(_FitLoop):
             return
         if batches != math.inf and batches % parts:  # infinite for an IterableDataset
             raise UsageError(
-                f"--accumulate {parts} does not divide the {batches} batches of an epoch. Plain PyTorch would make a "
-                "smaller step of the rest, and DeepSpeed would move it into the next epoch: add "
+                f"--accumulate {parts} does not divide the {batches} batches of an epoch. Plain PyTorch would end the "
+                "epoch with a smaller step, and DeepSpeed would finish this step in the next epoch: add "
                 f"--trainer.limit_train_batches {batches // parts * parts}"
             )
 

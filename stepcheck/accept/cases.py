@@ -74,7 +74,7 @@ ROWS = (
     ),
     Row("the norm of all shards", Case("AdamW, clipped, accumulated", accumulate=4, clip=CLIP, **ADAMW)),
     Row(
-        "a bucket that is reduced in mid-backward; a parameter larger than a bucket; the round-robin order",
+        "a bucket that is reduced during the backward pass; a parameter larger than a bucket; the round-robin order",
         Case(
             "several buckets",
             accumulate=4,
@@ -84,7 +84,7 @@ ROWS = (
         stages=(1, 2, 3),
     ),
     Row(
-        "DDP and FSDP2: each micro-batch's gradients averaged by themselves; DDP copies buffers before each",
+        "DDP and FSDP2: gradients averaged after each micro-batch; DDP copies buffers before each micro-batch",
         Case("averaged one by one", accumulate=2, syncs_each=True, **SGD),
         stages=(None,),
     ),
@@ -104,7 +104,7 @@ ROWS = (
         stages=(3,),
     ),
     Row(
-        "weights that no optimizer has; a batch norm in evaluation, whose statistics stay as they are",
+        "weights that no optimizer updates; a batch norm in evaluation mode, whose statistics do not change",
         Case("frozen layers", clip=CLIP, trained=("project", "twice", "bias"), **ADAMW),
         stages=(1, 2, 3),
         offload=False,
@@ -150,7 +150,7 @@ ROWS = (
         offload=False,
     ),
     Row(
-        "sums over the ranks, where everything else averages",
+        "gradients that are summed over the ranks, not averaged",
         Case("summed over the ranks", accumulate=2, config={"gradient_allreduce_op": "sum"}, **SGD),
         stages=(0, 1, 2),
         offload=False,
@@ -200,7 +200,7 @@ ROWS = (
     Row("no gradient in the first micro-batch", Case("a layer rests, first", rests="first", accumulate=2, **SGD)),
     Row("no gradient in the last micro-batch", Case("a layer rests, last", rests="last", accumulate=2, **SGD)),
     Row(
-        "the engine's hooks on a backward pass that it does not start",
+        "the engine's hooks in a backward pass that the script starts",
         Case("loss.backward()", accumulate=2, plain_backward=True, **SGD),
         stages=(1, 2, 3),
         offload=False,

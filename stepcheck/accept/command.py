@@ -166,8 +166,8 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
         of_all, of_one = (max(each[f"smallest_{what}_error"] for each in own) for what in ("scale", "tensor"))
         judged = sum(each["values"] for each in own) / sum(each["values_in_all"] for each in own)
         yield (
-            f"{name}: {100 * judged:.3g} % of the gradients' values are judged, a scale error of {of_all:.1e} of "
-            f"all gradients or of {of_one:.1e} of one would be seen"
+            f"{name}: {100 * judged:.3g} % of the gradients' values are judged, a scale error of {of_all:.1e} in "
+            f"all gradients, or of {of_one:.1e} in one gradient, would be seen"
         )
 
 

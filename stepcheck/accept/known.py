@@ -27,12 +27,12 @@ KNOWN = (
     Known(
         lambda case: case.strategy == "deepspeed_stage_0" and case.precision == "float16",
         r"step \d: (the loss of micro-batch|all gradients|the gradient of|the norm of) .*",
-        "ZeRO 0 divides the gradients by a loss scale by which it has not multiplied the loss (pull request 8393)",
+        "ZeRO 0 divides the gradients by the loss scale, but does not multiply the loss by it (pull request 8393)",
     ),
     Known(
         lambda case: case.rests in ("first", "step 2") and (stage_of(case) == 3 or case.strategy.endswith("offload")),
         r"step \d: the gradient of branch\..*",
-        "a layer without a gradient in the first micro-batch of a step gets its gradient of the step before",
+        "a layer without a gradient in the first micro-batch of a step gets its gradient of the previous step",
     ),
     Known(
         lambda case: (

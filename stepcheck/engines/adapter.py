@@ -208,7 +208,7 @@ class EngineAdapter:
     def after_backward(self) -> None:
         """Records the gradients at the end of a backward pass."""
 
-    modified_because = "the script has set them, or clipped them other than by the norm of all"
+    modified_because = "the script has set them, or clipped them other than by the norm of all gradients"
     """Why gradients at the step may not be those that the backward pass has left."""
 
     def modified_gradients(self) -> set[int]:

@@ -28,7 +28,7 @@ class PlainAdapter(EngineAdapter):
     def __init__(self, module: nn.Module, optimizer: Any):
         super().__init__(module, optimizer)
         if self.ranks.size > 1 and type(self) is PlainAdapter:
-            raise NotAuditable("several ranks train without DDP or FSDP, so whose gradients are averaged is unknown")
+            raise NotAuditable("several ranks train without DDP or FSDP, so it is unknown which ranks average")
 
     def attach(self, audit: Any) -> list[Callable[[], None]]:
         """Also ends the audited step after each call of the optimizer's step, and receives the reports of torch's

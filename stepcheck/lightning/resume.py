@@ -21,7 +21,7 @@ from stepcheck.verdict import Finding, Kind
 
 PLAIN = (bool, int, float, str)
 
-NOT_RESTORED = "Lightning restores a position within an epoch only for a loader with state_dict, and no shuffle's order"
+NOT_RESTORED = "Lightning restores a position in an epoch only for loaders with state_dict, and never a shuffled order"
 
 Checksums = dict[tuple[Kind, str], Any]
 """The checksum of each tensor, and each number, by kind and name."""
@@ -91,7 +91,7 @@ def _differences(step: int, expected: Checksums, actual: Checksums, when: str) -
         other = actual.get((kind, name), "missing")
         if other != value:
             how = f": it is {other} instead of {value}" if isinstance(value, (int, float)) else ""
-            text = f"{name} {when} is not that of the run that continued{how}"
+            text = f"{name} {when} differs from the run that was not interrupted{how}"
             if kind == "batch":
                 text += f": {NOT_RESTORED}"
             found.append(Finding(step + 1, kind, text, float("inf"), torch.distributed.get_rank()))

@@ -174,8 +174,8 @@ class StopAfterSteps(Callback):
         parts, batches = self.case.accumulate, trainer.num_training_batches
         if batches < math.inf and batches % parts and self.case.steps * parts >= batches:
             raise UsageError(
-                f"--accumulate {parts} does not divide the {batches} batches of an epoch. Plain PyTorch would make a "
-                "smaller step of the rest, and DeepSpeed would move it into the next epoch: add "
+                f"--accumulate {parts} does not divide the {batches} batches of an epoch. Plain PyTorch would end the "
+                "epoch with a smaller step, and DeepSpeed would finish this step in the next epoch: add "
                 f"--trainer.limit_train_batches {batches // parts * parts}"
             )
 

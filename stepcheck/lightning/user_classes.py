@@ -94,7 +94,7 @@ def _refuse_files(given: Mapping[str, str], known: Sequence[str]) -> None:
         is_mapping = ":" in value and not isinstance(tree, str)
         for text in (value, *tree_leaves(tree)) if is_mapping or option not in known else ():
             if _is_file(text):
-                raise UsageError(f"--{option}: the file {text} could name code: give the values that it contains")
+                raise UsageError(f"--{option}: {text} is a file, which could load code: give its values instead")
 
 
 def _is_file(text: Any) -> bool:

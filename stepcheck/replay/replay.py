@@ -220,7 +220,7 @@ class Replay:
             low.gradients.pop(name, None)
             self.audit.verdict.not_judged["some replayed gradients"] = "hooks on parameters may change them"
         if [(name, each.shape) for name, each in actual.outputs] != [(name, each.shape) for name, each in low.outputs]:
-            self.audit.verdict.not_judged["outputs of modules"] = "a copy calls them in another order"
+            self.audit.verdict.not_judged["outputs of modules"] = "the copy calls modules in another order"
             self.outputs, actual.outputs, low.outputs = False, [], []
 
     def _report(self, low: Computed, exact: Computed | None) -> None:

@@ -207,7 +207,7 @@ class ScriptCheck(Callback):
                     agrees = len(own) == len(other) and all(map(partial(math.isclose, rel_tol=1e-6), own, other))
                     text = f"{key} of {name} is {_format(own)} in the module, and {_format(other)} in the script"
                     if key == "lr" and self.recording.skipped:
-                        self.verdict.not_judged["learning rates"] = "the script has left out steps for overflow"
+                        self.verdict.not_judged["learning rates"] = "the script skipped steps that overflowed"
                         continue
                     if key == "lr":
                         text += self._explain_rate(name, (own[0], other[0]))
@@ -231,7 +231,7 @@ class ScriptCheck(Callback):
                 weight.grad.copy_(script.gradient)
         if not updated:
             self.verdict.not_judged["updates"] = (
-                f"the state of the script's {self.recording.optimizer} is not that of {type(optimizer).__name__}"
+                f"{type(optimizer).__name__} cannot use the state of the script's {self.recording.optimizer}"
             )
             return
         before = [weights[name].detach().clone() for name in updated]

@@ -22,7 +22,7 @@ def explain_loss(script: Tensor, module: Tensor, step: RecordedStep) -> str:
     for known, text in causes.items():
         if known != 1 and math.isclose(factor, known, rel_tol=CONSTANT):
             return text
-    return f"the module has {factor:.3g} times the script's"
+    return f"the module's loss is {factor:.3g} times the script's"
 
 
 def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> str:
@@ -32,7 +32,7 @@ def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> s
     if before is not None and _explains(script - before.to(script), module):
         return "the script adds the gradient of the previous step, because a call of zero_grad is missing"
     factor = common_factor(module, script)
-    return "" if factor is None else f"the module has {factor:.3g} times the script's"
+    return "" if factor is None else f"the module's gradient is {factor:.3g} times the script's"
 
 
 def explain_batch(script: object, module: object) -> str:

@@ -34,7 +34,7 @@ DRAWN = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
     ("batch", "seed_of", "expected"),
     [
         (lambda number: DRAWN[number], None, {}),
-        (lambda number: DRAWN[number % 2], None, {"batches": "step 3 had that of the step before"}),
+        (lambda number: DRAWN[number % 2], None, {"batches": "step 3 had the batch of the step before"}),
         (lambda number: DRAWN[number], lambda number: number, {}),
         (
             lambda number: DRAWN[number],
@@ -53,4 +53,4 @@ def test_ranks_with_one_batch_are_noted() -> None:
     for rank, own in zip(ranks, (0, 1, 0), strict=True):
         rank.before_forward(((DRAWN[own],), {}))
     everyone = torch.stack([rank.fingerprints for rank in ranks]).sum(0)
-    assert ranks[1].notes(1, everyone) == {"batches": "ranks 0 and 2 had the same in step 1"}
+    assert ranks[1].notes(1, everyone) == {"batches": "ranks 0 and 2 had the same batch in step 1"}

@@ -232,7 +232,7 @@ def test_what_changes_between_two_steps_is_found(name: str, monkeypatch: pytest.
     if name == "mode":
         monkeypatch.setattr(_EvaluationLoop, "_on_evaluation_model_train", lambda loop: None)
     verdict = verdict_of(Validated(), stage=2, **VALIDATES)
-    expected = {"weights": "is not what the last update left", "state": "exp_avg of", "mode": "in evaluation mode"}
+    expected = {"weights": "has changed since the last update", "state": "exp_avg of", "mode": "in evaluation mode"}
     assert verdict.findings
     assert (verdict.findings[0].step, verdict.outcome) == (3, "different")
     assert expected[name] in str(verdict)

@@ -128,7 +128,7 @@ def test_a_resumed_run_is_compared_with_the_run_that_continued(file: str):
             "Healthy",
             "ddp",
             5,
-        ): "step 6: [0] of the batch in the first resumed step is not that of the run that",
+        ): "step 6: [0] of the batch in the first resumed step differs from the run that",
         ("ForgetsMomentum", "ddp", 12): "step 13: ['momentum_buffer'] of tensor 0 of parameter group 0",
     }
     cases = []
