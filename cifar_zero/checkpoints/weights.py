@@ -18,7 +18,8 @@ from cifar_zero.build_model import create_meta_model, merged, trained_names
 from cifar_zero.checkpoints.read import RECORD, of_another_version, read, with_checked_record
 from cifar_zero.checkpoints.safe_load import load_safely
 from cifar_zero.checkpoints.zero_folder import AVERAGE
-from cifar_zero.config.settings import DataConfig, settings_of
+from cifar_zero.config.recipe import DataConfig
+from cifar_zero.config.settings import settings_of
 from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import UsageError, short
 

@@ -26,7 +26,7 @@ from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.hardware import free_memory_bytes
 from cifar_zero.core.usage import check_numbers, nearest, refuse
 from cifar_zero.models import IMAGE_SHAPE, MODELS
-from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
+from cifar_zero.optimizers import OPTIMIZERS
 
 MOST_NAME_BYTES = 200  # file systems allow 255 bytes, and a suffix may follow
 
@@ -136,7 +136,7 @@ def check_here(run: Run) -> None:
     assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory
     fit = max(1, ranks_in_memory())
-    compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
+    compiles = spec.offload_optimizer and OPTIMIZERS[optimizer].compiled
     splits_layers = spec.size == "tensor_parallel_size" and placement.ranks_per_model > 1
     refuse(
         {

@@ -166,21 +166,12 @@ def estimate_all(
 
 def _estimate(run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]) -> MemoryEstimate:
     placement = run.placement
-    states = predicted(
-        placement.strategy,
-        network.weights,
-        placement.world_size,
-        placement.precision,
-        run.recipe.optimizer,
-        placement.zero,
-    )
-    assert states is not None
     average, average_on_host = formulas.average(run, network), 0
     if run.spec.offload_parameters:  # the average is stored where the parameters are
         average, average_on_host = 0, average
     estimate = MemoryEstimate(
         placement.strategy,
-        states,
+        predicted(run, network),
         buckets=formulas.buckets(run, network),
         activations=0,
         update=formulas.update(run, network),

@@ -76,7 +76,7 @@ def test_the_ranks_get_the_same_run(tmp_path: Path):
 def test_each_option_has_one_owner():
     for owner, options in (
         ("recipe", "optimizer.lr batch_size data.source augment.flip model.num_experts"),
-        ("placement", "model.ep_size data.root precision accumulate zero.overlap_comm offload.ratio"),
+        ("placement", "model.ep_size data.root precision accumulate zero.overlap_comm offload.pin_memory"),
         ("output", "name save_top_k"),
     ):
         assert {owner_of(option) for option in options.split()} == {owner}
