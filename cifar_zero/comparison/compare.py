@@ -15,8 +15,6 @@ from cifar_zero.comparison.trainings import plan_variants, prepare, train_varian
 from cifar_zero.config import ds_config
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, Stopped, UsageError
-from cifar_zero.core.hardware import this_computer
-from cifar_zero.core.usage import words_of
 from cifar_zero.launch import rank_environment
 
 
@@ -64,9 +62,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     strategies = arguments.strategies or []
     if arguments.trust:
         rest = [*rest, "--trust"]
-    launcher = () if arguments.launcher is None else words_of("--launcher", arguments.launcher)
     axes = strategies, arguments.devices or [], arguments.accumulate or []
-    planned = plan_variants(*axes, arguments.seeds or 1, rest, launcher)
+    planned = plan_variants(*axes, arguments.seeds or 1, rest)
     prepare(planned)
     from cifar_zero.comparison.finished_runs import summarize
 
@@ -77,7 +74,6 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
         raise Stopped(stop.number, _how_to_compare(folder)) from stop
     except OSError as error:
         raise RunError(f"{error.strerror or error} ({error.filename}); {_how_to_compare(folder)}") from error
-    comparison.machine |= this_computer()
     comparison.notes += [ds_config.summary(file) for file in strategies if file.endswith(".json")]
     return folder, comparison
 

@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import net_weights
-from cifar_zero.comparison.reading import blocking_settings, differences, last_checkpoint, shared
+from cifar_zero.comparison.reading import blocking_settings, differences
 from cifar_zero.comparison.result import OF_CHECKS, Comparison, FinishedRun, Outcome, Variant
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.results import FALLBACK
-
-RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
-"""Shared settings that are shown at the top of a report."""
 
 Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain model's state_dict names
 
@@ -23,15 +22,7 @@ Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain mod
 def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
     """Returns the comparison of the variants, with their verdicts. The first variant is the reference. With
     `trust`, checkpoints that could run code are loaded too."""
-    reference = variants[0]
-    comparison = Comparison({}, variants, differences=differences(variants))
-    if reference.runs:
-        run = reference.runs[0]
-        about, settings = run.metrics, shared(run)
-        comparison.machine = {"device": about["device_name"], **about["versions"], "commit": about["git_commit"]}
-        common = [key for key in RECIPE if key in settings and key not in comparison.differences]
-        comparison.recipe = {key: str(settings[key]) for key in common}
-        comparison.recipe["seeds"] = ", ".join(map(str, reference.by_seed))
+    comparison = Comparison(variants, differences(variants))
     for variant in variants:
         fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
         comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
@@ -109,7 +100,7 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
     """Returns the weights in a run's last checkpoint, not their average (--ema). If the checkpoint cannot be read, adds
     a note to `notes` and returns None."""
     try:
-        checkpoint = last_checkpoint(run)
+        checkpoint = Path(run.folder, run_folder.CHECKPOINTS, run_folder.LAST)
         if not checkpoint.exists():
             raise UsageError(f"{run.folder} has no checkpoint of its last step")
         return net_weights(read(checkpoint, trust), averaged=False)

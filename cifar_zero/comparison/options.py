@@ -2,7 +2,6 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 from cifar_zero.config.rules import check_plain_name
@@ -10,20 +9,8 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 
-OF_TRAININGS = ("strategies", "devices", "accumulate", "seeds", "launcher")
+OF_TRAININGS = ("strategies", "devices", "accumulate", "seeds")
 """Options that choose what is trained. They do not work with --runs."""
-
-MOVED = {
-    "script": "stepcheck script OLD.py FILE.py:MODULE",
-    "acceptance": "stepcheck accept",
-    "fuzz": "stepcheck accept --fuzz N",
-    "print_cases": "stepcheck accept --print_cases",
-    "module": "stepcheck module FILE.py:MODULE",
-    "resume_at": "stepcheck module FILE.py:MODULE --resume_at N",
-    "save_baseline": "stepcheck run --save FILE SCRIPT",
-    "against": "stepcheck run --against FILE SCRIPT",
-}
-"""Options of earlier releases, and the commands that replaced them. If several are given, the first one decides."""
 
 EPILOG = """\
 Each step of each run is audited, and 20 steps (--check_steps) are computed again by plain PyTorch from the same
@@ -53,14 +40,9 @@ def parse() -> tuple[Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--strategies", nargs="+", metavar="NAME", help="strategies of train, or raw DeepSpeed configurations (*.json)")
-    add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as for train)")
+    add("--devices", nargs="+", metavar="N", help="numbers of ranks (default: as for train)")
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
     add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
-    add(
-        "--launcher",
-        metavar="COMMAND",
-        help="command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'",
-    )
     add("--runs", nargs="+", metavar="RUN", help="compare these run folders, without training")
     add(
         "--min_accuracy",
@@ -74,7 +56,6 @@ def parse() -> tuple[Namespace, list[str]]:
     add("--name", default="", metavar="NAME", help="name of this comparison (default: name of the model, or runs)")
     add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
     arguments, rest = parser.parse_known_args()
-    _refuse_moved(rest)
     check_plain_name(arguments.name)
     if arguments.seeds is not None and arguments.seeds < 1:
         raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
@@ -89,13 +70,6 @@ def parse() -> tuple[Namespace, list[str]]:
         if rest:
             raise UsageError(f"--runs only reads finished runs: leave out {' '.join(rest)}")
     return arguments, rest
-
-
-def _refuse_moved(words: Sequence[str]) -> None:
-    flags = {word.partition("=")[0] for word in words}
-    for option, now in MOVED.items():
-        if f"--{option}" in flags:
-            raise UsageError(f"--{option} is now: {now}")
 
 
 def _check_can_write(flag: str, file: Path) -> None:

@@ -44,8 +44,8 @@ def loss_plot(comparison: Comparison) -> Figure:
     """Plots the loss of each run by step. Below it, plots the difference of this loss from the loss of the reference's
     run with the same seed. At least one variant must have a run."""
     by_seed = comparison.reference.by_seed
-    most = max(len(run.losses) for variant in comparison.variants for run in variant.runs)
-    size = math.ceil(most / POINTS)
+    runs = [run for variant in comparison.variants for run in variant.runs]
+    size = math.ceil(max(len(run.losses) for run in runs) / POINTS)
     losses: list[Line] = []
     differences: list[Line] = []
     for variant in comparison.variants:
@@ -69,7 +69,7 @@ def loss_plot(comparison: Comparison) -> Figure:
         axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05: default labels are math, which is not parsed
         axes.set_title(f"difference from {comparison.reference.name} (grows by rounding, and is not judged)")
         axes.set(ylabel=f"difference of the loss{several}")
-    figure.axes[-1].set_xlabel(f"optimizer step ({comparison.recipe.get('batch_size')} images each)")
+    figure.axes[-1].set_xlabel(f"optimizer step ({runs[0].settings['batch_size']} images each)")
     handles = []
     for variant in comparison.variants:
         if variant.runs:

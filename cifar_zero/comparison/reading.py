@@ -54,11 +54,6 @@ def load_run(folder: Path) -> FinishedRun:
         raise UsageError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def last_checkpoint(run: FinishedRun) -> Path:
-    """Returns the path of the checkpoint after the last step. It is a file, or a folder under DeepSpeed."""
-    return Path(run.folder, run_folder.CHECKPOINTS, "last.ckpt")
-
-
 def read_losses(file: Path) -> dict[int, float]:
     """Returns the loss of each optimizer step from a file of losses, without rounding. Raises ValueError if the file
     has no losses, is damaged or is cut off."""

@@ -93,9 +93,7 @@ class Variant:
 class Comparison:
     """The result of `cifar-zero compare`: the variants that were trained or read, with their verdicts."""
 
-    recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
     variants: list[Variant]  # the reference first
-    machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
     """Settings that the runs should share but do not. Each setting has a dictionary of its values, keyed by the
     variants' names."""

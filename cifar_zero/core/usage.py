@@ -2,7 +2,6 @@
 package."""
 
 import math
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
@@ -35,18 +34,6 @@ def refuse(rules: Rules) -> None:
     for message, broken in rules.items():
         if broken:
             raise UsageError(message)
-
-
-def words_of(flag: str, text: str) -> list[str]:
-    """Returns the words of a command line that the value of a flag holds. Raises UsageError if its quotes do not
-    match, or if it is empty."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{flag} {text}: {str(error).lower()}") from error
-    if not words:
-        raise UsageError(f"{flag} is empty: give a command")
-    return words
 
 
 def existing_file(flag: str) -> Callable[[str], str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import exits
-from cifar_zero.core.console import command, quieten
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import existing_file
 from cifar_zero.models.user_model import register_user_model
@@ -18,7 +18,6 @@ is not a complete model."""
 def main() -> int:
     """Writes one export, prints its description and returns the exit code."""
     arguments = _parse()
-    quieten()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     suffix = SUFFIXES[arguments.to]
     output = Path(arguments.output or checkpoint.with_suffix(suffix))

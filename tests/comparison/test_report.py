@@ -28,10 +28,9 @@ def trained(name: str, outcome: Outcome = "bit-identical", seeds: int = 1, off: 
     return Variant(name, name, 2, command=command, runs=runs, outcome=outcome, remark=remark)
 
 
-def comparison(*others: Variant, **fields) -> Comparison:
+def comparison(*others: Variant) -> Comparison:
     reference = trained("baseline", "reference", seeds=len(others[0].runs) if others else 1)
-    common = {"machine": {"torch": "2.15.0"}, "recipe": {"model": "net"}}
-    return Comparison(**{**common, **fields}, variants=[reference, *others])
+    return Comparison([reference, *others])
 
 
 def failed(name: str) -> Variant:

@@ -8,21 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from cifar_zero.comparison import trainings
 from cifar_zero.comparison.trainings import plan_variants, train_run, train_variants
 from cifar_zero.core.errors import RunError
-from cifar_zero.training import run_process
 from tests.support.helpers import has_ended, wait_until
 
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
-
-
-def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
-    one, two = plan_variants(["ddp"], ["2", "2x1"], [], 1, SMALL, ["srun"])
-    names = one.variant.name, two.variant.name
-    assert (names, one.launcher, two.launcher) == (("1 node", "2 nodes"), (), ["srun"])
-    assert [variant.launcher for variant in plan_variants(["ddp", "fsdp2"], [], [], 1, SMALL, ["srun"])] == [
-        ["srun"]
-    ] * 2
 
 
 def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
@@ -46,7 +37,7 @@ def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
 def replace_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
     """Returns a function that replaces the program `train` by another one, which is given as its source."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(run_process, "TRAIN", ("program_of_a_test",))
+    monkeypatch.setattr(trainings, "TRAIN", ("program_of_a_test",))
     return (tmp_path / "program_of_a_test.py").write_text
 
 
@@ -94,24 +85,22 @@ the ranks directly."""
 def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
     impatient: bool, replace_train: Callable[[str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait, log = subprocess.Popen.wait, tmp_path / "a.log"
+    wait, log, waits = subprocess.Popen.wait, tmp_path / "a.log", list[float | None]()
 
     def interrupted(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is not None:  # the time to save a checkpoint
-            raise KeyboardInterrupt
-        return wait(self)
-
-    def start_and_interrupt() -> None:
-        with run_process.start([], log):
+        waits.append(timeout)
+        if len(waits) == 1:
             wait_until(lambda: log.read_text().count("\n") == 3)
             raise KeyboardInterrupt
+        if impatient and timeout is not None:  # the time to save a checkpoint
+            raise KeyboardInterrupt
+        return wait(self, timeout)
 
     replace_train(RANKS)
     with monkeypatch.context() as patch:
-        if impatient:
-            patch.setattr(subprocess.Popen, "wait", interrupted)
+        patch.setattr(subprocess.Popen, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            start_and_interrupt()
+            train_run("a", [], tmp_path)
     words = log.read_text().split()
     assert impatient or "saved" in words
     stubborn = next(int(word) for word in words if word.isdigit())
