@@ -1,14 +1,11 @@
 """Measures which kernels a GPU chooses, and how far a replay's tolerance (stepcheck/replay/compare.py) allows for them.
 
 A replay uses the same weights at other addresses, and may therefore get other kernels than the training.
-`python -m benchmarks.gpu_kernels PART` prints the figures of one part as JSON.
+`python -m benchmarks.gpu_kernels` prints the figures. Without a GPU it measures little, as a rehearsal.
 """
 
-import argparse
 import copy
-import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,14 +97,6 @@ def costs(device: torch.device) -> Row:
     return row
 
 
-PARTS: dict[str, Callable[[torch.device], Row]] = {
-    "products": products,
-    "convolutions": convolutions,
-    "alarms": alarms,
-    "costs": costs,
-}
-
-
 def _moved(tensor: Tensor, offset: int) -> Tensor:
     """Returns a copy that lies `offset` bytes behind a multiple of ALIGNMENT."""
     first = offset // tensor.element_size()
@@ -171,12 +160,12 @@ def _alarms_of(trained: nn.Module, plain: nn.Module, precision: str, steps: int,
 
 
 def main() -> None:
-    """Prints the figures of a part."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kernels", description=__doc__)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU")
-    arguments = parser.parse_args()
-    print(json.dumps(PARTS[arguments.part](torch.device("cpu" if arguments.cpu else "cuda"))))
+    """Measures and prints."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for part in (products, convolutions, alarms, costs):
+        print(f"{part.__name__}:")
+        for name, figures in part(device).items():
+            print(f"  {name}: {figures}")
 
 
 if __name__ == "__main__":
