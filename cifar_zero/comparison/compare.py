@@ -9,7 +9,7 @@ from pathlib import Path
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
 from cifar_zero.comparison.options import parse
-from cifar_zero.comparison.reading import grouped, load_run
+from cifar_zero.comparison.reading import load_run, variants_of
 from cifar_zero.comparison.result import Comparison
 from cifar_zero.comparison.trainings import plan_variants, prepare, train_variants
 from cifar_zero.config import ds_config
@@ -47,13 +47,12 @@ def of_runs(arguments: Namespace) -> tuple[Path, Comparison]:
     runs = [load_run(run_folder.newest_run(Path(run))) for run in arguments.runs]
     if len({Path(run.folder).resolve() for run in runs}) < len(runs):
         raise UsageError(f"--runs {' '.join(arguments.runs)}: give each run once")
-    variants = grouped(runs)
-    if len(variants) < 2:
-        raise UsageError("--runs: all runs belong to one variant: give runs of at least two")
+    if len(runs) < 2:
+        raise UsageError("--runs: give at least two runs")
     from cifar_zero.comparison.finished_runs import summarize
 
     folder = run_folder.claim(arguments.out, arguments.name or "runs")
-    return folder, summarize(variants, arguments.trust)
+    return folder, summarize(variants_of(runs), arguments.trust)
 
 
 def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
@@ -62,8 +61,7 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Compa
     strategies = arguments.strategies or []
     if arguments.trust:
         rest = [*rest, "--trust"]
-    axes = strategies, arguments.devices or [], arguments.accumulate or []
-    planned = plan_variants(*axes, arguments.seeds or 1, rest)
+    planned = plan_variants(strategies, arguments.devices or [], arguments.accumulate or [], rest)
     prepare(planned)
     from cifar_zero.comparison.finished_runs import summarize
 

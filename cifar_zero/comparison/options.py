@@ -9,7 +9,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 
-OF_TRAININGS = ("strategies", "devices", "accumulate", "seeds")
+OF_TRAININGS = ("strategies", "devices", "accumulate")
 """Options that choose what is trained. They do not work with --runs."""
 
 EPILOG = """\
@@ -21,7 +21,7 @@ judged, 2 for wrong usage
 
 examples:
   %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
-  %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
+  %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml
   %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
   %(prog)s --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
 """
@@ -42,7 +42,6 @@ def parse() -> tuple[Namespace, list[str]]:
     add("--strategies", nargs="+", metavar="NAME", help="strategies of train, or raw DeepSpeed configurations (*.json)")
     add("--devices", nargs="+", metavar="N", help="numbers of ranks (default: as for train)")
     add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
-    add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
     add("--runs", nargs="+", metavar="RUN", help="compare these run folders, without training")
     add(
         "--min_accuracy",
@@ -57,8 +56,6 @@ def parse() -> tuple[Namespace, list[str]]:
     add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
     arguments, rest = parser.parse_known_args()
     check_plain_name(arguments.name)
-    if arguments.seeds is not None and arguments.seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     if arguments.junit:

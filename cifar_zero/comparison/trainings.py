@@ -36,32 +36,26 @@ SAVING_SECONDS = 45.0  # time for a run to end; the launcher gives the ranks 30 
 
 @dataclass
 class Planned:
-    """A variant that is to be trained, with a run for each seed."""
+    """A variant that is to be trained."""
 
-    run: Run  # the run of its first seed
-    flags: list[str]  # flags of train, without --seed, --out and --name. Only flags may allow code to run
+    run: Run
+    flags: list[str]  # flags of train, without --out and --name. Only flags may allow code to run
     variant: Variant
-    seeds: range
 
-    def flags_of(self, seed: int) -> list[str]:
-        """Returns the `cifar-zero train` flags for the run with this seed, without --out and --name."""
-        return [*self.flags, "--seed", str(seed)]
-
-    def run_name(self, seed: int) -> str:
-        """Returns the name of the run with this seed, which is also the name of its folder and of its curves."""
-        name = self.variant.name.replace(", ", "-").replace(" ", "_")
-        return name if len(self.seeds) == 1 else f"{name}-seed_{seed}"
+    @property
+    def run_name(self) -> str:
+        """The name of the run, which is also the name of its folder and of its curves."""
+        return self.variant.name.replace(", ", "-").replace(" ", "_")
 
 
 def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
-    """Trains a run of each variant for each of its seeds, with `folder` as the directory for run folders. Returns the
-    variants. A run that failed or cannot be read is left out, and its variant gets the verdict "not trained"."""
-    trainings = [(each, seed) for each in planned for seed in each.seeds]
-    for number, (each, seed) in enumerate(trainings, 1):
-        name = each.run_name(seed)
-        say(f"[{number}/{len(trainings)}] {name}: training, see {folder / name}.log")
+    """Trains a run of each variant, with `folder` as the directory for run folders. Returns the variants. A variant
+    whose run failed or cannot be read gets the verdict "not trained"."""
+    for number, each in enumerate(planned, 1):
+        name = each.run_name
+        say(f"[{number}/{len(planned)}] {name}: training, see {folder / name}.log")
         try:
-            each.variant.runs.append(load_run(train_run(name, each.flags_of(seed), folder)))
+            each.variant.run = load_run(train_run(name, each.flags, folder))
         except (RunError, UsageError) as error:
             say(f"{name}: {error}")
             each.variant.outcome, each.variant.remark = "not trained", str(error)
@@ -134,7 +128,7 @@ def _failure(log: Path, code: int) -> str:
 
 
 def plan_variants(
-    strategies: Sequence[str], devices: Sequence[str], accumulate: Sequence[str], seeds: int, rest: Sequence[str]
+    strategies: Sequence[str], devices: Sequence[str], accumulate: Sequence[str], rest: Sequence[str]
 ) -> list[Planned]:
     """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. An empty
     argument stands for the default of train. The first variant is the reference. Its strategy is baseline, if that is
@@ -144,7 +138,6 @@ def plan_variants(
         strategies: Names of strategies, or DeepSpeed configurations.
         devices: Numbers of ranks.
         accumulate: Numbers of micro-batches per step.
-        seeds: Number of runs of each variant.
         rest: Flags of train for all variants.
     """
     common_flags = {flag.split("=")[0].removeprefix("--") for flag in rest}
@@ -166,16 +159,12 @@ def plan_variants(
             flags += ["--devices", ranks]
         if parts:
             flags += ["--accumulate", parts]
-        run = _resolved(flags)
-        variant = Variant("", run.placement.strategy_name, run.placement.world_size)
-        first = run.recipe.seed
-        planned.append(Planned(run, flags, variant, range(first, first + seeds)))
-        variant.command = command("train", *planned[-1].flags_of(first))
+        planned.append(Planned(_resolved(flags), flags, Variant("", command("train", *flags))))
     places = [each.run.placement for each in planned]
     names = variant_names([(each.strategy_name, each.world_size, each.num_nodes, each.accumulate) for each in places])
     for each, name in zip(planned, names, strict=True):
         each.variant.name = name
-    if len({each.run_name(each.seeds[0]) for each in planned}) < len(planned):
+    if len({each.run_name for each in planned}) < len(planned):
         listed = ", ".join(names)
         raise UsageError(f"two variants would share a folder; give each value once and rename *.json files: {listed}")
     return planned

@@ -52,13 +52,13 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         ("--runs one two --max_steps 5", "--runs only reads finished runs: leave out --max_steps 5"),
         ("--runs one two --devices 2", "--devices does not work with --runs: leave it out"),
         ("--runs one one", "give each run once"),
-        ("--runs one three", "belong to one variant"),
+        ("--runs one", "give at least two runs"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_is_trained(
     flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "load_run", lambda run: made_up(folder=str(run), seed=len(str(run))))
+    monkeypatch.setattr(compare, "load_run", lambda run: made_up(folder=str(run)))
     monkeypatch.setattr(compare, "train_variants", lambda *arguments: pytest.fail("it was trained"))
     with pytest.raises(UsageError, match=re.escape(expected)):
         run(monkeypatch, *flags.split())
