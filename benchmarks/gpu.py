@@ -1,6 +1,6 @@
-"""Measures what only a GPU shows, the most telling first: which kernels it chooses, whether each strategy computes what
-plain PyTorch computes, what the audit costs, how fast the speed record's recipe is, whether the tests of tests/gpu
-pass, and how large a model may be.
+"""Measures what only a GPU shows, the most telling first: whether a replay's tolerance allows for its kernels, whether
+each strategy computes what plain PyTorch computes, what the audit costs, how fast the speed record's recipe is, whether
+the tests of tests/gpu pass, and how large a model may be.
 
 Each measurement is a program, or several that are run until one fails. A call continues where the last one stopped: the
 output of a measurement is written as soon as it ends, and measurements that failed are repeated last. A measurement
