@@ -152,7 +152,7 @@ def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]
     delta."""
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
-        how = f"give its base too, as in cifar-zero train --weights BASE --delta {file}"
+        how = f"merge it with its base: cifar-zero export BASE --delta {file} --to safetensors"
         raise UsageError(f"{file} contains only the trained weights: {how}")
     return weights, metadata
 

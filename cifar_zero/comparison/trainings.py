@@ -17,7 +17,7 @@ from cifar_zero.comparison.result import Variant
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import FALLBACK_SUFFIX
-from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
+from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import RunError, UsageError
@@ -140,8 +140,7 @@ def plan_variants(
         accumulate: Numbers of micro-batches per step.
         rest: Flags of train for all variants.
     """
-    common_flags = {flag.split("=")[0].removeprefix("--") for flag in rest}
-    if "strategy" in common_flags:
+    if any(word.split("=")[0] == "--strategy" for word in rest):
         raise UsageError("--strategy does not work with cifar-zero compare: give --strategies")
     if max(len(strategies), len(devices), len(accumulate)) < 2:
         raise UsageError("nothing to compare: give two or more --strategies, --devices or --accumulate, or --runs")
@@ -152,7 +151,7 @@ def plan_variants(
     ordered = sorted(strategies, key=lambda name: name != "baseline")
     planned = []
     for strategy, ranks, parts in product(ordered or [""], devices or [""], accumulate or [""]):
-        flags = [*common, *_sizes(strategy, strategies, common_flags)]
+        flags = [*common]
         if strategy:
             flags += command_line.strategy_flags(strategy)
         if ranks:
@@ -168,18 +167,6 @@ def plan_variants(
         listed = ", ".join(names)
         raise UsageError(f"two variants would share a folder; give each value once and rename *.json files: {listed}")
     return planned
-
-
-def _sizes(strategy: str, strategies: Sequence[str], common_flags: set[str]) -> list[str]:
-    """Returns flags that set the size options of the other `strategies` to 0 for `strategy`. A size option, such as
-    --tensor_parallel_size, belongs to one strategy, but `common_flags` are given for all variants."""
-    sizes = {STRATEGIES[name].size for name in strategies if name in STRATEGIES}
-    own = STRATEGIES[strategy].size if strategy in STRATEGIES else None
-    flags = []
-    for size in sizes & common_flags:
-        if size != own:
-            flags += [f"--{size}", "0"]
-    return flags
 
 
 def prepare(planned: Sequence[Planned]) -> None:

@@ -244,9 +244,6 @@ class FineTuning:
     dict. Parameters without a tensor of the same name and shape are initialised and listed. Optimizer and step count
     start fresh."""
 
-    delta: str = field(default="", metadata=MAY_CHANGE)
-    """Delta to apply on top of --weights: a file written by cifar-zero export --to delta."""
-
     trainable: list[str] = field(default_factory=list)
     """Names of the parameters to train, one or more, with the wildcards * and ? ('blocks.11.*' 'head.*'); all others
     are frozen. Empty: all parameters, or with LoRA only the adapters."""

@@ -60,9 +60,6 @@ def check_values(settings: Settings) -> None:
             "--ds_config replaces the strategy: leave out --strategy": (
                 placement.ds_config and placement.strategy != Placement.strategy
             ),
-            f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
-                recipe.delta and not recipe.weights
-            ),
         }
     )
     _check_images(settings)

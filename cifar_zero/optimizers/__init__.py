@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 
 from cifar_zero.core.usage import Options, limited
 
-Implementation = Literal["torch", "torch_fused", "torch_fused_dtensor", "deepspeed_cpu"]
+Implementation = Literal["torch", "torch_fused", "deepspeed_cpu"]
 """The code that updates the weights, which the strategy chooses. `torch` is torch's own optimizer. `torch_fused`
-updates all parameters in one call of torch on CUDA, and `torch_fused_dtensor` does the same for parameters that are
-DTensors. `deepspeed_cpu` is DeepSpeed's code for an optimizer that is offloaded to the CPU."""
+updates all parameters in one call of torch on CUDA, which accepts no DTensors of several meshes. `deepspeed_cpu` is
+DeepSpeed's code for an optimizer that is offloaded to the CPU."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class OptimizerOptions(Options):
 
     compiled: ClassVar[bool] = False  # whether DeepSpeed's C++ updates the weights if the optimizer is offloaded
 
-    fused_as: ClassVar[tuple[Implementation, ...]] = ()  # with these, torch updates all parameters in one call
+    fused: ClassVar[bool] = False  # whether torch can update all parameters in one call
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class for this
@@ -51,7 +51,7 @@ class OptimizerOptions(Options):
         name = type(self).__name__
         kind = getattr(torch_updates, f"Torch{name}", None) or getattr(torch.optim, name)
         options = self.torch_options()
-        if implementation in self.fused_as:
+        if self.fused and implementation == "torch_fused":
             options["fused"] = True
         return kind(parameters, **options)
 
@@ -75,7 +75,7 @@ class SGD(OptimizerOptions):
     nesterov: bool = False
     """Use Nesterov's form of momentum."""
 
-    fused_as = ("torch_fused",)  # `_fused_sgd_` accepts no DTensors (torch 2.15)
+    fused = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +95,7 @@ class Adam(OptimizerOptions):
 
     moments = 2
     compiled = True
-    fused_as = ("torch_fused", "torch_fused_dtensor")
+    fused = True
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         if implementation == "deepspeed_cpu":

@@ -25,14 +25,6 @@ def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     assert (recipe.batch_size, recipe.gradient_clip_val, precision) == (16, 1.0, "bf16-mixed")
 
 
-def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
-    rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
-    baseline, fsdp2, pipeline = (
-        variant.run for variant in plan_variants(["baseline", "fsdp2", "pipeline"], [], [], rest)
-    )
-    assert [run.placement.ranks_per_model for run in (baseline, fsdp2, pipeline)] == [1, 2, 4]
-
-
 @pytest.fixture
 def replace_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
     """Returns a function that replaces the program `train` by another one, which is given as its source."""
