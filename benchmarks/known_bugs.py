@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -231,18 +232,18 @@ def difference(some: Tensor, others: Tensor) -> float:
 
 
 CASES: dict[str, Callable[[], str]] = {
-    **{f"muon {stage}": lambda stage=stage: muon(stage) for stage in range(4)},
-    **{f"muon accumulated {stage}": lambda stage=stage: muon_accumulated(stage) for stage in (2, 3)},
+    **{f"muon {stage}": partial(muon, stage) for stage in range(4)},
+    **{f"muon accumulated {stage}": partial(muon_accumulated, stage) for stage in (2, 3)},
     "muon init": muon_init,
     **{
-        f"not finite {stage} {'bf16' if bf16 else 'float32'}": lambda stage=stage, bf16=bf16: not_finite(stage, bf16)
+        f"not finite {stage} {'bf16' if bf16 else 'float32'}": partial(not_finite, stage, bf16)
         for stage in range(4)
         for bf16 in (True, False)
     },
     "buffers": buffers,
     "warmup": warmup,
     "one cycle": one_cycle,
-    **{f"autocast {stage}": lambda stage=stage: autocast(stage) for stage in (1, 2, 3)},
+    **{f"autocast {stage}": partial(autocast, stage) for stage in (1, 2, 3)},
     "secondary": secondary,
     "gating": gating,
     "pipeline": pipeline,

@@ -51,7 +51,8 @@ def main() -> int:
         benches = {"train.py": stack.enter_context(bench(arguments.accelerator))}
         if folder := arguments.checkout:
             benches[f"train.py in {folder}"] = stack.enter_context(bench(arguments.accelerator, folder.absolute()))
-        return harness.measure_cases(arguments.name, make(benches, arguments), arguments)
+        harness.measure_cases(arguments.name, make(benches, arguments), arguments)
+    return 0
 
 
 Benches = Mapping[str, Bench]  # by the name of what they measure: this program, and another state of it

@@ -36,16 +36,11 @@ def refuse(rules: Rules) -> None:
             raise UsageError(message)
 
 
-def existing_file(flag: str) -> Callable[[str], str]:
-    """Returns a type for argparse that accepts the path of a file, or an empty string. It raises UsageError with `flag`
-    in the message for a file that does not exist."""
-
-    def check(path: str) -> str:
-        if path and not Path(path).is_file():
-            raise UsageError(f"{flag} {path} does not exist, or is not a file")
-        return path
-
-    return check
+def delta_file(path: str) -> str:
+    """Returns the value of --delta, for argparse. Raises UsageError if the file does not exist."""
+    if path and not Path(path).is_file():
+        raise UsageError(f"--delta {path} does not exist, or is not a file")
+    return path
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:

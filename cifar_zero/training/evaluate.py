@@ -16,7 +16,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.settings import owner_of
 from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.usage import existing_file
+from cifar_zero.core.usage import delta_file
 from cifar_zero.training import DATAMODULE, MODULE
 from cifar_zero.training.resolve import make_run, resolve_devices
 
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--delta",
         metavar="FILE",
-        type=existing_file("--delta"),
+        type=delta_file,
         help="delta (cifar-zero export --to delta) of a run started from RUN_OR_CHECKPOINT",
     )
     arguments, overrides = parser.parse_known_args()
