@@ -5,7 +5,6 @@ A replay uses the same weights at other addresses, and may therefore get other k
 """
 
 import copy
-import time
 
 import torch
 import torch.nn.functional as F
@@ -30,24 +29,6 @@ def alarms(device: torch.device) -> dict[str, str]:
                 if how == "compiled":
                     trained.compile(dynamic=False)
                 row[f"{name}, {precision}, {how}"] = _alarms_of(trained, plain, precision, 8 if on_gpu else 2, device)
-    return row
-
-
-def costs(device: torch.device) -> dict[str, str]:
-    """Returns the seconds of a forward and backward pass in each precision."""
-    row: dict[str, str] = {}
-    on_gpu = device.type == "cuda"
-    for name, size in (("vit_tiny", 128), ("vit_large", 32)) if on_gpu else (("net", 8),):
-        for precision in ("autocast", "float32", "float64"):
-            net = build(name, 10).to(device, torch.float64 if precision == "float64" else None)
-            times = []
-            for seed in range(3):  # the first chooses kernels
-                started = time.perf_counter()
-                _step(net, precision, seed, size, device)
-                if on_gpu:
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - started)
-            row[f"{name}, {precision}"] = f"{min(times):.4f}"
     return row
 
 
@@ -97,11 +78,8 @@ def _alarms_of(trained: nn.Module, plain: nn.Module, precision: str, steps: int,
 
 def main() -> None:
     """Measures and prints."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for part in (alarms, costs):
-        print(f"{part.__name__}:")
-        for name, figures in part(device).items():
-            print(f"  {name}: {figures}")
+    for name, figures in alarms(torch.device("cuda" if torch.cuda.is_available() else "cpu")).items():
+        print(f"{name}: {figures}")
 
 
 if __name__ == "__main__":

@@ -190,16 +190,6 @@ def secondary() -> str:
     return texts[-1]
 
 
-def gating() -> str:
-    """7986: gating with three experts per token drops tokens that have room."""
-    from deepspeed.moe.sharded_moe import topkgating
-
-    torch.manual_seed(0)
-    logits = torch.randn(64, 8) - 3
-    _, _, mask, counts = topkgating(logits, k=3, capacity_factor=1.0, min_capacity=1)
-    return f"{int(mask.sum())} of {64 * 3} assignments are kept, {int(torch.as_tensor(counts).sum())} counted"
-
-
 def pipeline() -> str:
     """8152: each earlier stage of a pipeline divides by the micro-batches again."""
     from deepspeed.pipe import PipelineModule
@@ -245,7 +235,6 @@ CASES: dict[str, Callable[[], str]] = {
     "one cycle": one_cycle,
     **{f"autocast {stage}": partial(autocast, stage) for stage in (1, 2, 3)},
     "secondary": secondary,
-    "gating": gating,
     "pipeline": pipeline,
 }
 

@@ -88,14 +88,16 @@ def tested(release: str, folder: Path, flags: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     if not report.exists():
         raise RunError(last_line(done.stderr))
-    memory = f"{memory_bytes() / 1e9:.1f} GB"
     machine: dict[str, Any] = {
         "host": platform.node(),
         "system": platform.platform(),
         "processor": cpu_name(),
-        "memory": memory,
+        "memory": f"{memory_bytes() / 1e9:.1f} GB",
+        "cores": str(core_count()),
+        **versions(),
+        "deepspeed": release,
+        "commit": git_commit(),
     }
-    machine |= {"cores": str(core_count()), **versions(), "deepspeed": release, "commit": git_commit()}
     return {"date": started, "machine": machine, "flags": [*flags], **shortened(json.loads(report.read_text()))}
 
 

@@ -60,12 +60,12 @@ class Bench:
         """The directory of decoded images that all runs share."""
         return self.directory / "cache"
 
-    def train_py(self, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> dict[str, float]:
+    def train_py(self, steps: int, *flags: str) -> dict[str, float]:
         """Runs train.py for `steps` timed steps and returns the figures of its metrics.json."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
             arguments = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
-            run("train.py", *arguments, extra_env=extra_env, root=self.root)
+            run("train.py", *arguments, root=self.root)
             (file,) = Path(out).glob("*/version_*/metrics.json")
             metrics = json.loads(file.read_text())
         return {figure: metrics[f"perf/{figure}"] for figure in FIGURES}

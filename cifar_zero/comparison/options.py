@@ -39,9 +39,10 @@ def parse() -> tuple[Namespace, list[str]]:
         "       %(prog)s --runs RUN ...",
     )
     add = parser.add_argument
-    add("--strategies", nargs="+", metavar="NAME", help="strategies of train, or raw DeepSpeed configurations (*.json)")
-    add("--devices", nargs="+", metavar="N", help="numbers of ranks (default: as for train)")
-    add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
+    strategies = "strategies of train, or raw DeepSpeed configurations (*.json)"
+    add("--strategies", nargs="+", default=[], metavar="NAME", help=strategies)
+    add("--devices", nargs="+", default=[], metavar="N", help="numbers of ranks (default: as for train)")
+    add("--accumulate", nargs="+", default=[], metavar="N", help="numbers of micro-batches per optimizer step")
     add("--runs", nargs="+", metavar="RUN", help="compare these run folders, without training")
     add(
         "--min_accuracy",
@@ -59,7 +60,7 @@ def parse() -> tuple[Namespace, list[str]]:
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     if arguments.junit:
-        _check_can_write("--junit", Path(arguments.junit))
+        _check_can_write(Path(arguments.junit))
     if arguments.runs:
         for option in OF_TRAININGS:
             if getattr(arguments, option):
@@ -69,9 +70,9 @@ def parse() -> tuple[Namespace, list[str]]:
     return arguments, rest
 
 
-def _check_can_write(flag: str, file: Path) -> None:
+def _check_can_write(file: Path) -> None:
     if file.is_dir():
-        raise UsageError(f"{flag} {file} is a directory: name a file")
+        raise UsageError(f"--junit {file} is a directory: name a file")
     existing = next(folder for folder in file.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UsageError(f"{flag} {file} cannot be written: {existing} is not a directory that you may write to")
+        raise UsageError(f"--junit {file} cannot be written: {existing} is not a directory that you may write to")

@@ -149,7 +149,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
             ModelCheckpoint(folder, name, recipe.monitor, mode=mode, save_top_k=kept, auto_insert_metric_name=False)
         )
     if recipe.early_stopping:
-        made.append(EarlyStop(recipe.early_stopping, monitor=recipe.monitor, mode=mode))
+        made.append(EarlyStop(recipe.monitor, patience=recipe.early_stopping, mode=mode, strict=False))
     return made
 
 
