@@ -134,9 +134,8 @@ class CIFARModule(LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(self.val_metrics, batch)
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Adds one batch of test images to the metrics, and returns the class scores (N, classes) for the callbacks."""
-        return self._evaluate(self.test_metrics, batch, self.settings.recipe.tta)
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(self.test_metrics, batch, self.settings.recipe.tta)
 
     def on_validation_epoch_end(self) -> None:
         """Logs val/loss, val/acc and the other validation metrics, overall and per class."""
@@ -189,11 +188,9 @@ class CIFARModule(LightningModule):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor], tta: Views = "none") -> Tensor:
+    def _evaluate(self, metrics: SplitMetrics, batch: tuple[Tensor, Tensor], tta: Views = "none") -> None:
         images, labels = batch
-        scores = averaged_scores(self.forward, normalize(images, self.inputs), tta)
-        metrics.update(scores, labels)
-        return scores
+        metrics.update(averaged_scores(self.forward, normalize(images, self.inputs), tta), labels)
 
     def _log_metrics(self, split: str, metrics: SplitMetrics) -> None:
         # The values are the same on every rank (torchmetrics has summed the counts); sync_dist silences a warning.

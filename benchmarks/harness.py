@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from benchmarks.runs import ROOT, RunFailed
+from benchmarks.runs import ROOT
 from cifar_zero.comparison.report import number
 from cifar_zero.core import exits
 from cifar_zero.core.errors import UsageError
@@ -54,29 +54,20 @@ def parse(parser: exits.Parser) -> Namespace:
     return arguments
 
 
-def measure_cases(name: str, cases: Sequence[Case], arguments: Namespace) -> int:
-    """Measures every case and prints its table. Progress is printed to the standard error. Returns the exit code, which
-    is 1 if a run failed."""
+def measure_cases(name: str, cases: Sequence[Case], arguments: Namespace) -> None:
+    """Measures every case and prints its table. Progress is printed to the standard error. Raises RunFailed if a run
+    fails."""
     print(heading(name, arguments.repeats, arguments.accelerator), flush=True)
-    total, done, has_failed = arguments.repeats * sum(len(case.contenders) for case in cases), 0, False
+    total, done = arguments.repeats * sum(len(case.contenders) for case in cases), 0
     for case in cases:
-        runs: dict[str, list[Figures | None]] = {contender: [] for contender in case.contenders}
-        failed: dict[str, RunFailed] = {}
+        runs: dict[str, list[Figures]] = {contender: [] for contender in case.contenders}
         for repeat in range(arguments.repeats):
             # Every other round is in reverse order, so that a machine that warms up or slows down favours no contender.
             for contender in list(case.contenders)[:: -1 if repeat % 2 else 1]:
                 done += 1
                 print(f"run {done} of {total}: {case.name}: {contender}", file=sys.stderr, flush=True)
-                try:
-                    runs[contender].append(case.contenders[contender]())
-                except RunFailed as failure:
-                    runs[contender].append(None)
-                    failed[contender] = failure
+                runs[contender].append(case.contenders[contender]())
         print(f"\n{markdown(case.name, rows(runs, list(product(case.measured, case.references))))}")
-        for contender, failure in failed.items():
-            print(f"failed: {contender} {failure}")
-        has_failed = has_failed or bool(failed)
-    return int(has_failed)
 
 
 def heading(name: str, rounds: int, accelerator: str) -> str:
@@ -94,18 +85,16 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
     return f"{title}\n{machine}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
 
 
-def rows(runs: Mapping[str, Sequence[Figures | None]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns the rows of a comparison's table. `runs` has the figures of each contender in each round, or None for a
-    run that failed."""
+def rows(runs: Mapping[str, Sequence[Figures]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """Returns the rows of a comparison's table. `runs` has the figures of each contender in each round. A ratio is
+    taken within a round, because the machine was in the same state for both runs."""
     table: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
-        known = [one for one in rounds if one is not None]
-        failed = len(rounds) - len(known)
-        label = f"{name}: {failed} of {len(rounds)} failed" if failed else name
-        table[label] = {UNITS[key]: summary([one[key] for one in known]) for key in UNITS if known and key in known[0]}
+        table[name] = {UNITS[key]: summary([one[key] for one in rounds]) for key in UNITS if key in rounds[0]}
+    speed = "images_per_second"
     for over, under in ratios:
-        ratio = summary(paired_ratios(runs[over], runs[under]))
-        table[f"**{over} / {under}**"] = {UNITS["images_per_second"]: ratio}
+        values = [one[speed] / other[speed] for one, other in zip(runs[over], runs[under], strict=True)]
+        table[f"**{over} / {under}**"] = {UNITS[speed]: summary(values)}
     return table
 
 
@@ -119,15 +108,6 @@ def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def paired_ratios(over: Sequence[Figures | None], under: Sequence[Figures | None]) -> list[float]:
-    """Returns the ratio of images per second for each round where both contenders ran. Only figures of the same round
-    are compared, because the machine was in the same state for both."""
-    key, pairs = "images_per_second", zip(over, under, strict=True)
-    return [first[key] / second[key] for first, second in pairs if first is not None and second is not None]
-
-
 def summary(values: Sequence[float]) -> str:
-    """Returns "minimum / median / maximum", or "-" for no values."""
-    if not values:
-        return "-"
+    """Returns "minimum / median / maximum"."""
     return " / ".join(map(number, (min(values), statistics.median(values), max(values))))

@@ -16,6 +16,7 @@ Results are in results.json next to these folders, and are not measured again. T
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from benchmarks.runs import ROOT
 from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.core.hardware import git_commit, this_computer, versions
+from cifar_zero.core.hardware import core_count, cpu_name, git_commit, memory_bytes, versions
 
 HEADING = "| DeepSpeed | strategy | case | verdict | first fault |\n|---|---|---|---|---|"
 
@@ -87,7 +88,16 @@ def tested(release: str, folder: Path, flags: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     if not report.exists():
         raise RunError(last_line(done.stderr))
-    machine = {**this_computer(), **versions(), "deepspeed": release, "commit": git_commit()}
+    machine: dict[str, Any] = {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "processor": cpu_name(),
+        "memory": f"{memory_bytes() / 1e9:.1f} GB",
+        "cores": str(core_count()),
+        **versions(),
+        "deepspeed": release,
+        "commit": git_commit(),
+    }
     return {"date": started, "machine": machine, "flags": [*flags], **shortened(json.loads(report.read_text()))}
 
 

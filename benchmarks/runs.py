@@ -60,12 +60,12 @@ class Bench:
         """The directory of decoded images that all runs share."""
         return self.directory / "cache"
 
-    def train_py(self, steps: int, *flags: str, extra_env: Mapping[str, str] | None = None) -> dict[str, float]:
+    def train_py(self, steps: int, *flags: str) -> dict[str, float]:
         """Runs train.py for `steps` timed steps and returns the figures of its metrics.json."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
             arguments = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
-            run("train.py", *arguments, extra_env=extra_env, root=self.root)
+            run("train.py", *arguments, root=self.root)
             (file,) = Path(out).glob("*/version_*/metrics.json")
             metrics = json.loads(file.read_text())
         return {figure: metrics[f"perf/{figure}"] for figure in FIGURES}
@@ -88,20 +88,18 @@ def bench(accelerator: str, root: Path = ROOT) -> Iterator[Bench]:
 
 def run(
     *arguments: str,
-    exit_code: int | None = 0,
     extra_env: Mapping[str, str] | None = None,
     seconds: float = TIMEOUT_SECONDS,
     root: Path = ROOT,
 ) -> str:
-    """Runs `python <arguments>` from a root of the repository and returns its standard output.
+    """Runs `python <arguments>` from a root of the repository and returns its output.
 
     Args:
-        exit_code: Exit code that the run must have. None accepts any.
         extra_env: Environment variables of the run, in addition to the inherited ones.
         seconds: Time limit.
 
     Raises:
-        RunFailed: If the run has another exit code, or takes longer.
+        RunFailed: If the run fails, or takes longer.
     """
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
@@ -109,29 +107,32 @@ def run(
         cwd=root,
         env={**inherited, exits.STARTED: str(time.time()), **(extra_env or {})},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,  # a separate process group, so that its ranks can be ended with it
     )
     try:
-        stdout, stderr = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        raise RunFailed(f"did not end within {seconds:.0f} s") from error
+        output, _ = process.communicate(timeout=seconds)
+        ended = f"ended with exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        ended = f"did not end within {seconds:.0f} s"
     finally:
-        if process.poll() is None:
+        if process.poll() is None:  # after Ctrl-C
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if exit_code not in (None, process.returncode):
-        tail = "\n".join([line for line in (stderr or stdout).splitlines() if line.strip()][-TAIL_LINES:])
-        raise RunFailed(f"ended with exit code {process.returncode}, not {exit_code}; its last lines:\n{tail}")
-    return stdout
+    if process.returncode:
+        tail = "\n".join([line for line in output.splitlines() if line.strip()][-TAIL_LINES:])
+        raise RunFailed(f"{ended}; its last lines:\n{tail}")
+    return output
 
 
-def last_json(stdout: str) -> Any:
+def last_json(output: str) -> Any:
     """Returns the last line that is a JSON object, because libraries print lines too. Raises RunFailed if there is
     none."""
-    for line in reversed(stdout.splitlines()):
+    for line in reversed(output.splitlines()):
         if line.startswith("{") and line.endswith("}"):
             return json.loads(line)
     raise RunFailed("printed no line of JSON with its figures")

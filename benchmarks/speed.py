@@ -9,6 +9,8 @@ deepspeed: compares DeepSpeedExamples' recipe in train.py with the loop of DeepS
 each ZeRO stage. With two ranks on the CPU, each rank of the loop gets a share of the cores, as in train.py, or all
 cores, as where OMP_NUM_THREADS is not set.
 data: compares the loaders alone with torchvision's CIFAR10 and torch's DataLoader, on synthetic images in memory.
+audit: compares a training whose steps are all audited with one that is not. vit_tiny is trained in bfloat16 under plain
+PyTorch and ZeRO 2, on a GPU also compiled.
 """
 
 from argparse import Namespace
@@ -34,7 +36,7 @@ def main() -> int:
     parser.add_argument("name", choices=CASES, help="the comparison to measure")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of runs (default: 5)")
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="auto: the GPU if any")
-    parser.add_argument("--steps", type=int, help="tutorial, limit, deepspeed: timed steps of a run")
+    parser.add_argument("--steps", type=int, help="timed steps of a run (not for data)")
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), help="deepspeed: default 0 1 2 3")
     ranks = "deepspeed: numbers of ranks (default: 1, and also 2 on the CPU or with two GPUs)"
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), help=ranks)
@@ -49,7 +51,8 @@ def main() -> int:
         benches = {"train.py": stack.enter_context(bench(arguments.accelerator))}
         if folder := arguments.checkout:
             benches[f"train.py in {folder}"] = stack.enter_context(bench(arguments.accelerator, folder.absolute()))
-        return harness.measure_cases(arguments.name, make(benches, arguments), arguments)
+        harness.measure_cases(arguments.name, make(benches, arguments), arguments)
+    return 0
 
 
 Benches = Mapping[str, Bench]  # by the name of what they measure: this program, and another state of it
@@ -113,6 +116,21 @@ def data(benches: Benches, arguments: Namespace) -> list[Case]:
     return [Case("50,000 synthetic images, batches of 64, without training", loaders, references)]
 
 
+def audit(benches: Benches, arguments: Namespace) -> list[Case]:
+    """Returns the comparisons of audited trainings with others."""
+    runner = benches["train.py"]
+    on_gpu = runner.accelerator == "gpu"
+    recipe = ["--model", "vit_tiny", "--precision", "bf16-mixed", "--batch_size", "512" if on_gpu else "32"]
+    placements = {"plain": [], "ZeRO 2": ["--strategy", "deepspeed_stage_2"]}
+    if on_gpu:
+        placements |= {f"{name}, compiled": [*flags, "--compile"] for name, flags in placements.items()}
+    cases = []
+    for name, flags in placements.items():
+        program = partial(runner.train_py, arguments.steps or (200 if on_gpu else 20), *recipe, *flags)
+        cases.append(Case(f"vit_tiny, {name}", {"audited": partial(program, "--audit")}, {"not audited": program}))
+    return cases
+
+
 def epoch(cache: Path, loader: str) -> Any:
     """Runs benchmarks.loops.loaders and returns the figures that it measured."""
     program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(cache))
@@ -124,6 +142,7 @@ CASES: dict[str, tuple[Callable[[Benches, Namespace], list[Case]], tuple[str, ..
     "limit": (limit, ("steps", "checkout")),
     "deepspeed": (deepspeed, ("steps", "stages", "ranks", "checkout")),
     "data": (data, ()),
+    "audit": (audit, ("steps",)),
 }
 """The comparisons by name, with their options."""
 

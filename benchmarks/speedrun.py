@@ -32,8 +32,7 @@ from datamodule import CIFARDataModule
 
 RECIPE = ["--config", "configs/speedrun.yaml", "--logger", "none"]
 
-UNUSED = ("ema", "early_stopping", "weights", "delta", "resume", "bench_steps")
-UNUSED += ("save_every_n_steps",)
+UNUSED = ("ema", "early_stopping", "weights", "resume", "bench_steps", "save_every_n_steps")
 """Options of train.py that do nothing in this benchmark, because its runs have no validation, start from fresh weights
 and write no files."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cifar_zero.core import exits
+from cifar_zero.core.console import quieten
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import nearest
 
@@ -52,6 +53,7 @@ def run(name: str) -> NoReturn:
     exits.install()  # before the imports, which take a second
     if "OMP_WAIT_POLICY" not in os.environ:  # a user's OMP_WAIT_POLICY implies its own spin count
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    quieten()
     exits.run(lambda: import_module(COMMANDS[name]).main())
 
 

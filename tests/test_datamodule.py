@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_zero.config.recipe import AugmentConfig
-from cifar_zero.config.settings import DataConfig, make_settings
+from cifar_zero.config.recipe import AugmentConfig, DataConfig
+from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.dataset import stratified_split
 from cifar_zero.launch.local_launcher import free_port, variables

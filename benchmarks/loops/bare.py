@@ -17,8 +17,7 @@ from benchmarks.loops import common
 from benchmarks.loops.common import Clock
 from cifar_zero import data as sources
 from cifar_zero import models
-from cifar_zero.config.recipe import Choice, Recipe
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import Choice, DataConfig, Recipe
 from cifar_zero.data.augment import memory_format
 from cifar_zero.data.dataset import TrainOrder
 from cifar_zero.training.callbacks.cpu_kernels import CPUKernels

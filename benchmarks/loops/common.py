@@ -11,7 +11,7 @@ import torchvision
 from torchvision import transforms
 
 from cifar_zero import data as sources
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 
 WARMUP_STEPS = 20  # optimizer steps before the timed ones, as many as train.py's --bench_steps has
 

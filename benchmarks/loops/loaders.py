@@ -14,7 +14,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from benchmarks.loops.common import CIFAR10InMemory
-from cifar_zero.config.settings import DataConfig, make_settings
+from cifar_zero.config.recipe import DataConfig
+from cifar_zero.config.settings import make_settings
 from datamodule import CIFARDataModule
 
 BATCH_SIZE = 64

@@ -13,8 +13,9 @@ from typing import Any
 from cifar_zero import data
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.config import command_line
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.config.run import Run
-from cifar_zero.config.settings import FALLBACK_SUFFIX, DataConfig, Settings, flat, may_change_on_resume, settings_of
+from cifar_zero.config.settings import FALLBACK_SUFFIX, Settings, flat, may_change_on_resume, settings_of
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.console import command

@@ -58,13 +58,6 @@ def keep_code(folder: Path, name: str) -> None:
         shutil.copy(file, folder)
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """Returns the newest checkpoint under a folder. Raises UsageError if there is none."""
-    if candidates := checkpoints(folder):
-        return newest(candidates)
-    raise UsageError(f"no checkpoint under {folder}: give a run folder, or a .ckpt file or folder")
-
-
 def newest(candidates: list[Path]) -> Path:
     """Returns the newest of several checkpoints.
 
@@ -133,7 +126,9 @@ def find_checkpoint(path: str) -> Path:
             return folder
     if named.is_file():
         return named
-    return newest_checkpoint(named)
+    if candidates := checkpoints(named):
+        return newest(candidates)
+    raise UsageError(f"no checkpoint under {path}: give a run folder, or a .ckpt file or folder")
 
 
 def written(checkpoint: Path) -> int:

@@ -56,7 +56,7 @@ def _stage(enum: Any, name: str) -> Any:
     return enum[name]
 
 
-def check_records(file: Path, checksums: bool = True) -> None:
+def check_records(file: Path, checksums: bool) -> None:
     """Compares every record of a file of torch.save with its checksum. Without `checksums` it only reads the list of
     records at the file's end, which a truncated file lacks. Raises UsageError if a checksum differs or torch.save did
     not write the file."""

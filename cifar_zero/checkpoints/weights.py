@@ -18,7 +18,8 @@ from cifar_zero.build_model import create_meta_model, merged, trained_names
 from cifar_zero.checkpoints.read import RECORD, of_another_version, read, with_checked_record
 from cifar_zero.checkpoints.safe_load import load_safely
 from cifar_zero.checkpoints.zero_folder import AVERAGE
-from cifar_zero.config.settings import DataConfig, settings_of
+from cifar_zero.config.recipe import DataConfig
+from cifar_zero.config.settings import settings_of
 from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import UsageError, short
 
@@ -151,7 +152,7 @@ def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]
     delta."""
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
-        how = f"give its base too, as in cifar-zero train --weights BASE --delta {file}"
+        how = f"merge it with its base: cifar-zero export BASE --delta {file} --to safetensors"
         raise UsageError(f"{file} contains only the trained weights: {how}")
     return weights, metadata
 

@@ -105,7 +105,7 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
         raise UsageError(f"{folder} is not a complete DeepSpeed checkpoint: {type(error).__name__}: {error}") from error
 
 
-def layout_of(folder: Path, trust: bool = False) -> Any:
+def layout_of(folder: Path, trust: bool) -> Any:
     """Returns what the shards in a folder of DeepSpeed's files depend on, such as the number of ranks, as the strategy
     recorded it under LAYOUT. Returns None if there is no such record. Raises UsageError if the file cannot be read."""
     return load_safely(files_of(folder)[0][0], trust, verify=False, device="meta").get(LAYOUT)

@@ -9,14 +9,12 @@ from pathlib import Path
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.comparison import report
 from cifar_zero.comparison.options import parse
-from cifar_zero.comparison.reading import grouped, load_run
-from cifar_zero.comparison.result import Comparison
+from cifar_zero.comparison.reading import load_run, variants_of
+from cifar_zero.comparison.result import Variant
 from cifar_zero.comparison.trainings import plan_variants, prepare, train_variants
 from cifar_zero.config import ds_config
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import RunError, Stopped, UsageError
-from cifar_zero.core.hardware import this_computer
-from cifar_zero.core.usage import words_of
 from cifar_zero.launch import rank_environment
 
 
@@ -28,14 +26,14 @@ def main() -> int:
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
     # After a SLURM requeue the comparison starts from the beginning, so its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
-    if arguments.runs:
-        folder, comparison = of_runs(arguments)
-    else:
-        folder, comparison = of_trainings(arguments, rest)
-    if arguments.min_accuracy:
-        comparison.require(arguments.min_accuracy)
+    folder, variants = of_runs(arguments) if arguments.runs else of_trainings(arguments, rest)
+    from cifar_zero.comparison.finished_runs import summarize  # here, because it imports torch
     from cifar_zero.comparison.plot import write_plot  # here, because it imports matplotlib
 
+    comparison = summarize(variants, arguments.trust)
+    comparison.notes += [ds_config.summary(file) for file in arguments.strategies if file.endswith(".json")]
+    if arguments.min_accuracy:
+        comparison.require(arguments.min_accuracy)
     report.show(comparison, folder)
     report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
@@ -44,42 +42,30 @@ def main() -> int:
     return 0 if comparison.passed else 1
 
 
-def of_runs(arguments: Namespace) -> tuple[Path, Comparison]:
-    """Compares finished runs, which --runs names. Returns the folder of the report, and the comparison."""
+def of_runs(arguments: Namespace) -> tuple[Path, list[Variant]]:
+    """Reads the finished runs that --runs names. Returns the folder of the report, and the runs as variants."""
     runs = [load_run(run_folder.newest_run(Path(run))) for run in arguments.runs]
     if len({Path(run.folder).resolve() for run in runs}) < len(runs):
         raise UsageError(f"--runs {' '.join(arguments.runs)}: give each run once")
-    variants = grouped(runs)
-    if len(variants) < 2:
-        raise UsageError("--runs: all runs belong to one variant: give runs of at least two")
-    from cifar_zero.comparison.finished_runs import summarize
-
-    folder = run_folder.claim(arguments.out, arguments.name or "runs")
-    return folder, summarize(variants, arguments.trust)
+    if len(runs) < 2:
+        raise UsageError("--runs: give at least two runs")
+    return run_folder.claim(arguments.out, arguments.name or "runs"), variants_of(runs)
 
 
-def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, Comparison]:
-    """Trains the variants and compares their runs. `rest` has the options of train for all variants. Returns the folder
-    of the runs and of the report, and the comparison."""
-    strategies = arguments.strategies or []
+def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, list[Variant]]:
+    """Trains the variants. `rest` has the options of train for all variants. Returns the folder of the runs and of the
+    report, and the variants."""
     if arguments.trust:
         rest = [*rest, "--trust"]
-    launcher = () if arguments.launcher is None else words_of("--launcher", arguments.launcher)
-    axes = strategies, arguments.devices or [], arguments.accumulate or []
-    planned = plan_variants(*axes, arguments.seeds or 1, rest, launcher)
+    planned = plan_variants(arguments.strategies, arguments.devices, arguments.accumulate, rest)
     prepare(planned)
-    from cifar_zero.comparison.finished_runs import summarize
-
     folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.recipe.model_name)
     try:
-        comparison = summarize(train_variants(planned, folder), arguments.trust)
+        return folder, train_variants(planned, folder)
     except Stopped as stop:
         raise Stopped(stop.number, _how_to_compare(folder)) from stop
     except OSError as error:
         raise RunError(f"{error.strerror or error} ({error.filename}); {_how_to_compare(folder)}") from error
-    comparison.machine |= this_computer()
-    comparison.notes += [ds_config.summary(file) for file in strategies if file.endswith(".json")]
-    return folder, comparison
 
 
 def _how_to_compare(folder: Path) -> str:

@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import net_weights
-from cifar_zero.comparison.reading import blocking_settings, differences, last_checkpoint, shared
-from cifar_zero.comparison.result import OF_CHECKS, Comparison, FinishedRun, Outcome, Variant
+from cifar_zero.comparison.reading import blocking_settings, differences
+from cifar_zero.comparison.result import Comparison, FinishedRun, Outcome, Variant
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.results import FALLBACK
-
-RECIPE = ("dataset", "model", "optimizer", "schedule", "precision", "batch_size", "epochs", "max_steps")
-"""Shared settings that are shown at the top of a report."""
 
 Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain model's state_dict names
 
@@ -23,52 +22,36 @@ Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain mod
 def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
     """Returns the comparison of the variants, with their verdicts. The first variant is the reference. With
     `trust`, checkpoints that could run code are loaded too."""
-    reference = variants[0]
-    comparison = Comparison({}, variants, differences=differences(variants))
-    if reference.runs:
-        run = reference.runs[0]
-        about, settings = run.metrics, shared(run)
-        comparison.machine = {"device": about["device_name"], **about["versions"], "commit": about["git_commit"]}
-        common = [key for key in RECIPE if key in settings and key not in comparison.differences]
-        comparison.recipe = {key: str(settings[key]) for key in common}
-        comparison.recipe["seeds"] = ", ".join(map(str, reference.by_seed))
+    comparison = Comparison(variants, differences(variants))
     for variant in variants:
-        fallbacks = dict.fromkeys(run.metrics[FALLBACK] for run in variant.runs if run.metrics.get(FALLBACK))
-        comparison.notes += [f"{variant.name}: {line}." for line in fallbacks]
-        if variant.outcome != "not trained":
-            variant.outcome, variant.remark = _verdict(comparison, variant, trust)
+        if variant.run is None:
+            continue
+        if FALLBACK in variant.run.metrics:
+            comparison.notes.append(f"{variant.name}: {variant.run.metrics[FALLBACK]}.")
+        variant.outcome, variant.remark = _verdict(comparison, variant, variant.run, trust)
     return comparison
 
 
-def _verdict(comparison: Comparison, variant: Variant, trust: bool) -> tuple[Outcome, str]:
-    """Returns the outcome of a variant and its explanation in one line, and sets the variant's `drift`. A variant
-    without drift is bit-identical. Otherwise the step check decides."""
-    reference = comparison.reference
-    checks = [run.check or UNCHECKED for run in variant.runs]
-    worst = max(checks, key=lambda check: OF_CHECKS.index(check["outcome"]))
-    if worst["outcome"] == "different":
-        return "different", worst["summary"]
+def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: bool) -> tuple[Outcome, str]:
+    """Returns the outcome of a variant with a finished run and its explanation in one line, and sets the variant's
+    `drift`. A variant without drift is bit-identical. Otherwise the step check decides."""
+    reference, check = comparison.reference, run.check or UNCHECKED
+    if check["outcome"] == "different":
+        return "different", check["summary"]
     if variant is reference:
-        return "reference", worst["summary"]
+        return "reference", check["summary"]
+    if reference.run is None:
+        return "not judged", "the reference did not train"
     if settings := blocking_settings(comparison.differences, reference.name, variant.name):
         return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(settings)})"
-    if reference.outcome == "not trained":
-        return "not judged", "the reference did not train"
-    seeds = reference.by_seed.keys() & variant.by_seed.keys()
-    if not seeds:
-        return "not judged", "no seed in common with the reference"
-    drifts = []
-    for seed in seeds:
-        one, other = reference.by_seed[seed], variant.by_seed[seed]
-        expected, first = (next(iter(run.losses.values())) for run in (one, other))
-        if not math.isclose(expected, first, rel_tol=FIRST_LOSS):
-            reason = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
-            return "different", reason
-        drifts.append(_drift(one, other, trust, comparison.notes))
-    variant.drift = max(drifts, key=len)
-    if not any(drifts):
+    expected, first = (next(iter(each.losses.values())) for each in (reference.run, run))
+    if not math.isclose(expected, first, rel_tol=FIRST_LOSS):
+        reason = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
+        return "different", reason
+    variant.drift = _drift(reference.run, run, trust, comparison.notes)
+    if not variant.drift:
         return "bit-identical", "losses and weights equal the reference's"
-    return worst["outcome"], worst["summary"]
+    return check["outcome"], check["summary"]
 
 
 FIRST_LOSS = 0.02
@@ -80,9 +63,8 @@ UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was ch
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
-    """Describes how far the losses and the last weights of a run are from those of the reference's run with the same
-    seed. Returns an empty text if they are equal bit by bit. `notes` gets a note for each run whose weights cannot be
-    read."""
+    """Describes how far the losses and the last weights of a run are from those of the reference's run. Returns an
+    empty text if they are equal bit by bit. `notes` gets a note for each run whose weights cannot be read."""
     expected, losses = reference.losses, other.losses
     parts = []
     if expected.keys() != losses.keys():
@@ -109,7 +91,7 @@ def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
     """Returns the weights in a run's last checkpoint, not their average (--ema). If the checkpoint cannot be read, adds
     a note to `notes` and returns None."""
     try:
-        checkpoint = last_checkpoint(run)
+        checkpoint = Path(run.folder, run_folder.CHECKPOINTS, run_folder.LAST)
         if not checkpoint.exists():
             raise UsageError(f"{run.folder} has no checkpoint of its last step")
         return net_weights(read(checkpoint, trust), averaged=False)

@@ -2,7 +2,6 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 from cifar_zero.config.rules import check_plain_name
@@ -10,20 +9,8 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 
-OF_TRAININGS = ("strategies", "devices", "accumulate", "seeds", "launcher")
+OF_TRAININGS = ("strategies", "devices", "accumulate")
 """Options that choose what is trained. They do not work with --runs."""
-
-MOVED = {
-    "script": "stepcheck script OLD.py FILE.py:MODULE",
-    "acceptance": "stepcheck accept",
-    "fuzz": "stepcheck accept --fuzz N",
-    "print_cases": "stepcheck accept --print_cases",
-    "module": "stepcheck module FILE.py:MODULE",
-    "resume_at": "stepcheck module FILE.py:MODULE --resume_at N",
-    "save_baseline": "stepcheck run --save FILE SCRIPT",
-    "against": "stepcheck run --against FILE SCRIPT",
-}
-"""Options of earlier releases, and the commands that replaced them. If several are given, the first one decides."""
 
 EPILOG = """\
 Each step of each run is audited, and 20 steps (--check_steps) are computed again by plain PyTorch from the same
@@ -34,7 +21,7 @@ judged, 2 for wrong usage
 
 examples:
   %(prog)s --strategies baseline deepspeed_stage_1 deepspeed_stage_3_offload --devices 2 --max_steps 500
-  %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml --seeds 3
+  %(prog)s --accumulate 1 4 --devices 1 2 --config configs/deepspeed.yaml
   %(prog)s --strategies baseline my_deepspeed.json --junit comparisons/compare.xml
   %(prog)s --runs runs/net-baseline/version_0 runs/net-deepspeed_stage_2/version_3
 """
@@ -52,15 +39,10 @@ def parse() -> tuple[Namespace, list[str]]:
         "       %(prog)s --runs RUN ...",
     )
     add = parser.add_argument
-    add("--strategies", nargs="+", metavar="NAME", help="strategies of train, or raw DeepSpeed configurations (*.json)")
-    add("--devices", nargs="+", metavar="N", help="numbers of ranks, or NODESxRANKS (default: as for train)")
-    add("--accumulate", nargs="+", metavar="N", help="numbers of micro-batches per optimizer step")
-    add("--seeds", type=int, metavar="N", help="runs per variant, with seeds counted up from --seed (default: 1)")
-    add(
-        "--launcher",
-        metavar="COMMAND",
-        help="command that starts the ranks of each run, such as 'srun --nodes 2 --ntasks-per-node 8'",
-    )
+    strategies = "strategies of train, or raw DeepSpeed configurations (*.json)"
+    add("--strategies", nargs="+", default=[], metavar="NAME", help=strategies)
+    add("--devices", nargs="+", default=[], metavar="N", help="numbers of ranks (default: as for train)")
+    add("--accumulate", nargs="+", default=[], metavar="N", help="numbers of micro-batches per optimizer step")
     add("--runs", nargs="+", metavar="RUN", help="compare these run folders, without training")
     add(
         "--min_accuracy",
@@ -74,14 +56,11 @@ def parse() -> tuple[Namespace, list[str]]:
     add("--name", default="", metavar="NAME", help="name of this comparison (default: name of the model, or runs)")
     add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
     arguments, rest = parser.parse_known_args()
-    _refuse_moved(rest)
     check_plain_name(arguments.name)
-    if arguments.seeds is not None and arguments.seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, not {arguments.seeds}")
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
     if arguments.junit:
-        _check_can_write("--junit", Path(arguments.junit))
+        _check_can_write(Path(arguments.junit))
     if arguments.runs:
         for option in OF_TRAININGS:
             if getattr(arguments, option):
@@ -91,16 +70,9 @@ def parse() -> tuple[Namespace, list[str]]:
     return arguments, rest
 
 
-def _refuse_moved(words: Sequence[str]) -> None:
-    flags = {word.partition("=")[0] for word in words}
-    for option, now in MOVED.items():
-        if f"--{option}" in flags:
-            raise UsageError(f"--{option} is now: {now}")
-
-
-def _check_can_write(flag: str, file: Path) -> None:
+def _check_can_write(file: Path) -> None:
     if file.is_dir():
-        raise UsageError(f"{flag} {file} is a directory: name a file")
+        raise UsageError(f"--junit {file} is a directory: name a file")
     existing = next(folder for folder in file.absolute().parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UsageError(f"{flag} {file} cannot be written: {existing} is not a directory that you may write to")
+        raise UsageError(f"--junit {file} cannot be written: {existing} is not a directory that you may write to")

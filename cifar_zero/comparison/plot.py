@@ -10,7 +10,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
@@ -35,28 +34,25 @@ Line = tuple[str, Array, Array]  # the variant's name, x (points,) and y (points
 
 def write_plot(comparison: Comparison, file: Path) -> None:
     """Writes the plot of the losses, unless no variant has a run."""
-    if any(variant.runs for variant in comparison.variants):
+    if any(variant.run for variant in comparison.variants):
         with matplotlib.rc_context(STYLE):
             loss_plot(comparison).savefig(file, dpi=120)
 
 
 def loss_plot(comparison: Comparison) -> Figure:
-    """Plots the loss of each run by step. Below it, plots the difference of this loss from the loss of the reference's
-    run with the same seed. At least one variant must have a run."""
-    by_seed = comparison.reference.by_seed
-    most = max(len(run.losses) for variant in comparison.variants for run in variant.runs)
-    size = math.ceil(most / POINTS)
+    """Plots the loss of each run by step. Below it, plots the difference of this loss from the reference's loss. At
+    least one variant must have a run."""
+    runs = {variant.name: variant.run for variant in comparison.variants if variant.run}
+    expected = comparison.reference.run.losses if comparison.reference.run else {}
+    size = math.ceil(max(len(run.losses) for run in runs.values()) / POINTS)
     losses: list[Line] = []
     differences: list[Line] = []
-    for variant in comparison.variants:
-        for run in variant.runs:
-            losses.append((variant.name, *_points(run.losses, size)))
-            if run.seed in by_seed:
-                expected = by_seed[run.seed].losses
-                errors = {step: abs(loss - expected[step]) for step, loss in run.losses.items() if step in expected}
-                steps, difference = _points(errors, size)
-                if (difference > 0).any():
-                    differences.append((variant.name, steps, np.where(difference > 0, difference, np.nan)))
+    for name, run in runs.items():
+        losses.append((name, *_points(run.losses, size)))
+        errors = {step: abs(loss - expected[step]) for step, loss in run.losses.items() if step in expected}
+        steps, difference = _points(errors, size)
+        if (difference > 0).any():
+            differences.append((name, steps, np.where(difference > 0, difference, np.nan)))
     several = f", mean of {size:,} steps" if size > 1 else ""
     figure = Figure(figsize=(10, 6.5 if differences else 4.4), layout="constrained")
     above, *below = figure.subplots(2 if differences else 1, sharex=True, squeeze=False)[:, 0]
@@ -69,22 +65,19 @@ def loss_plot(comparison: Comparison) -> Figure:
         axes.yaxis.set_major_formatter(LogFormatter())  # 1e-05: default labels are math, which is not parsed
         axes.set_title(f"difference from {comparison.reference.name} (grows by rounding, and is not judged)")
         axes.set(ylabel=f"difference of the loss{several}")
-    figure.axes[-1].set_xlabel(f"optimizer step ({comparison.recipe.get('batch_size')} images each)")
-    handles = []
-    for variant in comparison.variants:
-        if variant.runs:
-            label = f"{variant.name} ({variant.outcome})"
-            handles.append(Line2D([], [], label=label, **_style(comparison, variant.name)))
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    figure.axes[-1].set_xlabel(f"optimizer step ({next(iter(runs.values())).settings['batch_size']} images each)")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
     """Draws thin lines over the reference's line. Equal lines would hide one another. If there are several lines, each
     is therefore drawn a second time as dashes, with gaps for the dashes of the other lines."""
-    names = [*dict.fromkeys(name for name, _, _ in lines if name != comparison.reference.name)]
+    outcomes = {variant.name: variant.outcome for variant in comparison.variants}
+    names = [name for name, _, _ in lines if name != comparison.reference.name]
     for name, x, y in lines:
-        axes.plot(x, y, marker=marker, markersize=3, **_style(comparison, name))
+        label = f"{name} ({outcomes[name]})"
+        axes.plot(x, y, label=label, marker=marker, markersize=3, **_style(comparison, name))
     for name, x, y in lines if len(names) > 1 else ():
         if name in names:
             dashes = (DASH * (len(names) - names.index(name)), (DASH, DASH * (len(names) - 1)))

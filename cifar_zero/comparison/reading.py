@@ -1,9 +1,8 @@
-"""Reads run folders, groups runs into variants, and finds the settings that differ although they should not. Importing
+"""Reads run folders, names variants, and finds the settings that differ although they should not. Importing
 this module does not import torch."""
 
 import csv
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -39,10 +38,10 @@ def load_run(folder: Path) -> FinishedRun:
         for key in settings:
             owner_of(key)  # raises KeyError for an option of another version of the program
         metrics = read_json(results, str(results))
-        for key in ("seed", *PLACEMENT):
+        for key in PLACEMENT:
             if not isinstance(metrics[key], str if key == "strategy" else int):
                 raise ValueError(f"{results.name} has {key} {json.dumps(metrics[key])}")
-        run = FinishedRun(str(folder), metrics["seed"], metrics, settings, read_losses(per_step))
+        run = FinishedRun(str(folder), metrics, settings, read_losses(per_step))
         check = folder / run_folder.STEP_CHECK
         run.check = read_json(check, str(check)) if check.is_file() else None
         if run.check and (run.check["outcome"] not in OF_CHECKS or not run.check["summary"]):
@@ -52,11 +51,6 @@ def load_run(folder: Path) -> FinishedRun:
         raise UsageError(f"{folder} cannot be read: {error} is missing from its files, or is unknown") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def last_checkpoint(run: FinishedRun) -> Path:
-    """Returns the path of the checkpoint after the last step. It is a file, or a folder under DeepSpeed."""
-    return Path(run.folder, run_folder.CHECKPOINTS, "last.ckpt")
 
 
 def read_losses(file: Path) -> dict[int, float]:
@@ -73,15 +67,15 @@ def read_losses(file: Path) -> dict[int, float]:
 
 def shared(run: FinishedRun) -> dict[str, Any]:
     """Returns the settings that all runs of a comparison should share, keyed by their dotted names. They are a run's
-    recipe, its data and its environment. The seed is left out, because runs with the same seed are compared."""
-    recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe" and key != "seed"}
+    recipe, its data and its environment."""
+    recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe"}
     return {**recipe, **flat({key: run.metrics.get(key) for key in (*MEASURED, *ENVIRONMENT)})}
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
-    """Returns the settings in which the first runs of the variants differ. Each setting has a dictionary of its values,
+    """Returns the settings in which the runs of the variants differ. Each setting has a dictionary of its values,
     keyed by the variants' names."""
-    runs = {variant.name: shared(variant.runs[0]) for variant in variants if variant.runs}
+    runs = {variant.name: shared(variant.run) for variant in variants if variant.run}
     differing = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
         values = {name: str(settings.get(key, "missing")) for name, settings in runs.items()}
@@ -116,24 +110,13 @@ def with_unit(number: int, one: str, many: str) -> str:
     return f"{number} {one}" if number == 1 else f"{number} {many}"
 
 
-def grouped(runs: Sequence[FinishedRun]) -> list[Variant]:
-    """Groups finished runs into variants and returns the variants, baseline first. Runs that differ only in the seed
-    are one variant."""
-    groups: dict[tuple[str, int], list[FinishedRun]] = {}
-    repeats: Counter[tuple[str, int]] = Counter()
-    for run in runs:
-        options = {key: value for key, value in run.settings.items() if owner_of(key) == "placement"}
-        placement = {key: run.metrics[key] for key in PLACEMENT}
-        same = json.dumps({**options, **shared(run), **placement}, sort_keys=True, default=str)
-        groups.setdefault((same, repeats[same, run.seed]), []).append(run)
-        repeats[same, run.seed] += 1
-    firsts = [group[0] for group in groups.values()]
-    names = variant_names([[run.metrics[key] for key in PLACEMENT] for run in firsts])
+def variants_of(runs: Sequence[FinishedRun]) -> list[Variant]:
+    """Returns a variant for each finished run, baseline first."""
+    ordered = sorted(runs, key=lambda run: run.metrics["strategy"] != "baseline")
+    names = variant_names([[run.metrics[key] for key in PLACEMENT] for run in ordered])
     variants: list[Variant] = []
-    for name, first, group in zip(names, firsts, groups.values(), strict=True):
+    for name, run in zip(names, ordered, strict=True):
         if any(other.name == name for other in variants):
-            name += f" ({first.folder})"
-        line = command("train", "--config", Path(first.folder, run_folder.CONFIG))
-        metrics = first.metrics
-        variants.append(Variant(name, metrics["strategy"], metrics["world_size"], command=line, runs=group))
-    return sorted(variants, key=lambda variant: variant.strategy != "baseline")
+            name += f" ({run.folder})"
+        variants.append(Variant(name, command("train", "--config", Path(run.folder, run_folder.CONFIG)), run=run))
+    return variants

@@ -63,15 +63,18 @@ def show(comparison: Comparison, folder: Path) -> None:
 
 
 def _table(comparison: Comparison) -> rich.table.Table:
-    """Returns a table with a row for each variant. A cell lists the values of all seeds."""
-    filled = [title for title, (key, _) in COLUMNS.items() if any(each.numbers(key) for each in comparison.variants)]
+    """Returns a table with a row for each variant."""
+    filled: dict[str, tuple[str, Callable[[float], str]]] = {}
+    for title, (key, form) in COLUMNS.items():
+        if any(variant.number(key) is not None for variant in comparison.variants):
+            filled[title] = key, form
     table = rich.table.Table("variant", "verdict", *filled)
     for variant in comparison.variants:
         style = "green" if variant.passed else "red"
         cells = [escape(variant.name), f"[{style}]{escape(variant.verdict)}[/]"]
-        for title in filled:
-            key, form = COLUMNS[title]
-            cells.append(", ".join(map(form, variant.numbers(key))) or MISSING)
+        for key, form in filled.values():
+            value = variant.number(key)
+            cells.append(MISSING if value is None else form(value))
         table.add_row(*cells)
     return table
 
@@ -86,7 +89,7 @@ def write_junit(comparison: Comparison, file: Path) -> None:
     failure."""
     cases = []
     for variant in comparison.variants:
-        seconds = sum(run.metrics.get("perf/fit_seconds") or 0.0 for run in variant.runs)
+        seconds = variant.number("perf/fit_seconds") or 0.0
         command = shlex.split(variant.command)
         case = {"engine": variant.name, "passed": variant.passed, "summary": variant.verdict, "command": command}
         cases.append({**case, "findings": [{"text": variant.verdict}], "training_seconds": seconds})

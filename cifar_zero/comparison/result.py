@@ -44,7 +44,6 @@ class FinishedRun:
     """The content of one run folder."""
 
     folder: str
-    seed: int
     metrics: dict[str, Any]  # the content of metrics.json
     settings: dict[str, Any]  # the options in config.yaml, by the names of the flags (see `settings.flat`)
     losses: dict[int, float]  # by optimizer step, from 1: mean over micro-batches and ranks
@@ -53,15 +52,13 @@ class FinishedRun:
 
 @dataclass
 class Variant:
-    """One way to train the recipe, with its runs and the verdict on them."""
+    """One way to train the recipe, with its run and the verdict on it."""
 
     name: str  # short and unique, such as deepspeed_stage_2, or "deepspeed_stage_2, 4 micro-batches"
-    strategy: str
-    world_size: int
     command: str = ""  # the command that trains it again
     outcome: Outcome = "not judged"
     remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
-    runs: list[FinishedRun] = field(default_factory=list)  # one for each seed
+    run: FinishedRun | None = None  # None if it did not train
     drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
 
     @property
@@ -74,28 +71,19 @@ class Variant:
         """The outcome, the remark and the drift in one line."""
         return ": ".join(filter(None, [f"{SIGNS[self.outcome]} {self.outcome}", self.remark, self.drift]))
 
-    def numbers(self, key: str) -> list[float]:
-        """Returns the number of each run under a key of metrics.json, or the largest number if each rank has one."""
-        numbers: list[float] = []
-        for run in self.runs:
-            value = run.metrics.get(key)
-            of_ranks = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
-            if of_ranks:
-                numbers.append(max(of_ranks))
-        return numbers
-
-    @property
-    def by_seed(self) -> dict[int, FinishedRun]:
-        return {run.seed: run for run in self.runs}
+    def number(self, key: str) -> float | None:
+        """Returns the number under a key of metrics.json, or the largest number if each rank has one."""
+        value = self.run and self.run.metrics.get(key)
+        if isinstance(value, list):
+            return max((each for each in value if each is not None), default=None)
+        return value
 
 
 @dataclass
 class Comparison:
     """The result of `cifar-zero compare`: the variants that were trained or read, with their verdicts."""
 
-    recipe: dict[str, str]  # settings that all variants share: dataset, model, optimizer and others
     variants: list[Variant]  # the reference first
-    machine: dict[str, str] = field(default_factory=dict)  # the device, the cores, and the versions of the libraries
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
     """Settings that the runs should share but do not. Each setting has a dictionary of its values, keyed by the
     variants' names."""
@@ -120,23 +108,21 @@ class Comparison:
         agree = sum(outcome in PASSING for outcome in outcomes)
         counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in SIGNS if outcome in outcomes)
         sentence = f"{agree} of {len(outcomes)} agree with {self.reference.name}: {counts}"
-        losses = [[*run.losses.values()] for variant in self.variants for run in variant.runs if run.losses]
+        losses = [[*variant.run.losses.values()] for variant in self.variants if variant.run]
         if losses and not any(map(has_fallen, losses)):
             sentence += f"; no variant has learned (the loss did not fall by {FLAT:.0%}): agreement is not evidence"
         return sentence
 
     def require(self, least: float) -> None:
-        """Sets the outcome "too inaccurate" for each variant that agrees but whose mean test accuracy (0 to 1) is below
-        `least` or unknown."""
+        """Sets the outcome "too inaccurate" for each variant that agrees but whose test accuracy (0 to 1) is unknown or
+        below `least`."""
         for variant in self.variants:
             if not variant.passed:
                 continue
-            accuracies = variant.numbers("test/acc")
-            if not accuracies:
-                variant.outcome = "too inaccurate"
-                variant.remark = "the run lacks the test accuracy that --min_accuracy needs"
+            accuracy = variant.number("test/acc")
+            if accuracy is not None and accuracy >= least:
                 continue
-            accuracy = statistics.fmean(accuracies)
-            if accuracy < least:
-                variant.outcome = "too inaccurate"
+            variant.outcome = "too inaccurate"
+            variant.remark = "the run lacks the test accuracy that --min_accuracy needs"
+            if accuracy is not None:
                 variant.remark = f"accuracy {accuracy:.2%} is less than --min_accuracy {least:.2%}"

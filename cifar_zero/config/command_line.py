@@ -19,17 +19,15 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from cifar_zero.config import ds_config, help
 from cifar_zero.config.arguments import Arguments, read_arguments
-from cifar_zero.config.mistakes import choices, chosen, refuse_base_60, refuse_unknown
-from cifar_zero.config.mistyped import refuse_mistyped
+from cifar_zero.config.mistakes import choices, chosen, refuse_base_60, refuse_mistyped, refuse_unknown
 from cifar_zero.config.output import Output
 from cifar_zero.config.placement import ComputeOptions, DeviceOptions, Placement, StrategyOptions
-from cifar_zero.config.recipe import Choice, DataRecipe, FineTuning, Regularization, Training
+from cifar_zero.config.recipe import Choice, DataConfig, FineTuning, Regularization, Training
 from cifar_zero.config.rules import check_values
 from cifar_zero.config.settings import (
     OWNERS,
     REGISTRIES,
     Consent,
-    DataConfig,
     Settings,
     canonical,
     check_no_consent,
@@ -201,7 +199,7 @@ def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
     early = make_settings(
         **{option: str(options[option]) for option in named if option in options},
         bench_steps=int(str(options.get("bench_steps", 0)) != "0"),
-        data=DataConfig(source=options.get("data.source", DataRecipe.source)),
+        data=DataConfig(source=options.get("data.source", DataConfig.source)),
         model=Choice(chosen(options, "model")),
     )
     return replace(early, consent=consent)

@@ -40,8 +40,8 @@ class Output:
     """Also log the norm of each parameter's gradient (grad_norm/*) and its histogram, every --log_interval steps."""
 
     test_figures: bool = True
-    """Draw the confusion matrix and the worst mistakes after the test. false: draw nothing, which ends a short run
-    seconds earlier."""
+    """Draw the confusion matrix and the curves of each class after the test. false: draw nothing, which ends a short
+    run seconds earlier."""
 
     audit: bool = False
     """Audit each optimizer step: the strategy must update the weights as plain PyTorch does with the gradients that

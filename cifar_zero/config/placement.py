@@ -14,27 +14,6 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
 
 
 @dataclass(frozen=True)
-class DataAccess:
-    """data: where the images are, and how they are read"""
-
-    root: str = "data"
-    """Directory of the dataset: the download location, and the root of a folder source."""
-
-    cache: str = ""
-    """Directory for the decoded images, shared by all ranks and runs. Empty: <root>/.cifar-zero."""
-
-    url: str = ""
-    """Mirror from which to download the CIFAR archive. Empty: the URL that torchvision uses."""
-
-    loader: Literal["memory", "torch"] = "memory"
-    """memory: slices whole batches from uint8 images in shared memory. torch: the tutorial's torchvision transforms and
-    DataLoader. Both yield the same images in the same order."""
-
-    workers: int = 2
-    """Worker processes per rank of the torch loader."""
-
-
-@dataclass(frozen=True)
 class ZeROConfig:
     """ZeRO 1 to 3, under the names of DeepSpeed's configuration"""
 
@@ -57,7 +36,7 @@ class ZeROConfig:
 
     sub_group_size: int = limited(1_000_000_000, at_least=1)
     """Elements that the optimizer updates at a time. Smaller sub-groups let SuperOffload overlap its updates with the
-    backward pass at a finer grain, and let --offload.ratio split the optimizer more exactly."""
+    backward pass at a finer grain."""
 
     param_persistence_threshold: int = 100_000
     """Size in elements up to which every rank keeps a full parameter. 0: no parameters, for less memory and more
@@ -67,10 +46,6 @@ class ZeROConfig:
 @dataclass(frozen=True)
 class OffloadConfig:
     """offload to the CPU, under the names of DeepSpeed's configuration"""
-
-    ratio: float = limited(1.0, at_most=1)
-    """Share of the optimizer that is offloaded to the CPU, in whole sub-groups of --zero.sub_group_size; the rest stays
-    on the GPU (Twin-Flow of ZeRO-Offload++). Below 1 only with ZeRO 3, AdamW and a constant learning rate."""
 
     pin_memory: bool = False
     """Keep offloaded tensors in pinned (page-locked) CPU memory, which makes copies faster and lets them overlap with
@@ -165,8 +140,6 @@ class ComputeOptions:
 @dataclass(frozen=True)
 class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
     """The options that decide where and how a run is trained."""
-
-    data: DataAccess = field(default_factory=DataAccess)
 
     @property
     def world_size(self) -> int:

@@ -75,8 +75,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class DataRecipe:
-    """data: which images"""
+class DataConfig:
+    """data: which images, where they are, and how they are read"""
 
     source: SourceName = field(default="auto", metadata=MAY_CHANGE)
     """Dataset. auto: CIFAR-10 from disk or by download; if neither is possible, the embedded digits, with a warning.
@@ -97,6 +97,22 @@ class DataRecipe:
     """Mean and standard deviation of the pixels (from 0 to 1), which become (pixel - mean) / std. half: 0.5 and 0.5.
     cifar: the values of CIFAR-10's channels. imagenet: the values that torchvision's pretrained weights expect.
     MEAN,STD: your own values, two for all channels, or three means and three standard deviations."""
+
+    root: str = "data"
+    """Directory of the dataset: the download location, and the root of a folder source."""
+
+    cache: str = ""
+    """Directory for the decoded images, shared by all ranks and runs. Empty: <root>/.cifar-zero."""
+
+    url: str = ""
+    """Mirror from which to download the CIFAR archive. Empty: the URL that torchvision uses."""
+
+    loader: Literal["memory", "torch"] = "memory"
+    """memory: slices whole batches from uint8 images in shared memory. torch: the tutorial's torchvision transforms and
+    DataLoader. Both yield the same images in the same order."""
+
+    workers: int = 2
+    """Worker processes per rank of the torch loader."""
 
     @property
     def inputs(self) -> Inputs:
@@ -228,9 +244,6 @@ class FineTuning:
     dict. Parameters without a tensor of the same name and shape are initialised and listed. Optimizer and step count
     start fresh."""
 
-    delta: str = field(default="", metadata=MAY_CHANGE)
-    """Delta to apply on top of --weights: a file written by cifar-zero export --to delta."""
-
     trainable: list[str] = field(default_factory=list)
     """Names of the parameters to train, one or more, with the wildcards * and ? ('blocks.11.*' 'head.*'); all others
     are frozen. Empty: all parameters, or with LoRA only the adapters."""
@@ -242,7 +255,7 @@ class Recipe(FineTuning, Regularization, Training):
     split."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    data: DataRecipe = field(default_factory=DataRecipe)
+    data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig, metadata=MAY_CHANGE)
     model: Choice = field(default_factory=lambda: Choice("net"))
     optimizer: Choice = field(default_factory=lambda: Choice("sgd"))

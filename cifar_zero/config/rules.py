@@ -26,7 +26,7 @@ from cifar_zero.core.errors import UsageError, short
 from cifar_zero.core.hardware import free_memory_bytes
 from cifar_zero.core.usage import check_numbers, nearest, refuse
 from cifar_zero.models import IMAGE_SHAPE, MODELS
-from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
+from cifar_zero.optimizers import OPTIMIZERS
 
 MOST_NAME_BYTES = 200  # file systems allow 255 bytes, and a suffix may follow
 
@@ -59,9 +59,6 @@ def check_values(settings: Settings) -> None:
             "--bench_steps starts at the first step: leave out --resume": recipe.only_measures and output.resume,
             "--ds_config replaces the strategy: leave out --strategy": (
                 placement.ds_config and placement.strategy != Placement.strategy
-            ),
-            f"--delta {recipe.delta} needs --weights: give the weights that its run started from": (
-                recipe.delta and not recipe.weights
             ),
         }
     )
@@ -136,7 +133,7 @@ def check_here(run: Run) -> None:
     assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory
     fit = max(1, ranks_in_memory())
-    compiles = spec.offload_optimizer and OFFLOADED_BY.get(optimizer) == BY_DEEPSPEED
+    compiles = spec.offload_optimizer and OPTIMIZERS[optimizer].compiled
     splits_layers = spec.size == "tensor_parallel_size" and placement.ranks_per_model > 1
     refuse(
         {

@@ -6,8 +6,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass,
 from typing import Any, Literal, Self
 
 from cifar_zero.config.output import Output
-from cifar_zero.config.placement import DataAccess, Placement
-from cifar_zero.config.recipe import Choice, DataRecipe, Recipe, SourceName
+from cifar_zero.config.placement import Placement
+from cifar_zero.config.recipe import Choice, DataConfig, Recipe, SourceName
 from cifar_zero.core.errors import UsageError
 from cifar_zero.models import MODELS
 from cifar_zero.optimizers import OPTIMIZERS
@@ -24,8 +24,9 @@ together with the options of that entry."""
 FALLBACK_SUFFIX = "-digits-fallback"
 """Suffix of the run's name if the run uses the embedded digits because CIFAR-10 was not available."""
 
-PLACED = ("model.ep_size",)
-"""Options of a model that decide on which ranks its parts are. They belong to the placement."""
+PLACED = ("model.ep_size", "data.root", "data.cache", "data.url", "data.loader", "data.workers")
+"""Options of the recipe's sections that belong to the placement: on which ranks the parts of a model are, where the
+images are, and how they are read."""
 
 
 def sections(part: type) -> dict[str, type]:
@@ -36,11 +37,6 @@ def sections(part: type) -> dict[str, type]:
         for option in fields(part)
         if option.default_factory is not MISSING and is_dataclass(option.default_factory)
     }
-
-
-@dataclass(frozen=True)
-class DataConfig(DataAccess, DataRecipe):
-    """The images of a run: which ones (from the recipe), and where and how they are read (from the placement)."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,7 @@ class Settings:
 
     @property
     def data(self) -> DataConfig:
-        """The data options, which belong to the recipe and to the placement, in one object."""
-        return DataConfig(**vars(self.recipe.data), **vars(self.placement.data))
+        return self.recipe.data
 
     @property
     def run_name(self) -> str:
@@ -88,16 +83,11 @@ class Settings:
         return self.changed(data=replace(self.data, source=source), name=name)
 
     def changed(self, **options: Any) -> Self:
-        """Returns the settings with some options changed, for example `changed(devices=2, seed=1)`. The option `data`
-        takes a DataConfig, whose fields are divided between recipe and placement. Raises TypeError for an unknown
-        option."""
+        """Returns the settings with some options changed, for example `changed(devices=2, seed=1)`. Raises TypeError
+        for an unknown option."""
         parts: dict[Owner, Any] = {}
-        data = options.pop("data", None)
         for owner, part in OWNERS.items():
             given = {name: options.pop(name) for name in _names(part) & options.keys()}
-            if data is not None and "data" in _names(part):
-                section = sections(part)["data"]
-                given["data"] = section(**{name: getattr(data, name) for name in _names(section)})
             parts[owner] = replace(getattr(self, owner), **given)
         if options:
             raise TypeError(f"unknown options: {', '.join(sorted(options))}")
@@ -113,14 +103,14 @@ def settings_of(tree: Mapping[str, Any]) -> Settings:
     """Returns the settings from a dictionary that `tree_of` made. Raises TypeError if the dictionary has unknown
     options, because another version of the program wrote it, and UsageError if it sets `trust`."""
     check_no_consent(tree, "the checkpoint's configuration")
-    types = {**sections(Recipe), **sections(Placement), "data": DataConfig, **dict.fromkeys(REGISTRIES, Choice)}
+    types = {**sections(Recipe), **sections(Placement), **dict.fromkeys(REGISTRIES, Choice)}
     return make_settings(**{key: types[key](**value) if key in types else value for key, value in tree.items()})
 
 
 def tree_of(given: Settings) -> dict[str, Any]:
     """Returns all options, keyed by name, with sections as dictionaries. A checkpoint records this dictionary, and
     config.yaml shows it."""
-    return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output), "data": asdict(given.data)}
+    return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output)}
 
 
 def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
@@ -155,9 +145,9 @@ def owner_of(flag: str) -> Owner:
     Raises KeyError for an unknown option."""
     if flag in PLACED:
         return "placement"
-    name, _, option = flag.partition(".")
+    name = flag.partition(".")[0]
     for owner, part in OWNERS.items():
-        if name in _names(part) and (name != "data" or option in _names(sections(part)["data"])):
+        if name in _names(part):
             return owner
     raise KeyError(flag)
 
@@ -169,7 +159,7 @@ def may_change_on_resume(flag: str) -> bool:
     name, _, option = flag.partition(".")
     part = Recipe
     if name == "data":
-        part, name = DataRecipe, option
+        part, name = DataConfig, option
     return part.__dataclass_fields__[name].metadata.get("may_change_on_resume", False)
 
 

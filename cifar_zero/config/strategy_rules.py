@@ -10,7 +10,7 @@ from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.usage import Rules, refuse
 from cifar_zero.models import MODELS, ViT
-from cifar_zero.optimizers import OFFLOADED_BY
+from cifar_zero.optimizers import OPTIMIZERS
 
 
 def check_strategy(run: Run) -> None:
@@ -58,7 +58,7 @@ def _optimizers(run: Run) -> Rules:
     optimizer, strategy = run.recipe.optimizer, run.placement.strategy_name
     rules: Rules = {
         f"--optimizer {optimizer.name} needs full tensors, and {strategy} shards them: use deepspeed_stage_0, ddp or "
-        "baseline, or --optimizer adamw": optimizer.name not in OFFLOADED_BY and run.spec.shards_tensors,
+        "baseline, or --optimizer adamw": run.spec.shards_tensors and not OPTIMIZERS[optimizer.name].shardable,
         "--schedule range_test sets one learning rate, but --optimizer muon_sgd has three: use --optimizer muon": (
             optimizer.name == "muon_sgd" and run.recipe.schedule.name == "range_test"
         ),
@@ -79,13 +79,9 @@ def _optimizers(run: Run) -> Rules:
 
 
 def _switches(run: Run) -> Rules:
-    """Returns the rules of --zero.* and --offload.*, which refuse an option that would have no effect. With a ratio
-    below 1, DeepSpeed (0.19.8, zero/stage3.py, `backup_optimizer`) updates the part of the optimizer that stays on the
-    GPU with a torch.optim.AdamW. This AdamW keeps the learning rate of the first step."""
-    spec, placement, recipe = run.spec, run.placement, run.recipe
+    """Returns the rules of --zero.* and --offload.*, which refuse an option that would have no effect."""
+    spec, placement = run.spec, run.placement
     zero, offload = placement.zero != ZeROConfig(), placement.offload != OffloadConfig()
-    constant_adamw = recipe.optimizer.name == "adamw" and recipe.schedule.name == "constant"
-    splits = spec.stage == 3 and spec.offload_optimizer == "cpu" and constant_adamw
     return {
         f"instead of --zero.* and --offload.*, set DeepSpeed's options in {placement.ds_config}": (
             spec.raw is not None and (zero or offload)
@@ -93,9 +89,6 @@ def _switches(run: Run) -> Rules:
         f"--zero.* works only with ZeRO 1 to 3, not with {placement.strategy}": zero and not spec.stage,
         f"--offload.*: {placement.strategy} does not offload: use deepspeed_stage_3_offload": (
             offload and not spec.offload_optimizer
-        ),
-        "--offload.ratio below 1 works only with deepspeed_stage_3_offload, --optimizer adamw, --schedule constant": (
-            placement.offload.ratio < 1 and not splits
         ),
     }
 
@@ -159,23 +152,21 @@ def _experts(run: Run) -> Rules:
 def check_can_resume(run: Run) -> None:
     """Raises UsageError if --resume is given and checkpoints of the strategy lack part of the state.
 
-    DeepSpeed 0.19.8 keeps Adam's state in SuperOffload's process, or in `backup_optimizer` for an offload ratio below
-    1, and writes neither into a checkpoint (superoffload_utils.py, zero/stage3.py). With an optimizer on NVMe, loading
-    a checkpoint restores neither the parameters nor the optimizer's sub-groups that are too small to be swapped to disk
-    (engine.py, `load_checkpoint`).
+    DeepSpeed 0.19.8 keeps Adam's state in SuperOffload's process, and does not write it into a checkpoint
+    (superoffload_utils.py). With an optimizer on NVMe, loading a checkpoint restores neither the parameters nor the
+    optimizer's sub-groups that are too small to be swapped to disk (engine.py, `load_checkpoint`).
     """
     spec, name = run.spec, run.placement.strategy_name
-    unsaved = spec.super_offload or run.placement.offload.ratio < 1
     on_nvme = "nvme" in (spec.offload_optimizer, spec.offload_parameters)
-    refuse(
-        {
-            f"--resume: DeepSpeed does not save Adam's state under {name} with these options: start again with "
-            "--weights": run.output.resume and unsaved,
-            f"--resume: {name} cannot be resumed: use --strategy deepspeed_stage_3_offload": (
-                run.output.resume and on_nvme
-            ),
-        }
-    )
+    if run.output.resume:
+        refuse(
+            {
+                f"--resume: DeepSpeed does not save Adam's state under {name}: start again with --weights": (
+                    spec.super_offload
+                ),
+                f"--resume: {name} cannot be resumed: use --strategy deepspeed_stage_3_offload": on_nvme,
+            }
+        )
 
 
 def check_micro_batch(run: Run) -> None:

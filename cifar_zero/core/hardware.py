@@ -105,18 +105,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()  # ARM processors have no model name
 
 
-def this_computer() -> dict[str, str]:
-    """Returns the host, operating system, processor, number of cores and memory of this computer, as the texts that
-    reports print."""
-    return {
-        "host": platform.node(),
-        "system": platform.platform(),
-        "processor": cpu_name(),
-        "cores": str(core_count()),
-        "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB",
-    }
-
-
 def versions() -> dict[str, str | None]:
     """Returns the versions of Python and of the packages that can change a result. The version of a package that is not
     installed is None."""

@@ -2,7 +2,6 @@
 package."""
 
 import math
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
@@ -37,28 +36,11 @@ def refuse(rules: Rules) -> None:
             raise UsageError(message)
 
 
-def words_of(flag: str, text: str) -> list[str]:
-    """Returns the words of a command line that the value of a flag holds. Raises UsageError if its quotes do not
-    match, or if it is empty."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{flag} {text}: {str(error).lower()}") from error
-    if not words:
-        raise UsageError(f"{flag} is empty: give a command")
-    return words
-
-
-def existing_file(flag: str) -> Callable[[str], str]:
-    """Returns a type for argparse that accepts the path of a file, or an empty string. It raises UsageError with `flag`
-    in the message for a file that does not exist."""
-
-    def check(path: str) -> str:
-        if path and not Path(path).is_file():
-            raise UsageError(f"{flag} {path} does not exist, or is not a file")
-        return path
-
-    return check
+def delta_file(path: str) -> str:
+    """Returns the value of --delta, for argparse. Raises UsageError if the file does not exist."""
+    if path and not Path(path).is_file():
+        raise UsageError(f"--delta {path} does not exist, or is not a file")
+    return path
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:

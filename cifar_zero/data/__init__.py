@@ -19,8 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_zero.config.recipe import SourceName
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig, SourceName
 from cifar_zero.data.classes import CLASSES
 
 if TYPE_CHECKING:

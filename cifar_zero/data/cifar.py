@@ -21,7 +21,7 @@ import numpy as np
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, download_url
 
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core import atomic
 from cifar_zero.core.errors import RunError, short
 from cifar_zero.data import cache

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import affine_grid, grid_sample
 
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.data import cache
 from cifar_zero.data.classes import CLASSES
 from cifar_zero.data.dataset import stratified_split

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data import cache
 from cifar_zero.models import IMAGE_SHAPE

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.data import cache
 from cifar_zero.data.classes import CLASSES
 from cifar_zero.models import IMAGE_SHAPE

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 
 from cifar_zero.config.output import Output
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import exits
-from cifar_zero.core.console import command, quieten
+from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.usage import existing_file
+from cifar_zero.core.usage import delta_file
 from cifar_zero.models.user_model import register_user_model
 
 SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "delta": ".delta.safetensors"}
@@ -18,7 +18,6 @@ is not a complete model."""
 def main() -> int:
     """Writes one export, prints its description and returns the exit code."""
     arguments = _parse()
-    quieten()
     checkpoint = run_folder.find_checkpoint(arguments.checkpoint)
     suffix = SUFFIXES[arguments.to]
     output = Path(arguments.output or checkpoint.with_suffix(suffix))
@@ -41,7 +40,7 @@ def add_weight_options(parser: exits.Parser) -> None:
     """Adds the options that export and predict share."""
     add = parser.add_argument
     what = "apply this file of cifar-zero export --to delta to the weights"
-    add("--delta", metavar="FILE", type=existing_file("--delta"), default="", help=what)
+    add("--delta", metavar="FILE", type=delta_file, default="", help=what)
     add("--trust", action="store_true", help="load a checkpoint that could run code; only if you trust its author")
     add("--model", metavar="FILE.py:NAME", type=register_user_model, help="the class of the model, if it is your own")
 

@@ -20,7 +20,7 @@ from cifar_zero.checkpoints.weights import (
     read_with_delta,
     write_delta,
 )
-from cifar_zero.config.recipe import DataRecipe, Inputs
+from cifar_zero.config.recipe import DataConfig, Inputs
 from cifar_zero.core import atomic, plain_data
 from cifar_zero.core.errors import RunError, UsageError, short
 from cifar_zero.core.usage import check_numbers
@@ -105,9 +105,11 @@ def create_classifier(
 
 def _inputs_of(metadata: Mapping[str, str], file: Path) -> Inputs:
     try:
-        recipe = DataRecipe(image_size=int(metadata["image_size"]), normalize=f"{metadata['mean']},{metadata['std']}")
-        check_numbers(recipe)
-        return recipe.inputs
+        described = DataConfig(
+            image_size=int(metadata["image_size"]), normalize=f"{metadata['mean']},{metadata['std']}"
+        )
+        check_numbers(described)
+        return described.inputs
     except (UsageError, ValueError) as error:
         raise UsageError(f"{file}: its description of the images is invalid: {short(error)}") from error
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.core import exits
-from cifar_zero.core.console import command, printable, quieten
+from cifar_zero.core.console import command, printable
 from cifar_zero.core.errors import UsageError
 from cifar_zero.exporting.export import add_weight_options
 
@@ -24,7 +24,6 @@ Named = list[tuple[str, float]]  # class names with their probabilities, from 0 
 def main() -> int:
     """Prints a line for each image and returns the exit code, which is 2 if an image could not be read."""
     arguments = _parse()
-    quieten()
     files = find_images(arguments.images)
     run_folder.find_checkpoint(arguments.network)  # raises UsageError before torch is imported
     from cifar_zero.exporting import formats  # which imports torch

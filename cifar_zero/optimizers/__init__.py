@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 
 from cifar_zero.core.usage import Options, limited
 
-Implementation = Literal["torch", "torch_fused", "torch_fused_dtensor", "deepspeed_cpu"]
+Implementation = Literal["torch", "torch_fused", "deepspeed_cpu"]
 """The code that updates the weights, which the strategy chooses. `torch` is torch's own optimizer. `torch_fused`
-updates all parameters in one call of torch on CUDA, and `torch_fused_dtensor` does the same for parameters that are
-DTensors. `deepspeed_cpu` is DeepSpeed's code for an optimizer that is offloaded to the CPU."""
+updates all parameters in one call of torch on CUDA, which accepts no DTensors of several meshes. `deepspeed_cpu` is
+DeepSpeed's code for an optimizer that is offloaded to the CPU."""
 
 
 @dataclass
@@ -30,7 +30,15 @@ class OptimizerOptions(Options):
     """Parameters that decay. matrices: weights of two and more dimensions, without biases and norms. all: all
     parameters."""
 
-    fused_as: ClassVar[tuple[Implementation, ...]] = ()  # with these, torch updates all parameters in one call
+    moments: ClassVar[int] = 0  # numbers kept for each element of a parameter, without the momentum
+
+    shardable: ClassVar[bool] = True
+    """Whether ZeRO 1 to 3 may flatten and shard the tensors, also to offload them. If not, the update needs full
+    tensors."""
+
+    compiled: ClassVar[bool] = False  # whether DeepSpeed's C++ updates the weights if the optimizer is offloaded
+
+    fused: ClassVar[bool] = False  # whether torch can update all parameters in one call
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class for this
@@ -43,7 +51,7 @@ class OptimizerOptions(Options):
         name = type(self).__name__
         kind = getattr(torch_updates, f"Torch{name}", None) or getattr(torch.optim, name)
         options = self.torch_options()
-        if implementation in self.fused_as:
+        if self.fused and implementation == "torch_fused":
             options["fused"] = True
         return kind(parameters, **options)
 
@@ -67,7 +75,7 @@ class SGD(OptimizerOptions):
     nesterov: bool = False
     """Use Nesterov's form of momentum."""
 
-    fused_as = ("torch_fused",)  # `_fused_sgd_` accepts no DTensors (torch 2.15)
+    fused = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +93,9 @@ class Adam(OptimizerOptions):
     eps: float = 1e-8
     """Added to the denominator."""
 
-    fused_as = ("torch_fused", "torch_fused_dtensor")
+    moments = 2
+    compiled = True
+    fused = True
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         if implementation == "deepspeed_cpu":
@@ -123,6 +133,8 @@ class RMSprop(OptimizerOptions):
     centered: bool = False
     """Divide by the gradient's running standard deviation, not by its size (Graves 2013)."""
 
+    moments = 1
+
 
 @dataclass
 class Adagrad(OptimizerOptions):
@@ -133,6 +145,8 @@ class Adagrad(OptimizerOptions):
 
     eps: float = 1e-10
     """Added to the denominator."""
+
+    moments = 1
 
 
 @dataclass
@@ -148,6 +162,8 @@ class Adadelta(OptimizerOptions):
     eps: float = 1e-6
     """Added to the running means of the squares; the first updates grow from it."""
 
+    moments = 2
+
 
 @dataclass
 class Lion(OptimizerOptions):
@@ -162,6 +178,8 @@ class Lion(OptimizerOptions):
 
     betas: tuple[float, float] = limited((0.9, 0.99), below=1)
     """Share of the momentum in the update's direction, and decay of the momentum itself."""
+
+    moments = 1
 
 
 @dataclass
@@ -182,6 +200,8 @@ class Muon(OptimizerOptions):
 
     betas: tuple[float, float] = limited((0.9, 0.999), below=1)
     """Decay of AdamW's running means of the gradient and of its square."""
+
+    shardable = False
 
 
 @dataclass
@@ -213,6 +233,8 @@ class MuonSGD(OptimizerOptions):
     sgd_momentum: float = limited(0.85, below=1)
     """SGD's momentum, in Nesterov's form."""
 
+    shardable = False
+
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         from cifar_zero.optimizers.torch_updates import TorchMuon
 
@@ -234,17 +256,3 @@ OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
     "muon": Muon,
     "muon_sgd": MuonSGD,
 }
-
-BY_DEEPSPEED = "DeepSpeed's C++"
-
-OFFLOADED_BY = {
-    "sgd": "torch",
-    "adam": BY_DEEPSPEED,
-    "adamw": BY_DEEPSPEED,
-    "rmsprop": "torch",
-    "adagrad": "torch",
-    "adadelta": "torch",
-    "lion": "torch",
-}
-"""The code that updates the weights on the CPU when a strategy offloads the optimizer. Optimizers that are not listed
-need full tensors. They cannot run under ZeRO 1 to 3, which flatten and shard the tensors."""

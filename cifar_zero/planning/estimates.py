@@ -17,7 +17,7 @@ from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import free_memory_bytes
+from cifar_zero.core.hardware import free_memory_bytes, gpu_count, gpu_memory_bytes
 from cifar_zero.launch import rank_environment
 from cifar_zero.planning import formulas
 from cifar_zero.planning.formulas import Network, Prediction, network_of, predicted
@@ -82,7 +82,7 @@ def available(settings: Settings, device_memory: str | None = None, host_memory:
     if on_cpu:
         assert host is not None
         return MemoryBudget(host, host, shared=True)
-    return MemoryBudget(round(USABLE * gpu_bytes()), host)
+    return MemoryBudget(round(USABLE * gpu_memory_bytes() / gpu_count()), host)
 
 
 def size_in_bytes(text: str, flag: str) -> int:
@@ -92,13 +92,6 @@ def size_in_bytes(text: str, flag: str) -> int:
     if not match or match[2] not in UNITS:
         raise UsageError(f"{flag} {text}: give a size such as 80GB (10^9 bytes), 24GiB (2^30) or 80, which is 80GB")
     return round(float(match[1]) * UNITS[match[2]])
-
-
-def gpu_bytes() -> int:
-    """Returns the memory of this machine's first GPU in bytes."""
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory
 
 
 @dataclass(frozen=True)
@@ -166,21 +159,12 @@ def estimate_all(
 
 def _estimate(run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]) -> MemoryEstimate:
     placement = run.placement
-    states = predicted(
-        placement.strategy,
-        network.weights,
-        placement.world_size,
-        placement.precision,
-        run.recipe.optimizer,
-        placement.zero,
-    )
-    assert states is not None
     average, average_on_host = formulas.average(run, network), 0
     if run.spec.offload_parameters:  # the average is stored where the parameters are
         average, average_on_host = 0, average
     estimate = MemoryEstimate(
         placement.strategy,
-        states,
+        predicted(run, network),
         buckets=formulas.buckets(run, network),
         activations=0,
         update=formulas.update(run, network),

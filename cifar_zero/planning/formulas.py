@@ -19,32 +19,15 @@ follow the software:
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cifar_zero.config.placement import ZeROConfig
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run
-from cifar_zero.config.strategy_specs import STRATEGIES, Spec
+from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.models import MODELS, ThirdParty
+from cifar_zero.optimizers import OPTIMIZERS
 
 FLOAT32 = 4
-
-STATE_TENSORS = {
-    "sgd": 0,
-    "adam": 2,
-    "adamw": 2,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "adadelta": 2,
-    "lion": 1,
-    "muon": 0,
-    "muon_sgd": 0,
-}
-"""Numbers that an optimizer keeps for each element of a parameter. Each of the options `momentum`, `centered` and
-`amsgrad` adds one number if it is on. DeepSpeed's C++ versions keep the same numbers. `muon` keeps two numbers, not
-one, for the elements that it updates with AdamW."""
-
 
 REUSE_ELEMENTS = 10**9
 """Default of DeepSpeed's stage3_max_reuse_distance. ZeRO 3 keeps a gathered parameter if it is used again within this
@@ -131,38 +114,26 @@ class Prediction:
     host: States = States()
 
 
-def predicted(
-    strategy: str,
-    weights: Sequence[Weight],
-    ranks: int,
-    precision: str,
-    optimizer: Choice,
-    zero: ZeROConfig = ZeROConfig(),  # noqa: B008 - it is frozen
-) -> Prediction | None:
-    """Returns the model states of the rank with the most bytes among all `ranks`. Bytes on a disk are not included.
-    Returns None for a strategy that splits layers, because this module has no formula for it. `precision` must be
-    resolved and not "auto"."""
-    spec = STRATEGIES[strategy]
-    if spec.one_replica:
-        return None
-    size = parameter_size(spec, precision)
+def predicted(run: Run, network: Network) -> Prediction:
+    """Returns the model states of the rank with the most bytes, without bytes on a disk. The run's strategy must be one
+    of `estimates.PLANNED`."""
+    spec, ranks = run.spec, run.placement.world_size
+    size = parameter_size(spec, run.placement.precision)
     # DeepSpeed updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) keeps
     # them only if the model itself is not float32.
     masters = spec.family == "deepspeed" and (spec.stage > 0 or size < FLOAT32)
-    stored = persistent = trained = (
-        0  # elements of a rank's shards, of parameters that stay gathered, and of trained shards
-    )
-    for weight in weights:
+    # elements of a rank's shards, of parameters that stay gathered, and of trained shards
+    stored = persistent = trained = 0
+    for weight in network.weights:
         kept = weight.elements // weight.ranks_that_share
         # Experts are sharded among the ranks that have the same experts. A shard has as many bytes as with all ranks.
         shard = kept if spec.stage == 0 and spec.family != "fsdp2" else math.ceil(weight.elements / ranks)
-        if spec.stage == 3 and weight.elements <= zero.param_persistence_threshold:
+        if spec.stage == 3 and weight.elements <= run.placement.zero.param_persistence_threshold:
             persistent += kept
         stored += kept if spec.stage in (1, 2) else shard
         trained += shard * weight.trained
     persistent, stored, gradients = persistent * size, stored * size, trained * size
-    state = _state_size(optimizer, FLOAT32 if masters else size)
-    update = round(trained * (state + FLOAT32 * masters))
+    update = trained * (_state_tensors(run.recipe.optimizer) * (FLOAT32 if masters else size) + FLOAT32 * masters)
     if not spec.offload_optimizer:
         return Prediction(States(persistent + stored, gradients, update))
     if spec.offload_optimizer == "nvme":
@@ -183,11 +154,10 @@ def parameter_size(spec: Spec, precision: str) -> int:
     return FLOAT32
 
 
-def _state_size(optimizer: Choice, size: int) -> float:
-    tensors = STATE_TENSORS[optimizer.name]
-    for option in ("momentum", "centered", "amsgrad"):
-        tensors += bool(optimizer.options.get(option))
-    return tensors * size
+def _state_tensors(optimizer: Choice) -> int:
+    """Returns how many numbers an optimizer keeps for each element of a parameter, as DeepSpeed's C++ versions do."""
+    more = sum(bool(optimizer.options.get(option)) for option in ("momentum", "centered"))
+    return OPTIMIZERS[optimizer.name].moments + more
 
 
 def buckets(run: Run, network: Network) -> int:

@@ -24,8 +24,7 @@ def build(placement: Placement) -> MeshStrategy:
     policy = MixedPrecisionPolicy()
     if mixed:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    fuses = placement.ranks_per_model == 1
-    return MeshStrategy(placement, partial(shard, policy=policy), casts=mixed, fuses=fuses)
+    return MeshStrategy(placement, partial(shard, policy=policy), casts=mixed)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

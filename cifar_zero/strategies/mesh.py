@@ -25,8 +25,6 @@ class MeshHooks(Hooks):
     """Implements `Hooks` for a `MeshStrategy`."""
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
-        if device_type == "cuda" and self.strategy.fuses:
-            return "torch_fused_dtensor"
         return "torch"
 
     def data_group(self) -> dist.ProcessGroup:
@@ -49,19 +47,17 @@ class MeshStrategy(ModelParallelStrategy):
 
     Args:
         casts: Whether `shard` sets the precision.
-        fuses: Whether all parameters are DTensors of one mesh, which torch's fused optimizers need.
     """
 
     hooks = MeshHooks
 
-    def __init__(self, placement: Placement, shard: Shard, *, casts: bool = False, fuses: bool = False):
+    def __init__(self, placement: Placement, shard: Shard, *, casts: bool = False):
         super().__init__(
             data_parallel_size=placement.replicas,
             tensor_parallel_size=placement.ranks_per_model,
             save_distributed_checkpoint=False,
         )
         self.casts = casts
-        self.fuses = fuses
         self._shard = shard
         self._sharded = False
 

@@ -129,6 +129,9 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     made += [throughput, ProgressLines(curves, throughput)]
     if run.on_cpu:
         made.append(CPUKernels(flops, run.placement.precision))
+    if run.output.audit or run.output.check_steps:
+        file = run_dir and run_dir / run_folder.STEP_CHECK
+        made.append(StepCheck(count=run.output.check_steps, on_fault="warn", file=file))
     if recipe.only_measures:
         return made
 
@@ -146,10 +149,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
             ModelCheckpoint(folder, name, recipe.monitor, mode=mode, save_top_k=kept, auto_insert_metric_name=False)
         )
     if recipe.early_stopping:
-        made.append(EarlyStop(recipe.early_stopping, monitor=recipe.monitor, mode=mode))
-    if run.output.audit or run.output.check_steps:
-        file = run_dir and run_dir / run_folder.STEP_CHECK
-        made.append(StepCheck(count=run.output.check_steps, on_fault="warn", file=file))
+        made.append(EarlyStop(recipe.monitor, patience=recipe.early_stopping, mode=mode, strict=False))
     return made
 
 

@@ -12,17 +12,13 @@ from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.resume import check_classes, config_of_checkpoint
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import Arguments, read_arguments
-from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import owner_of
-from cifar_zero.core.console import command, quieten, say
+from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.usage import existing_file
+from cifar_zero.core.usage import delta_file
 from cifar_zero.training import DATAMODULE, MODULE
 from cifar_zero.training.resolve import make_run, resolve_devices
-
-NOT_INHERITED = ("data.root", "data.url", "data.cache")
-"""Options that are not taken from a checkpoint, because its author could name any server and any folder."""
 
 
 def main() -> int:
@@ -43,7 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--delta",
         metavar="FILE",
-        type=existing_file("--delta"),
+        type=delta_file,
         help="delta (cifar-zero export --to delta) of a run started from RUN_OR_CHECKPOINT",
     )
     arguments, overrides = parser.parse_known_args()
@@ -65,15 +61,16 @@ def main() -> int:
 
 
 def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
-    """Returns the run that tests a checkpoint on one device. The recipe and the data options, except NOT_INHERITED,
-    come from the checkpoint, and the placement is the default. The flags in `given` override them, except for the
-    number of devices. Raises UsageError if the checkpoint has no recipe, or if the user must name the folder of the
-    images. See `evaluate` for the arguments."""
+    """Returns the run that tests a checkpoint on one device. The recipe comes from the checkpoint, and the placement
+    is the default. The flags in `given` override them, except for the number of devices. Raises UsageError if the
+    checkpoint has no recipe, or if the user must name the folder of the images. See `evaluate` for the arguments."""
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
-    kept = {flag: value for flag, value in options.items() if flag.startswith("data.") or owner_of(flag) == "recipe"}
-    root, *_ = (kept.pop(flag, "") for flag in NOT_INHERITED)
+    # The placement includes --data.root, --data.cache and --data.url, for which the checkpoint's author could name any
+    # folder and server.
+    kept = {flag: value for flag, value in options.items() if owner_of(flag) == "recipe"}
+    root = options.get("data.root", "")
     settings = command_line.settings_of_arguments(given, lambda _: kept)
     data = settings.data
     if data.source == "auto":  # which would test a model of CIFAR-10 on digits where CIFAR-10 is not available
@@ -83,10 +80,7 @@ def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = 
             raise UsageError(f"--data.root DIR is missing: the run's images were in {root}")
         if data.source in ("cifar10", "cifar100"):
             say(f"The images are read from {data.root}, not from the run's {root}: --data.root names another folder.")
-    model = settings.recipe.model
-    if "ep_size" in model.options:  # number of ranks over which the experts were distributed
-        model = Choice(model.name, {**model.options, "ep_size": 1})
-    return make_run(resolve_devices(settings.changed(data=data, model=model, trainer={}, devices=1)))
+    return make_run(resolve_devices(settings.changed(data=data, trainer={}, devices=1)))
 
 
 def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -102,7 +96,6 @@ def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None 
     from cifar_zero.training import build
     from cifar_zero.training.results import print_test_table, test_metrics
 
-    quieten()
     run = run_of(checkpoint, given, content)
     content = content or read(checkpoint, given.consent.trust)
     if RECORD in content:

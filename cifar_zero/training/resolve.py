@@ -147,10 +147,9 @@ def make_run(settings: Settings) -> Run:
 
 
 def with_checkpoint(run: Run, resume: str) -> Run:
-    """Returns the run with the path of the checkpoint that it resumes, and with absolute paths of the weights and the
-    delta from which it starts. A resumed run keeps the image source with which it began, even under --data.source auto.
-    Raises UsageError if the strategy cannot resume, or if the weights or the delta do not exist. `resume` is empty for
-    a new run."""
+    """Returns the run with the path of the checkpoint that it resumes, and with the absolute path of the weights
+    from which it starts. A resumed run keeps the image source with which it began, even under --data.source auto.
+    Raises UsageError if the strategy cannot resume, or if the weights do not exist. `resume` is empty for a new run."""
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))
@@ -158,9 +157,6 @@ def with_checkpoint(run: Run, resume: str) -> Run:
         weights = Path(recipe.weights)
         if not resume:
             weights = run_folder.find_checkpoint(recipe.weights)
-        if recipe.delta and not Path(recipe.delta).is_file():
-            raise UsageError(f"--delta {recipe.delta} is not a file")
-        delta = recipe.delta and str(Path(recipe.delta).absolute())
-        run = run.changed(weights=str(weights.absolute()), delta=delta)
+        run = run.changed(weights=str(weights.absolute()))
     strategy_rules.check_can_resume(run)
     return run

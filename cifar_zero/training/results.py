@@ -85,13 +85,12 @@ def collect(trainer: Any, module: Any, datamodule: Any, run: Run) -> dict[str, A
 def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
     """Returns the test/* metrics of metrics.json. If no image was tested, returns an empty dictionary. Every rank must
     call it."""
-    metrics: dict[str, Any] = {}
     tested = module.test_metrics
-    if tested.confusion.update_called:
-        for name, values in tested.per_class().items():
-            metrics[f"test/{name}_per_class"] = dict(zip(datamodule.classes, values.tolist(), strict=True))
-        for name, value in tested.overall().items():
-            metrics[f"test/{name}"] = value
+    if not tested.confusion.update_called:
+        return {}
+    metrics: dict[str, Any] = {f"test/{name}": value for name, value in tested.overall().items()}
+    for name, values in tested.per_class().items():
+        metrics[f"test/{name}_per_class"] = dict(zip(datamodule.classes, values.tolist(), strict=True))
     return metrics
 
 

@@ -13,15 +13,7 @@ from cifar_zero.build_model import check_patterns, create_meta_model
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.read import RECORD, check_resumable, read
 from cifar_zero.checkpoints.resume import check_classes, check_same_run, checkpoint_to_resume, newest_of
-from cifar_zero.checkpoints.weights import (
-    Match,
-    apply_delta,
-    load_weights,
-    match,
-    merged_weights,
-    net_weights,
-    read_plain,
-)
+from cifar_zero.checkpoints.weights import Match, load_weights, match, net_weights, read_plain
 from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.recipe import LoRAConfig
 from cifar_zero.config.run import Run
@@ -104,9 +96,7 @@ def pretrained_weights(run: Run) -> Match | None:
     if run.output.resume:
         return None
     source = run.recipe.weights
-    if run.recipe.delta:
-        weights = merged_weights(apply_delta(Path(source), Path(run.recipe.delta), run.consent.trust))
-    elif source:
+    if source:
         weights = read_plain(Path(source), run.consent.trust)
     else:
         entry = MODELS[run.recipe.model.name](**run.recipe.model.options)

@@ -16,11 +16,10 @@ import torch
 from benchmarks import gpu
 from benchmarks.loops import bare
 from benchmarks.loops.common import WARMUP_STEPS
-from benchmarks.runs import Bench
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
 from cifar_zero.config import command_line
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
@@ -55,25 +54,24 @@ def test_the_bare_loop_trains_what_train_py_trains(tmp_path: Path):
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
-def test_a_call_for_a_gpu_measures_failed_cells_last():
-    one, two, three, four = (gpu.Cell("part", name, 1, lambda place: {}) for name in ("1", "2", "3", "4"))
-    results = {"part": {"1": {"failed": "", "tries": 2}, "2": {"failed": "", "tries": 1}, "3": {}}}
+def test_a_call_for_a_gpu_repeats_failed_measurements_last():
+    one, two, three, four = (gpu.Measurement(name, 1, ()) for name in ("1", "2", "3", "4"))
+    results = {"1": {"succeeded": 0, "tries": 2}, "2": {"succeeded": 0, "tries": 1}, "3": {"succeeded": 1, "tries": 1}}
     assert gpu.in_order([one, two, three, four], results) == [four, two, one]
 
 
-def test_a_cell_that_fails_leaves_the_others_to_be_measured(tmp_path: Path):
-    results: gpu.Results = {}
-    broken = gpu.Cell("part", "broken", 1, lambda session: {"number": 1 / 0})
-    for tries in (1, 2):
-        gpu.measure(broken, gpu.Session(Bench("cpu", tmp_path), tmp_path, None), results, 1)
-        row = results["part"]["broken"]
-        assert (row["failed"], row["tries"]) == ("ZeroDivisionError: division by zero", tries)
+def test_a_measurement_ends_with_the_first_program_that_fails():
+    programs = [("-c", code) for code in ("print(1)", "print(2); raise SystemExit(3)", "print(4)")]
+    row = gpu.measure(gpu.Measurement("name", 1, tuple(programs)), 1)
+    assert row["succeeded"] == 1
+    printed = [line for line in row["output"].splitlines() if not line.startswith("$")]
+    assert printed == ["1", "FAILED: ended with exit code 3; its last lines:", "2"]
 
 
 @of_test_all
 @pytest.mark.slow
 def test_a_second_call_for_a_gpu_measures_what_a_killed_one_has_not(tmp_path: Path):
-    parts = ["kernels, products", "kernels, costs"]
+    parts = ["kernels", "tests"]
     flags = ["-m", "benchmarks.gpu", "--accelerator", "cpu", "--parts", *parts, "--out", str(tmp_path)]
     file = tmp_path / "results.json"
     with (tmp_path / "log").open("w") as log:
@@ -86,8 +84,8 @@ def test_a_second_call_for_a_gpu_measures_what_a_killed_one_has_not(tmp_path: Pa
     assert_ok(run_program(*flags))
     both = json.loads(file.read_text())
     assert [*first] == parts[:1]
-    assert [*both] == parts
-    assert both[parts[0]] == first[parts[0]]
+    assert [name.partition(":")[0] for name in both] == parts
+    assert both["kernels"] == first["kernels"]
 
 
 @of_test_all

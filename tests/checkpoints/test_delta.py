@@ -101,7 +101,7 @@ def test_a_delta_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: P
     torch.save(models.build("vit_tiny", 10).state_dict(), base)
     with pytest.raises(UsageError, match=r"which lacks conv1\.weight"):
         apply_delta(base, delta)
-    with pytest.raises(UsageError, match=f"--weights BASE --delta {delta}"):
+    with pytest.raises(UsageError, match=f"export BASE --delta {delta}"):
         read_plain(delta)
     formats.export(checkpoint, tmp_path / "net.safetensors", "safetensors")
     with pytest.raises(UsageError, match=r"was not written by cifar-zero export --to delta"):

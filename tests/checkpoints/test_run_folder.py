@@ -73,10 +73,10 @@ def test_the_newest_checkpoint_is_the_last_of_the_last_run_whatever_a_copy_did_t
     ):
         make(tmp_path / "net" / run / "checkpoints" / name, when)
     newest = tmp_path / "net" / "version_1" / "checkpoints" / "last.ckpt"
-    assert run_folder.newest_checkpoint(tmp_path / "net" / "version_1") == newest
-    assert run_folder.newest_checkpoint(tmp_path / "net") == newest
+    assert run_folder.find_checkpoint(str(tmp_path / "net" / "version_1")) == newest
+    assert run_folder.find_checkpoint(str(tmp_path / "net")) == newest
     newest.unlink()
-    assert run_folder.newest_checkpoint(tmp_path / "net").name == "best-epoch01-step000030.ckpt"
+    assert run_folder.find_checkpoint(str(tmp_path / "net")).name == "best-epoch01-step000030.ckpt"
 
 
 def test_the_configuration_in_a_run_folder_has_every_option_of_the_run(tmp_path: Path):

@@ -22,7 +22,7 @@ from cifar_zero import data, models
 from cifar_zero.__main__ import COMMANDS
 from cifar_zero.checkpoints.weights import encode
 from cifar_zero.config import command_line
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core import atomic, exits
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.exporting import formats
@@ -186,7 +186,6 @@ WRONG = {
     "doctor --nodes memory": "--nodes cannot be combined with the name of a check",
     "evaluate good --devices 2": "--devices 2: evaluate computes on one device: leave it out",
     "evaluate good --trainer.limit_test_batches 1": "--trainer.limit_test_batches has no effect on evaluate: ",
-    'compare --strategies baseline ddp --launcher "\'"': "--launcher ': no closing quotation",
     "compare --runs good null": "null cannot be read: metrics.json has strategy null",
     "compare --runs good unknown": 'unknown cannot be read: step_check.json has the unknown outcome "fine"',
     "export good.safetensors --to safetensors": "good.safetensors does not exist",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cifar_zero.comparison import compare
-from cifar_zero.comparison.options import MOVED
 from cifar_zero.core.errors import RunError, UsageError
 from tests.comparison.made_up import made_up
 
@@ -39,6 +38,7 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
     [
         (f"{TWO} --min_accuracy 50", "--min_accuracy 50: give a share from 0 to 1, such"),
         (f"{TWO} --resume last", "leave out --resume"),
+        (f"{TWO} --num_nodes 2", "leave out --num_nodes, or train the runs with their launcher"),
         (f"{TWO} --tensor_parallel_size 2", "works only with fsdp2, fsdp, tensor_parallel"),
         (f"--strategies baseline {SMALL}", "nothing to compare"),
         (f"--strategies baseline ddq {SMALL}", "unknown strategy 'ddq'"),
@@ -50,18 +50,15 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         ("--runs one two --junit .", "is a directory"),
         (f"--strategies auto ddp {SMALL}", "--strategies auto cannot be compared: name the strategy"),
         ("--runs one two --max_steps 5", "--runs only reads finished runs: leave out --max_steps 5"),
-        *((f"--strategies ddp --{option} x", f"--{option} is now: stepcheck ") for option in MOVED),
-        ("--acceptance --quick", "--acceptance is now: stepcheck accept"),
-        ("--module a.py:A --script=old.py", "--script is now: stepcheck script OLD.py FILE.py:MODULE"),
         ("--runs one two --devices 2", "--devices does not work with --runs: leave it out"),
         ("--runs one one", "give each run once"),
-        ("--runs one three", "belong to one variant"),
+        ("--runs one", "give at least two runs"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_is_trained(
     flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "load_run", lambda run: made_up(folder=str(run), seed=len(str(run))))
+    monkeypatch.setattr(compare, "load_run", lambda run: made_up(folder=str(run)))
     monkeypatch.setattr(compare, "train_variants", lambda *arguments: pytest.fail("it was trained"))
     with pytest.raises(UsageError, match=re.escape(expected)):
         run(monkeypatch, *flags.split())

@@ -8,45 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from cifar_zero.comparison import trainings
 from cifar_zero.comparison.trainings import plan_variants, train_run, train_variants
 from cifar_zero.core.errors import RunError
-from cifar_zero.training import run_process
 from tests.support.helpers import has_ended, wait_until
 
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
 
-def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
-    one, two = plan_variants(["ddp"], ["2", "2x1"], [], 1, SMALL, ["srun"])
-    names = one.variant.name, two.variant.name
-    assert (names, one.launcher, two.launcher) == (("1 node", "2 nodes"), (), ["srun"])
-    assert [variant.launcher for variant in plan_variants(["ddp", "fsdp2"], [], [], 1, SMALL, ["srun"])] == [
-        ["srun"]
-    ] * 2
-
-
 def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     file = "cifar_zero/config/deepspeed_examples.json"
-    baseline, deepspeed = (each.run for each in plan_variants([file, "baseline"], ["2"], [], 1, SMALL))
+    baseline, deepspeed = (each.run for each in plan_variants([file, "baseline"], ["2"], [], SMALL))
     assert (baseline.placement.ds_config, deepspeed.placement.ds_config) == ("", file)
     assert baseline.recipe == deepspeed.recipe
     recipe, precision = baseline.recipe, baseline.placement.precision
     assert (recipe.batch_size, recipe.gradient_clip_val, precision) == (16, 1.0, "bf16-mixed")
 
 
-def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
-    rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
-    baseline, fsdp2, pipeline = (
-        variant.run for variant in plan_variants(["baseline", "fsdp2", "pipeline"], [], [], 1, rest)
-    )
-    assert [run.placement.ranks_per_model for run in (baseline, fsdp2, pipeline)] == [1, 2, 4]
-
-
 @pytest.fixture
 def replace_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
     """Returns a function that replaces the program `train` by another one, which is given as its source."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(run_process, "TRAIN", ("program_of_a_test",))
+    monkeypatch.setattr(trainings, "TRAIN", ("program_of_a_test",))
     return (tmp_path / "program_of_a_test.py").write_text
 
 
@@ -66,12 +49,12 @@ def test_a_failed_run_is_reported_with_its_last_error_or_its_signal(
 
 
 def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    planned = plan_variants(["baseline", "ddp"], ["1"], [], 1, [*SMALL, "--max_steps", "1"])
+    planned = plan_variants(["baseline", "ddp"], ["1"], [], [*SMALL, "--max_steps", "1"])
     planned[0].flags += ["--optimizer.lr", "fast"]
     variants = train_variants(planned, tmp_path)
     assert [variant.outcome for variant in variants] == ["not trained", "not judged"]
     assert "--optimizer.lr" in variants[0].remark
-    assert [len(variant.runs) for variant in variants] == [0, 1]
+    assert [variant.run is None for variant in variants] == [True, False]
     said = capfd.readouterr().err
     assert "[1/2] baseline: training, see " in said
     assert f"baseline: {variants[0].remark}" in said
@@ -94,24 +77,22 @@ the ranks directly."""
 def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
     impatient: bool, replace_train: Callable[[str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait, log = subprocess.Popen.wait, tmp_path / "a.log"
+    wait, log, waits = subprocess.Popen.wait, tmp_path / "a.log", list[float | None]()
 
     def interrupted(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is not None:  # the time to save a checkpoint
-            raise KeyboardInterrupt
-        return wait(self)
-
-    def start_and_interrupt() -> None:
-        with run_process.start([], log):
+        waits.append(timeout)
+        if len(waits) == 1:
             wait_until(lambda: log.read_text().count("\n") == 3)
             raise KeyboardInterrupt
+        if impatient and timeout is not None:  # the time to save a checkpoint
+            raise KeyboardInterrupt
+        return wait(self, timeout)
 
     replace_train(RANKS)
     with monkeypatch.context() as patch:
-        if impatient:
-            patch.setattr(subprocess.Popen, "wait", interrupted)
+        patch.setattr(subprocess.Popen, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            start_and_interrupt()
+            train_run("a", [], tmp_path)
     words = log.read_text().split()
     assert impatient or "saved" in words
     stubborn = next(int(word) for word in words if word.isdigit())

@@ -14,7 +14,6 @@ def machine_without_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
-OFFLOAD_3 = "--strategy deepspeed_stage_3_offload --optimizer"
 SUPER = "--strategy deepspeed_stage_3_superoffload --optimizer"
 NVME = "--strategy deepspeed_stage_3_offload_nvme"
 
@@ -80,12 +79,9 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (2, "--strategy fsdp2 --devices 2 --ema 0.5", "use deepspeed_stage_3"),
         (0, "--zero.reduce_bucket_size 100 --strategy deepspeed_stage_0", "works only with ZeRO 1 to 3, not with"),
         (0, "--strategy deepspeed_stage_2 --zero.overlap_comm true --devices 2", "needs a GPU"),
-        (2, "--strategy deepspeed_stage_2_offload --optimizer adamw --offload.ratio 0.5", "only with deepspeed_stage_"),
-        (2, "--strategy deepspeed_stage_3 --offload.ratio 0.5", "does not offload"),
-        (0, f"{OFFLOAD_3} adamw --offload.ratio 0.5", "--offload.* needs a GPU"),
-        (0, f"{OFFLOAD_3} adamw --offload.ratio 1.5", "--offload.ratio must be"),
-        (2, f"{OFFLOAD_3} adam --offload.ratio 0.5", "--optimizer adamw, --schedule"),
-        (2, f"{OFFLOAD_3} adamw --offload.ratio 0.5 --schedule cosine", "--schedule constant"),
+        (2, "--strategy deepspeed_stage_3 --offload.pin_memory true", "does not offload"),
+        (0, "--strategy deepspeed_stage_3_offload --offload.pin_memory true", "--offload.* needs a GPU"),
+        (0, f"{SUPER} adamw --offload.cpuadam_cores_perc 1.5", "--offload.cpuadam_cores_perc must be"),
         (0, f"{SUPER} adam", "use deepspeed_stage_3_offload"),
         (2, f"{SUPER} adam --optimizer.weight_decay 0.1", "as AdamW does"),
         (2, f"{SUPER} adamw --resume last", "start again with --weights"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero import data
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core.errors import RunError, UsageError
 
 KILLED_WRITER = """

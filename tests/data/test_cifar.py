@@ -14,7 +14,7 @@ import pytest
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from cifar_zero import data
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core.errors import RunError
 from cifar_zero.data.classes import CLASSES
 from tests.data.archives import cifar_files, md5, publish, tar_gz

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cifar_zero import data
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.data import digits
 
 

@@ -12,7 +12,7 @@ import pytest
 from torchvision.datasets import CIFAR10
 
 from cifar_zero import data
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core import atomic
 from cifar_zero.data.cifar import DownloadError, download
 from tests.data.archives import ArchiveServer, cifar_files, md5, publish, tar_gz

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from cifar_zero import data
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.cache import Dataset
 

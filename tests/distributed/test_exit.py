@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.helpers import assert_ok, run_folder_of, run_program
 
-FIGURES = {"confusion_matrix.png", "mistakes.png", "precision_recall.png", "roc.png"}
+FIGURES = {"confusion_matrix.png", "precision_recall.png", "roc.png"}
 
 
 @pytest.mark.distributed

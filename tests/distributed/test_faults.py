@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from cifar_zero.checkpoints.read import read
-from cifar_zero.checkpoints.run_folder import newest_checkpoint
+from cifar_zero.checkpoints.run_folder import find_checkpoint
 from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,
@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_the_run_which_resumes_exactly(
     folder = run_folder_of(tmp_path)
     assert f"resume with: {train_command()} --resume {folder}\n" in run.said()
     run.assert_nothing_left()
-    same += ["--max_steps", str(read(newest_checkpoint(folder))["global_step"] + 10)]
+    same += ["--max_steps", str(read(find_checkpoint(str(folder)))["global_step"] + 10)]
     resumed, whole = tmp_path / "resumed", tmp_path / "whole"
     train_all({resumed: [*same, "--resume", str(folder)], whole: same})
     assert largest_difference(last_weights(resumed), last_weights(whole)) == 0

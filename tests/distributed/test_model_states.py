@@ -24,10 +24,8 @@ if WHOLE:
 def predicted_of(flags: list[str]) -> States:
     """Returns the bytes that cifar-zero plan predicts for the memory of a rank, on the device and on the host together,
     as `mem/*_rank_bytes` of a run measures them."""
-    config = command_line.parse(flags)
-    place, weights = config.placement, network_of(make_run(config)).weights
-    actual = predicted(place.strategy, weights, 2, place.precision, config.recipe.optimizer, place.zero)
-    assert actual is not None
+    run = make_run(command_line.parse(flags))
+    actual = predicted(run, network_of(run))
     device, host = actual.device, actual.host
     return States(
         device.parameters + host.parameters, device.gradients + host.gradients, device.optimizer + host.optimizer

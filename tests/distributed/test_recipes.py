@@ -15,7 +15,7 @@ from statistics import mean
 import pytest
 
 from cifar_zero.config import command_line
-from cifar_zero.optimizers import OFFLOADED_BY
+from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.schedules import SCHEDULES
 from datamodule import CIFARDataModule
 from tests.support.helpers import ROOT, losses, metrics_of, of_test_all, on_a_small_cpu, train_all
@@ -61,7 +61,7 @@ def flags_of(recipe: Path, ranks: int, data: list[str]) -> list[str]:
 def strategy_of(recipe: Path, ranks: int) -> str:
     """Returns the baseline on one rank. On two ranks, returns ZeRO 2, or ZeRO 0 if the recipe's optimizer needs whole
     tensors."""
-    cuts = command_line.parse(["--config", str(recipe)]).recipe.optimizer.name in OFFLOADED_BY
+    cuts = OPTIMIZERS[command_line.parse(["--config", str(recipe)]).recipe.optimizer.name].shardable
     return "baseline" if ranks == 1 else "deepspeed_stage_2" if cuts else "deepspeed_stage_0"
 
 

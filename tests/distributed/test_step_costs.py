@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.loops import bare, common
 from cifar_zero import data as sources
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from tests.distributed.step_costs import COSTS_FILE, COUNTED, StepCosts, counted_costs
 from tests.support.helpers import WHOLE, run_folder_of, train_all
 

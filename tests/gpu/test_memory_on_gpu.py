@@ -1,10 +1,13 @@
-"""Activation checkpointing and offload on a GPU give the same losses and a lower peak of memory."""
+"""The plan predicts the memory of a rank on a GPU. Activation checkpointing and offload lower its peak, and give the
+same losses."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.helpers import assert_ok, metrics_of, needs_gpu, run_program
 
@@ -15,6 +18,8 @@ SWITCHES = [
     "--activation_offload",
     "--activation_checkpointing --activation_offload",
 ]
+
+PLANNED = ["baseline", *(f"deepspeed_stage_{stage}" for stage in ("1", "2", "3", "3_offload"))]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -32,3 +37,22 @@ def test_less_memory_and_the_same_loss(strategy: str, precision: str, small_data
         # Not bit for bit: GPU kernels may sum with atomics.
         assert runs[switch]["train/loss"] == pytest.approx(runs[""]["train/loss"], rel=1e-3), switch
         assert runs[switch]["mem/peak_rank_bytes"][0] < 0.7 * runs[""]["mem/peak_rank_bytes"][0], switch
+
+
+@pytest.mark.parametrize("ranks", [number for number in (1, 2, 8) if number <= max(1, torch.cuda.device_count())])
+@pytest.mark.parametrize(
+    "strategy", ["baseline", *(f"deepspeed_stage_{stage}" for stage in ("1", "2", "3", "3_offload"))]
+)
+def test_the_plan_predicts_states_and_peak(strategy: str, ranks: int, tmp_path: Path):
+    recipe = ["--model", "vit_large", "--optimizer", "adamw", "--precision", "bf16-mixed"]
+    recipe += ["--batch_size", str(16 * ranks), "--devices", str(ranks)]
+    done = run_program("plan", *recipe, "--device_memory", "130GB", "--json")
+    (planned,) = [each for each in json.loads(done.stdout)["strategies"] if each["strategy"] == strategy]
+    # Few images, because they take memory on the GPU too.
+    images = ["--data.source", "synthetic", "--data.synthetic_size", "640", "--data.root", str(tmp_path / "data")]
+    run = ["--strategy", strategy, "--bench_steps", "6", "--out", str(tmp_path / "runs")]
+    assert_ok(run_program("train.py", *recipe, *images, *run))
+    metrics = metrics_of(tmp_path / "runs")
+    states = sum(sum(planned["states"][where].values()) for where in ("device", "host"))
+    assert metrics["mem/model_state_rank_bytes"][0] == pytest.approx(states, rel=0.05)
+    assert metrics["mem/peak_rank_bytes"][0] == pytest.approx(planned["device"], rel=0.15)

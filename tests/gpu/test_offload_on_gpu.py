@@ -18,8 +18,6 @@ SUB_GROUPS = ["--zero.sub_group_size", "500000"]
 ON_ONE_GPU = {
     "superoffload": SUPER,
     "superoffload of many sub-groups": [*SUPER, *SUB_GROUPS, "--offload.cpuadam_cores_perc", "0.5"],
-    "superoffload with a ratio": [*SUPER, *SUB_GROUPS, "--offload.ratio", "0.5"],
-    "offload with a ratio": ["--strategy", "deepspeed_stage_3_offload", *SUB_GROUPS, "--offload.ratio", "0.5"],
     "pinned": ["--strategy", "deepspeed_stage_2_offload", "--offload.pin_memory", "true"],
 }
 STEPS = 12

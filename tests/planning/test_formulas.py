@@ -6,18 +6,20 @@ import pytest
 import torch
 
 from cifar_zero.config.recipe import Choice
+from cifar_zero.config.run import Run
+from cifar_zero.config.settings import make_settings
 from cifar_zero.optimizers import OPTIMIZERS
-from cifar_zero.planning.formulas import Weight, predicted
+from cifar_zero.planning.formulas import Network, Weight, predicted
 
 ADAM = Choice("adam")
-LARGE = [Weight(2_520 * 2_520)] * 10
+LARGE = Network((Weight(2_520 * 2_520),) * 10, blocks=())
 """63.5 million parameters: stage 3 keeps none of them whole, and 1 to 9 ranks shard them evenly."""
 ELEMENTS = 10 * 2_520 * 2_520
 
 
 def bytes_each(strategy: str, ranks: int, precision: str, optimizer: Choice = ADAM) -> float:
-    states = predicted(strategy, LARGE, ranks, precision, optimizer)
-    assert states is not None
+    settings = make_settings(strategy=strategy, devices=ranks, precision=precision, optimizer=optimizer)
+    states = predicted(Run(**vars(settings), num_classes=10), LARGE)
     return (states.device.total + states.host.total) / ELEMENTS
 
 

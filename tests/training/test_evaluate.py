@@ -8,7 +8,7 @@ import pytest
 
 from cifar_zero.config import command_line
 from cifar_zero.config.arguments import read_arguments
-from cifar_zero.config.settings import DataConfig
+from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core.errors import UsageError
 from cifar_zero.training.evaluate import run_of
 

@@ -16,6 +16,7 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.plain_data import load_value
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
+from stepcheck.lightning import StepCheck
 
 OPTIONS = sorted(inspect.signature(Trainer.__init__).parameters.keys() - {"self", *OWNED})
 
@@ -39,6 +40,11 @@ def test_an_option_that_the_program_sets_has_one_owner(flags: list[str], resolve
     options = build.trainer_options(resolved(*flags), None, callbacks=[])
     overridable = {*build.OVERRIDABLE, *(["limit_val_batches"] if flags else [])}
     assert options.keys() - OWNED.keys() == overridable
+
+
+def test_a_benchmark_is_audited_too(resolved):
+    callbacks = build.trainer_options(resolved("--bench_steps", "3", "--audit"), None)["callbacks"]
+    assert any(isinstance(each, StepCheck) for each in callbacks)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -14,7 +14,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.models import MODELS, ThirdParty
 from cifar_zero.models.cast import STATISTICS
-from cifar_zero.optimizers import BY_DEEPSPEED, OFFLOADED_BY
+from cifar_zero.optimizers import OPTIMIZERS
 from cifar_zero.strategies.deepspeed.strategy import ZeROStrategy
 
 __all__ = ["ZeROStrategy", "build"]
@@ -38,7 +38,7 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> ZeROStrategy
         # By default DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
         config.setdefault("data_types", {"buffer_dtype": dtype, "keep_in_fp32_modules": [*STATISTICS]})
     strategy.shards_while_building = not issubclass(MODELS[run.recipe.model.name], ThirdParty)
-    if spec.offload_optimizer and OFFLOADED_BY.get(run.recipe.optimizer.name) == BY_DEEPSPEED:
+    if spec.offload_optimizer and OPTIMIZERS[run.recipe.optimizer.name].compiled:
         strategy.operators = ("cpu_adam", *strategy.operators)
     return strategy
 
@@ -80,7 +80,7 @@ def _zero_section(placement: Placement, spec: Spec, num_parameters: int, largest
         zero["memory_efficient_linear"] = num_parameters > placement.zero.param_persistence_threshold
     pinned = {"pin_memory": offload.pin_memory}
     if spec.offload_optimizer:
-        zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned, "ratio": offload.ratio}
+        zero["offload_optimizer"] = {"device": spec.offload_optimizer, **pinned}
     if spec.offload_parameters:
         zero["offload_param"] = {"device": spec.offload_parameters, **pinned}
     if spec.super_offload:

@@ -71,16 +71,8 @@ class EarlyStop(EarlyStopping):
 
     A resumed run continues the count of validations without an improvement. It applies its own patience to this count,
     and ends at once if the patience is already exhausted. An epoch that --max_steps cuts short has no validation and
-    does not count.
-
-    Args:
-        patience: Number of validations in a row without an improvement after which the training stops.
-        monitor: The metric, from --monitor, which also selects the best checkpoint.
-        mode: Whether a higher (max) or a lower (min) value of the metric is better.
+    does not count, which needs `strict=False`.
     """
-
-    def __init__(self, patience: int, monitor: str = "val/acc", mode: str = "max"):
-        super().__init__(monitor, mode=mode, patience=patience, strict=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the count of validations without an improvement. Lightning (2.6.6) would also restore the patience

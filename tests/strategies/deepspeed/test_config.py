@@ -61,7 +61,7 @@ SWITCHES = {
     "param_persistence_threshold": 7,
     "sub_group_size": 1000,
 }
-OFFLOAD = {"ratio": 0.75, "pin_memory": True, "cpuadam_cores_perc": 0.5}
+OFFLOAD = {"pin_memory": True, "cpuadam_cores_perc": 0.5}
 
 
 def test_switches_reach_deepspeed_key_by_key():
