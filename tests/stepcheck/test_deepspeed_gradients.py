@@ -1,7 +1,5 @@
 """Tests that the audit knows which gradients DeepSpeed rounds, and which it replaces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +42,14 @@ def optimizer(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int) -> None:
+def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int):
     autocast = {"enabled": True, "dtype": "bfloat16"}
     engine = build(zero_optimization={"stage": stage}, torch_autocast=autocast, optimizer=optimizer("AdamW"))
     assert adapter_of(engine).rounding_dtypes() == {torch.float32, torch.bfloat16}
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(clip: float) -> None:
+def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(clip: float):
     zero = {"stage": 1, "reduce_scatter": False}
     engine = build(zero_optimization=zero, optimizer=optimizer("Muon"), gradient_clipping=clip)
     with audit(engine, on_fault="warn", weights_every=1) as audited:
@@ -62,7 +60,7 @@ def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(cl
     assert "Muon (1 of 2" in audited.verdict.not_judged["some gradients"]
 
 
-def test_tensor_parallelism_is_refused() -> None:
+def test_tensor_parallelism_is_refused():
     engine = build(zero_optimization={"stage": 1}, optimizer=optimizer("AdamW"))
     engine.mp_world_size = 2  # as with autotp_size 2, which needs two ranks
     with pytest.raises(NotAuditable, match="different parts"):
@@ -70,7 +68,7 @@ def test_tensor_parallelism_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_that_deepspeed_skips_is_named(stage: int) -> None:
+def test_a_step_that_deepspeed_skips_is_named(stage: int):
     """Plain PyTorch does not skip it, and ends with weights that are not numbers (DeepSpeed issue 8415)."""
     engine = build(zero_optimization={"stage": stage}, bf16={"enabled": True}, optimizer=optimizer("AdamW"))
     with audit(engine, on_fault="warn") as audited:
