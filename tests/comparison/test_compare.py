@@ -1,17 +1,14 @@
 """Tests which command lines `cifar-zero compare` refuses, and what it reports if something failed."""
 
-from __future__ import annotations
-
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cifar_zero.comparison import compare
-from cifar_zero.comparison.options import MOVED
 from cifar_zero.core.errors import RunError, UsageError
 from tests.comparison.made_up import made_up
+from tests.support.helpers import refused
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
@@ -24,7 +21,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return compare.main()
 
 
-def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "a.log")
 
@@ -50,7 +47,6 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         ("--runs one two --junit .", "is a directory"),
         (f"--strategies auto ddp {SMALL}", "--strategies auto cannot be compared: name the strategy"),
         ("--runs one two --max_steps 5", "--runs only reads finished runs: leave out --max_steps 5"),
-        *((f"--strategies ddp --{option} x", f"--{option} is now: stepcheck ") for option in MOVED),
         ("--acceptance --quick", "--acceptance is now: stepcheck accept"),
         ("--module a.py:A --script=old.py", "--script is now: stepcheck script OLD.py FILE.py:MODULE"),
         ("--runs one two --devices 2", "--devices does not work with --runs: leave it out"),
@@ -58,16 +54,14 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         ("--runs one three", "belong to one variant"),
     ],
 )
-def test_a_mistake_is_refused_before_anything_is_trained(
-    flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_refused_before_anything_is_trained(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compare, "load_run", lambda run: made_up(folder=str(run), seed=len(str(run))))
     monkeypatch.setattr(compare, "train_variants", lambda *arguments: pytest.fail("it was trained"))
-    with pytest.raises(UsageError, match=re.escape(expected)):
+    with refused(expected):
         run(monkeypatch, *flags.split())
 
 
-def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="start it once"):
@@ -76,7 +70,7 @@ def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_verdicts_are_kept_if_the_report_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     def broken(*_: Any) -> None:
         raise OSError("no fonts")
 

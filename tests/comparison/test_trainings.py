@@ -1,7 +1,5 @@
 """Tests the planning of variants, and their runs, with programs that end in different ways."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from tests.support.helpers import has_ended, wait_until
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
 
-def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
+def test_a_launcher_starts_only_the_runs_on_several_nodes():
     one, two = plan_variants(["ddp"], ["2", "2x1"], [], 1, SMALL, ["srun"])
     names = one.variant.name, two.variant.name
     assert (names, one.launcher, two.launcher) == (("1 node", "2 nodes"), (), ["srun"])
@@ -25,7 +23,7 @@ def test_a_launcher_starts_only_the_runs_on_several_nodes() -> None:
     ] * 2
 
 
-def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
+def test_all_variants_train_the_recipe_of_a_deepspeed_configuration():
     file = "cifar_zero/config/deepspeed_examples.json"
     baseline, deepspeed = (each.run for each in plan_variants([file, "baseline"], ["2"], [], 1, SMALL))
     assert (baseline.placement.ds_config, deepspeed.placement.ds_config) == ("", file)
@@ -34,7 +32,7 @@ def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
     assert (recipe.batch_size, recipe.gradient_clip_val, precision) == (16, 1.0, "bf16-mixed")
 
 
-def test_a_size_is_for_the_strategies_that_split_the_model() -> None:
+def test_a_size_is_for_the_strategies_that_split_the_model():
     rest = [*SMALL, "--model", "vit_small", "--devices", "4", "--tensor_parallel_size", "2"]
     baseline, fsdp2, pipeline = (
         variant.run for variant in plan_variants(["baseline", "fsdp2", "pipeline"], [], [], 1, rest)
@@ -59,13 +57,13 @@ def replace_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 )
 def test_a_failed_run_is_reported_with_its_last_error_or_its_signal(
     code: str, error: str, replace_train: Callable[[str], int], tmp_path: Path
-) -> None:
+):
     replace_train(code)
     with pytest.raises(RunError, match=f"^{error}$"):
         train_run("a", [], tmp_path)
 
 
-def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     planned = plan_variants(["baseline", "ddp"], ["1"], [], 1, [*SMALL, "--max_steps", "1"])
     planned[0].flags += ["--optimizer.lr", "fast"]
     variants = train_variants(planned, tmp_path)
@@ -93,7 +91,7 @@ the ranks directly."""
 @pytest.mark.parametrize("impatient", [False, True], ids=["once", "twice"])
 def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
     impatient: bool, replace_train: Callable[[str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     wait, log = subprocess.Popen.wait, tmp_path / "a.log"
 
     def interrupted(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
@@ -118,7 +116,7 @@ def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
     wait_until(lambda: has_ended(stubborn))
 
 
-def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A module of the same name in the user's directory is not imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cifar_zero.py").write_text("print('error: the wrong one'); raise SystemExit(3)")

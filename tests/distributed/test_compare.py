@@ -1,7 +1,5 @@
 """cifar-zero compare from start to end, on two real ranks, with a strategy that is broken on purpose."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -34,7 +32,7 @@ if "RANK" in os.environ and "ddp" in sys.orig_argv:
 
 
 @of_test_all
-def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list[str]) -> None:
+def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list[str]):
     """torchrun starts the ranks."""
     (tmp_path / "sitecustomize.py").write_text(BROKEN_DDP)
     torchrun = f"{Path(sys.executable).parent / 'torchrun'} --standalone --nproc_per_node 2"

@@ -1,7 +1,5 @@
 """Activation checkpointing and offload on a GPU give the same losses and a lower peak of memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -15,9 +15,7 @@ from cifar_zero.training.callbacks import figures
 NAMES = ["cat", "dog", "frog"]
 
 
-def test_the_figures_show_the_test_images_of_all_batches(
-    fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_figures_show_the_test_images_of_all_batches(fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     """The most confident mistakes are kept, and the names of the classes are in the order of the labels."""
     mistakes: list[Any] = []
     confusion: list[Any] = []
@@ -41,7 +39,7 @@ def test_the_figures_show_the_test_images_of_all_batches(
     assert confusion[1] == run.datamodule.classes
 
 
-def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_one() -> None:
+def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_one():
     counts = torch.tensor([[3, 1, 0], [0, 0, 0], [5, 0, 15]])  # no image of the second class
     axes = figures.confusion_figure(counts, NAMES).axes[0]
     assert np.array_equal(np.asarray(axes.images[0].get_array()), counts)
@@ -49,7 +47,7 @@ def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_
     assert axes.get_title() == "24 test images, 75.00% correct"
 
 
-def test_each_class_has_its_line_and_its_area() -> None:
+def test_each_class_has_its_line_and_its_area():
     x, y = torch.tensor([0.0, 0.0, 0.9]), torch.tensor([0.0, 0.6, 1.0])
     areas = torch.tensor([0.5, torch.nan, 0.75])  # no image of the second class
     axes = figures.curve_figure(([x] * 3, [y] * 3), areas, NAMES, "AUROC", ("x", "y")).axes[0]
@@ -58,7 +56,7 @@ def test_each_class_has_its_line_and_its_area() -> None:
     assert np.array_equal(axes.get_lines()[0].get_xydata(), torch.stack([x, y], dim=1))
 
 
-def test_normalised_images_become_pixels_again() -> None:
+def test_normalised_images_become_pixels_again():
     pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(1, 3, 1, 1)
     for name in NORMALIZATIONS:
         seen = inputs(16, name)
