@@ -202,7 +202,7 @@ def frozen(stage: int) -> str:
     """6771: a layer was frozen after the optimizer was built, and a checkpoint lacks its state."""
     model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model[0].weight.requires_grad_(False)
+    next(model.parameters()).requires_grad_(False)
     engine = build(model, zero(stage), optimizer)
     before = weights(engine)
     verdict = train(engine, [images(1, 4)] * 2)

@@ -1,11 +1,11 @@
 """Fixtures and hooks of all tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +27,13 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*images, "--test_figures", "false", "--data.root", str(tmp_path_factory.mktemp("data"))]
 
 
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the variables of a launcher that an earlier test in this process may have left."""
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Removes the process group and the environment variables of a test that is itself a rank. Otherwise later tests
@@ -45,6 +52,19 @@ def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
     for name in os.environ.keys() - environment.keys():  # the ranks' variables
         del os.environ[name]
+
+
+PLANTED = "open({!r}, 'w')\ndef act(*_, **__): return act\nclass Act:\n    def __init__(self, *_, **__): act()\n"
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the path of a file that the module `planted_code` writes when it is imported."""
+    proof = tmp_path / "imported"
+    (tmp_path / "planted_code.py").write_text(PLANTED.format(str(proof)))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
+    return proof
 
 
 @pytest.hookimpl(tryfirst=True)

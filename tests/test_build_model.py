@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from cifar_zero.build_model import check_patterns, create_meta_model

@@ -1,6 +1,5 @@
 """Tests the data module's exact splits, and which images it augments and refuses."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,10 @@ from cifar_zero.config.recipe import AugmentConfig, DataConfig
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
 from cifar_zero.data.dataset import stratified_split
-from cifar_zero.launch.local_launcher import free_port, variables
+from cifar_zero.launch import rank_environment
 from datamodule import CIFARDataModule
-from tests.support.helpers import run_program
+from tests.support.helpers import on_ranks
+from tests.support.many_runs import train_run
 
 
 @pytest.fixture
@@ -57,24 +57,17 @@ def test_only_training_images_are_augmented(config: DataConfig):
     assert labels.shape == (8, 10)
 
 
+def train_with_other_images(flags: list[str]) -> None:
+    """Trains as one of two ranks, of which the second has ten images more."""
+    size = 205 + 10 * rank_environment.global_rank()
+    differ = "has 215 training and 215 test images, which differ from the 205 training and 205 test images of"
+    with pytest.raises(UsageError, match=f"{differ} .*: give all nodes the same files"):
+        train_run([*flags, "--data.synthetic_size", str(size)], "")
+
+
 @pytest.mark.distributed
 def test_nodes_with_other_images_are_refused(tmp_path: Path):
-    """The second of two ranks has ten images more."""
     flags = ["--accelerator", "cpu", "--data.source", "synthetic", "--max_steps", "4", "--batch_size", "8"]
-    flags += ["--data.root", str(tmp_path), "--out", str(tmp_path / "out"), "--logger", "none"]
-    port = free_port()
-    with ThreadPoolExecutor(2) as pool:
-        starts = [
-            pool.submit(
-                run_program,
-                *("train.py", *flags, "--data.synthetic_size", str(size)),
-                env=variables(rank, 2, port),
-                fresh=True,  # a warm start runs one program after the other
-            )
-            for rank, size in enumerate((205, 215))
-        ]
-    for done in (start.result() for start in starts):
-        assert done.returncode == 2
-        line = done.stderr.splitlines()[-1]
-        assert "has 215 training and 215 test images, which differ from the 205 training and 205 test images of" in line
-        assert "give all nodes the same files" in line
+    flags += ["--devices", "2", "--data.root", str(tmp_path), "--out", str(tmp_path / "out"), "--logger", "none"]
+    on_ranks(2, train_with_other_images, flags)
+    assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """Tests rules of the whole tree. Every module imports, and every recipe builds."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
@@ -143,10 +141,7 @@ def test_the_first_step_of_zero_2_does_not_load_the_compiler(small_data: list[st
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_builds_and_its_printed_configuration_is_the_same_run(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+def test_a_recipe_builds_and_its_printed_configuration_is_the_same_run(recipe: Path, tmp_path: Path):
     config = command_line.parse(["--config", str(recipe), "--accelerator", "cpu", *on_a_small_cpu(recipe)])
     assert config.data.source != "auto"  # a recipe names its source
     again = tmp_path / "again.yaml"

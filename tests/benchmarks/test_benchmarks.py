@@ -1,7 +1,5 @@
 """Tests that the benchmarks' reference loop trains train.py's model, and runs one whole benchmark."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

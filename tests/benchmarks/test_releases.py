@@ -1,21 +1,15 @@
 """Tests what benchmarks/releases.py keeps of an acceptance, and the page that docs/releases.py makes of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.releases import shortened
-from tests.support.helpers import HANG_SECONDS, ROOT
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+from tests.support.helpers import ROOT, needs_browser, shown_by_browser
 
 CASES = (
     ("deepspeed_stage_2", "float32", {"shares": {"gradient": 0.25, "loss": 0.0}, "summary": "0.25 of a tolerance"}),
@@ -25,7 +19,7 @@ CASES = (
 """A correct case, one with a fault that all releases have, and one that does not run."""
 
 
-@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome here")
+@needs_browser
 def test_the_page_of_a_release_shows_each_case_and_its_first_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     blank = {"steps": 4, "passed": True, "findings": []}
     engines = [{"strategy": strategy, "row": row, **blank, **case} for strategy, row, case in CASES]
@@ -34,9 +28,7 @@ def test_the_page_of_a_release_shows_each_case_and_its_first_fault(tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["releases.py", "results.json"])
     runpy.run_path(str(ROOT / "docs" / "releases.py"), run_name="__main__")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
-    command = [str(BROWSER), *options, (tmp_path / "releases.html").as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True).stdout
+    shown = shown_by_browser((tmp_path / "releases.html").as_uri(), tmp_path / "browser")
     green, grey, red = "#4caf50", "#bdbdbd", "#d32f2f"
     cells = re.findall(r'<td style="background: (.*?)">(.*?)</td>', shown)
     assert cells == [(green, "0.25"), (red, "30"), (grey, ""), ("", "")]

@@ -1,7 +1,5 @@
 """A delta file holds only the trained weights. With the delta's base, every program reads the whole model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """An error while a rank writes or removes a checkpoint is reported but not raised, because the other ranks would wait
 for the rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

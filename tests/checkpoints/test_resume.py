@@ -1,7 +1,5 @@
 """Checks which checkpoint a run resumes, and on which images."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -55,37 +53,35 @@ def test_a_resumed_run_needs_no_repeated_flags(tmp_path: Path):
     assert continued("--resume", str(moved / "checkpoints" / "last.ckpt")).recipe.epochs == 9
 
 
-def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(tmp_path: Path):
-    zero = ["--strategy", "deepspeed_stage_3", "--zero.sub_group_size", "1000"]
-    run = run_of(tmp_path, *zero, "--precision", "bf16-mixed")
-    for strategy in ((), ("--strategy", "auto"), zero[:2]):
-        config = continued("--resume", str(run), *strategy)
-        assert (config.placement.strategy, config.placement.zero.sub_group_size) == ("deepspeed_stage_3", 1000)
-    config = continued("--resume", str(run), "--strategy", "ddp")
-    assert (config.placement.strategy, config.placement.zero) == ("ddp", ZeROConfig())
-    assert config.placement.precision == "bf16-mixed"
-    with pytest.raises(UsageError, match="--resume last with --strategy auto: also give --name"):
-        continued("--resume", "last", "--strategy", "auto")
-
-
 @pytest.mark.parametrize(
-    ("recipe", "flags", "strategy", "keeps"),
+    ("recipe", "flags", "strategy"),
     [
-        ("ddp", (), "ddp", False),
-        ("auto", (), "deepspeed_stage_3", True),
-        ("ddp", ("--strategy", "auto"), "deepspeed_stage_3", True),
-        ("auto", ("--strategy", "ddp"), "ddp", False),
-        ("ddp", ("--strategy", "deepspeed_stage_3"), "deepspeed_stage_3", True),
+        ("", "", "deepspeed_stage_3"),
+        ("", "--strategy auto", "deepspeed_stage_3"),
+        ("", "--strategy deepspeed_stage_3", "deepspeed_stage_3"),
+        ("", "--strategy ddp", "ddp"),
+        ("ddp", "", "ddp"),
+        ("auto", "", "deepspeed_stage_3"),
+        ("ddp", "--strategy auto", "deepspeed_stage_3"),
+        ("auto", "--strategy ddp", "ddp"),
+        ("ddp", "--strategy deepspeed_stage_3", "deepspeed_stage_3"),
     ],
 )
-def test_a_recipe_chooses_the_strategy_of_a_resumed_run(
-    recipe: str, flags: tuple[str, ...], strategy: str, keeps: bool, tmp_path: Path
+def test_a_resumed_run_keeps_the_options_of_its_strategy_only_under_that(
+    recipe: str, flags: str, strategy: str, tmp_path: Path
 ):
-    run = run_of(tmp_path, "--strategy", "deepspeed_stage_3", "--zero.sub_group_size", "1000")
-    file = tmp_path / "recipe.yaml"
-    file.write_text(f"strategy: {recipe}\n")
-    placement = continued("--resume", str(run), "--config", str(file), *flags).placement
-    assert (placement.strategy, placement.zero != ZeROConfig()) == (strategy, keeps)
+    """The later of the recipe and the flags chooses the strategy. With auto, it is that of the earlier run."""
+    zero = ["--strategy", "deepspeed_stage_3", "--zero.sub_group_size", "1000"]
+    run, file = run_of(tmp_path, *zero, "--precision", "bf16-mixed"), tmp_path / "recipe.yaml"
+    file.write_text(f"strategy: {recipe}\n" if recipe else "{}\n")
+    placement = continued("--resume", str(run), "--config", str(file), *flags.split()).placement
+    assert (placement.strategy, placement.precision) == (strategy, "bf16-mixed")
+    assert placement.zero == (ZeROConfig(sub_group_size=1000) if strategy == "deepspeed_stage_3" else ZeROConfig())
+
+
+def test_last_does_not_name_a_run_whose_strategy_is_auto():
+    with pytest.raises(UsageError, match="--resume last with --strategy auto: also give --name"):
+        continued("--resume", "last", "--strategy", "auto")
 
 
 @pytest.mark.parametrize("more", [(), ("--resume", "auto"), ("--resume", "another")])

@@ -1,7 +1,5 @@
 """Each run folder is claimed once, and any path to a run folder finds its checkpoint."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,11 +7,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.checkpoints import run_folder
-from cifar_zero.config import command_line
-from cifar_zero.config.settings import flat
 from cifar_zero.core.errors import UsageError
-from cifar_zero.training.resolve import resolve
-from cifar_zero.training.starting import open_run
 
 
 def test_runs_that_start_together_get_separate_folders(tmp_path: Path):
@@ -77,13 +71,3 @@ def test_the_newest_checkpoint_is_the_last_of_the_last_run_whatever_a_copy_did_t
     assert run_folder.find_checkpoint(str(tmp_path / "net")) == newest
     newest.unlink()
     assert run_folder.find_checkpoint(str(tmp_path / "net")).name == "best-epoch01-step000030.ckpt"
-
-
-def test_the_configuration_in_a_run_folder_has_every_option_of_the_run(tmp_path: Path):
-    """None of the given options has its default."""
-    flags = "--seed 5 --accumulate 2 --batch_size 8 --epochs 3 --data.source synthetic --data.val_fraction 0.25"
-    flags += " --augment.flip random --optimizer adam --optimizer.lr 0.5 --schedule cosine --label_smoothing 0.1"
-    flags += f" --ema 0.9 --precision bf16-mixed --accelerator cpu --devices 1 --data.root {tmp_path} --out {tmp_path}"
-    run = resolve(command_line.parse(flags.split()))
-    folder = open_run(run, None)
-    assert flat(command_line.parse(["--config", str(folder / run_folder.CONFIG)])) == flat(run)

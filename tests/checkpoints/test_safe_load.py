@@ -1,7 +1,5 @@
 """Loads files of torch.save that are damaged or would run code."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any

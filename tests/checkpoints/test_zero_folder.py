@@ -1,7 +1,5 @@
 """Reads a hand-written DeepSpeed folder with experts, of a kind that small runs do not produce."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A typical wrong answer to each exercise of docs/course/exercises.md."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, distributed
 

@@ -1,8 +1,6 @@
 """Tests configs/cluster/. The SLURM script runs with stubs of SLURM's programs. torchrun's own parser reads the
 manifest and the variables that the operator sets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -96,7 +94,7 @@ def ended_by_slurm(folder: Path, run: Path, flags: list[str], data: str, **more:
 
 @of_test_all
 @pytest.mark.distributed
-def test_a_slurm_job_is_requeued_and_resumes(small_data: list[str], tmp_path: Path) -> None:
+def test_a_slurm_job_is_requeued_and_resumes(small_data: list[str], tmp_path: Path):
     *small, _, data = small_data
     flags = [*small, "--batch_size", "16", "--accelerator", "cpu", "--strategy", "ddp", "--epochs", "10000"]
     flags += ["--save_every_n_steps", "2"]
@@ -135,7 +133,7 @@ def trainjob() -> tuple[dict[str, Any], dict[str, Any], list[str], dict[str, str
 @pytest.mark.parametrize("manifest", [pytorchjob, trainjob])
 def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
     manifest: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     job, pod, (program, *flags), variables = manifest()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -159,7 +157,7 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
 
 @pytest.mark.distributed
 @of_test_all
-def test_launchers_of_the_guides(small_data: list[str], tmp_path: Path) -> None:
+def test_launchers_of_the_guides(small_data: list[str], tmp_path: Path):
     """Every command runs for a few steps, as written but for float16, which needs a GPU. Both nodes of torchrun's
     commands are this machine."""
     pages = "".join((ROOT / "docs" / name).read_text() for name in ("cluster.md", "migrate.md"))

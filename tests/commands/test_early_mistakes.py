@@ -1,7 +1,5 @@
 """Mistakes that a look at the files shows are found before torch, Lightning or DeepSpeed is imported."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -23,6 +21,7 @@ MESSAGES = {
     "compare --strategies baseline typo.json": "did you mean zero_optimization?",
     "train --ds_config typo.json": "did you mean zero_optimization?",
     "train --weights nowhere": "nowhere does not exist",
+    "train --model torchvision:resnet18 --batch_size 6 --devices 4": "error: --batch_size 6",
     "evaluate last.ckpt --delta nowhere": "--delta nowhere does not exist",
     "export last.ckpt --to safetensors --delta nowhere": "--delta nowhere does not exist",
     "predict last.ckpt nowhere.png": "nowhere.png does not exist",

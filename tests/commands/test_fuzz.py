@@ -1,8 +1,6 @@
 """Tests that each damaged or hostile file causes one clear error or does no harm. `make test-all` makes 1000 such
 files."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -26,7 +24,6 @@ from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core import atomic, exits
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.exporting import formats
-from tests.comparison.made_up import METRICS, SETTINGS
 from tests.exporting.made_up import CLASSES, write_checkpoint
 from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, run_program, train_all
 from tests.users_code.evil import Evil
@@ -143,16 +140,6 @@ def test_an_unknown_command_is_named():
     assert (done.returncode, done.stderr) == (2, "error: unknown command comapre: did you mean compare?\n")
 
 
-def write_run(folder: Path, step_check: dict[str, Any] | None = None, **metrics: Any) -> None:
-    """Writes a finished run with these differences from a valid one."""
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(json.dumps(SETTINGS))
-    (folder / "metrics.json").write_text(json.dumps({**METRICS, **metrics}))
-    (folder / "losses.csv").write_text("step,loss\n1,2.0\n")
-    if step_check:
-        (folder / "step_check.json").write_text(json.dumps(step_check))
-
-
 def write_export(file: Path, side: int) -> None:
     """Writes an export of Net whose metadata has this image size."""
     about = {"model": "net", "options": "{}", "classes": json.dumps(CLASSES), "mean": "0.5", "std": "0.5"}
@@ -163,13 +150,8 @@ def write_export(file: Path, side: int) -> None:
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None) -> None:
     """Makes the files and folders that WRONG names, in the current directory."""
     monkeypatch.chdir(tmp_path)
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     Path("file").touch()
     os.mkfifo("pipe.png")
-    write_run(Path("good"))
-    write_run(Path("null"), strategy=None)
-    write_run(Path("unknown"), {"outcome": "fine", "summary": ""})
     for side in (-1, 0, 64, 99999999):
         write_export(Path(f"{side}.safetensors"), side)
 
@@ -186,8 +168,6 @@ WRONG = {
     "doctor --nodes memory": "--nodes cannot be combined with the name of a check",
     "evaluate good --devices 2": "--devices 2: evaluate computes on one device: leave it out",
     "evaluate good --trainer.limit_test_batches 1": "--trainer.limit_test_batches has no effect on evaluate: ",
-    "compare --runs good null": "null cannot be read: metrics.json has strategy null",
-    "compare --runs good unknown": 'unknown cannot be read: step_check.json has the unknown outcome "fine"',
     "export good.safetensors --to safetensors": "good.safetensors does not exist",
     "predict 64.safetensors pipe.png": "pipe.png is neither a file nor a folder",
     "predict 64.safetensors file --delta pipe.png": "pipe.png does not exist, or is not a file",

@@ -1,7 +1,5 @@
 """After an installation with pip the classes can be imported from any directory, and the commands run there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -63,10 +61,10 @@ def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Pat
 
 OWN_TEST = """
 from stepcheck.testing import assert_agrees
-from my_module import Digits, DigitsData
+from my_module import MyModule
 
 def test_zero_trains_what_ddp_trains():
-    assert_agrees(Digits, DigitsData, strategies=["deepspeed_stage_3"], devices=2, steps=4)
+    assert_agrees(MyModule, strategies=["deepspeed_stage_3"], devices=2, steps=4)
 """
 
 
@@ -88,7 +86,7 @@ def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
     assert_ok(subprocess.run(install, capture_output=True, text=True))
 
     work.mkdir()
-    shutil.copy(ROOT / "tests" / "users_code" / "own_code.py", work / "my_module.py")
+    shutil.copy(ROOT / "docs" / "my_module.py", work)
     (work / "test_mine.py").write_text(OWN_TEST)
     for name in ("train", "datamodule"):
         (work / f"{name}.py").write_text(f"raise SystemExit('the wrong {name}.py')")
@@ -104,8 +102,8 @@ def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
         assert f"usage: ../env/bin/cifar-zero {command} " in run("cifar-zero", command, "--help")
     short = ["--accelerator", "cpu", "--data.source", "digits", "--max_steps", "4", "--devices", "2"]
     assert "deepspeed_stage_2" in run("cifar-zero", "train", *short, "--strategy", "deepspeed_stage_2")
-    own = ["my_module.py:Digits", "--datamodule", "my_module.py:DigitsData", "--steps", "4"]
-    run("stepcheck", "module", *own, "--devices", "2", "--strategies", "deepspeed_stage_2")
+    own = ["my_module.py:MyModule", "--steps", "4", "--devices", "2"]
+    run("stepcheck", "module", *own, "--strategies", "deepspeed_stage_2")
     assert "deepspeed_stage_2: " in run("stepcheck", "accept", "--print_cases")
     compared = run("cifar-zero", "compare", "--strategies", "baseline", "deepspeed_stage_2", *short)
     assert "1 of 1 agree with baseline" in compared

@@ -1,7 +1,5 @@
 """Executes the code of docs/loops.md on one CPU rank: the three loops train the same model."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -45,7 +43,6 @@ def trainer(strategy: str, devices: int) -> lightning.Trainer:
     )
 
 
-@pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
 def test_the_three_loops_train_the_same_model(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():

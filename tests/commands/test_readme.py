@@ -1,7 +1,5 @@
 """The commands of the first pages run as written, on small data. Flags and links of all pages exist."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -82,7 +80,7 @@ def test_flags_in_all_pages_exist():
 @pytest.mark.slow
 def test_commands(small_data: list[str], tmp_path: Path):
     """Trainings take a few steps."""
-    small = ["--accelerator", "cpu", "--epochs", "1", "--max_steps", "4", "--batch_size", "16", "--out", str(tmp_path)]
+    small = ["--accelerator", "cpu", "--epochs", "1", "--max_steps", "4", "--batch_size", "4", "--out", str(tmp_path)]
     trainings: list[list[str]] = []
     others: list[list[str]] = []
     stepchecks: list[list[str]] = []
@@ -166,7 +164,6 @@ SCRIPTS = re.findall(
 """The Python scripts of docs/migrate.md, and the last lines that each prints."""
 
 
-@pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
 def test_scripts_of_the_guide_on_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

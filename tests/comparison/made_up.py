@@ -1,7 +1,5 @@
 """Made-up runs for the tests of comparisons."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cifar_zero.comparison.result import FinishedRun

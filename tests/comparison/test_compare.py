@@ -1,8 +1,5 @@
 """Tests which command lines `cifar-zero compare` refuses, and what it reports if something failed."""
 
-from __future__ import annotations
-
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +8,7 @@ import pytest
 from cifar_zero.comparison import compare
 from cifar_zero.core.errors import RunError, UsageError
 from tests.comparison.made_up import made_up
+from tests.support.helpers import refused
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
@@ -23,7 +21,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return compare.main()
 
 
-def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "a.log")
 
@@ -55,16 +53,14 @@ def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.Monkey
         ("--runs one", "give at least two runs"),
     ],
 )
-def test_a_mistake_is_refused_before_anything_is_trained(
-    flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_refused_before_anything_is_trained(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compare, "load_run", lambda run: made_up(folder=str(run)))
     monkeypatch.setattr(compare, "train_variants", lambda *arguments: pytest.fail("it was trained"))
-    with pytest.raises(UsageError, match=re.escape(expected)):
+    with refused(expected):
         run(monkeypatch, *flags.split())
 
 
-def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="start it once"):
@@ -73,7 +69,7 @@ def test_a_launcher_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_verdicts_are_kept_if_the_report_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     def broken(*_: Any) -> None:
         raise OSError("no fonts")
 

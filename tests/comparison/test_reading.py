@@ -1,7 +1,5 @@
 """Tests how run folders are read, including damaged ones, and which runs form a variant."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -27,7 +25,7 @@ def write_run(folder: Path, changes: dict[str, str] | None = None) -> Path:
     return folder
 
 
-def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
+def test_a_run_is_read_with_its_step_check(tmp_path: Path):
     run = load_run(write_run(tmp_path))
     assert (run.losses, run.check) == ({1: 2.5, 2: 1.25}, None)
     assert (run.settings["model"], run.settings["optimizer.lr"]) == ("net", 0.1)
@@ -44,19 +42,20 @@ def test_a_run_is_read_with_its_step_check(tmp_path: Path) -> None:
         ({"losses.csv": "step,loss\n"}, "losses.csv has no losses"),
         ({"config.yaml": ""}, "cannot be read"),
         ({"metrics.json": "{}"}, "'strategy' is missing"),
+        ({"metrics.json": json.dumps({**METRICS, "strategy": None})}, "metrics.json has strategy null"),
         ({"step_check.json": '{"outcome": "fine"}'}, "unknown outcome"),
         ({"step_check.json": '{"outcome": "agrees"}'}, "'summary' is missing"),
         ({"metrics.json": '{"seed"'}, "is not JSON"),
     ],
 )
-def test_a_damaged_file_is_reported_in_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+def test_a_damaged_file_is_reported_in_one_line(tmp_path: Path, changes: dict[str, str], message: str):
     with pytest.raises(UsageError, match=message) as refused:
         load_run(write_run(tmp_path, changes))
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
 
-def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="is not a run folder"):
         load_run(tmp_path)
     write_run(tmp_path)
@@ -77,5 +76,5 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     ],
     ids=["strategies", "micro-batches", "repeated"],
 )
-def test_a_variant_is_named_by_what_differs(runs: list[FinishedRun], expected: list[str]) -> None:
+def test_a_variant_is_named_by_what_differs(runs: list[FinishedRun], expected: list[str]):
     assert [variant.name for variant in variants_of(runs)] == expected

@@ -1,7 +1,5 @@
 """Tests the planning of variants, and their runs, with programs that end in different ways."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from tests.support.helpers import has_ended, wait_until
 SMALL = ["--data.source", "synthetic", "--accelerator", "cpu", "--batch_size", "16"]
 
 
-def test_all_variants_train_the_recipe_of_a_deepspeed_configuration() -> None:
+def test_all_variants_train_the_recipe_of_a_deepspeed_configuration():
     file = "cifar_zero/config/deepspeed_examples.json"
     baseline, deepspeed = (each.run for each in plan_variants([file, "baseline"], ["2"], [], SMALL))
     assert (baseline.placement.ds_config, deepspeed.placement.ds_config) == ("", file)
@@ -42,13 +40,13 @@ def replace_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 )
 def test_a_failed_run_is_reported_with_its_last_error_or_its_signal(
     code: str, error: str, replace_train: Callable[[str], int], tmp_path: Path
-) -> None:
+):
     replace_train(code)
     with pytest.raises(RunError, match=f"^{error}$"):
         train_run("a", [], tmp_path)
 
 
-def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     planned = plan_variants(["baseline", "ddp"], ["1"], [], [*SMALL, "--max_steps", "1"])
     planned[0].flags += ["--optimizer.lr", "fast"]
     variants = train_variants(planned, tmp_path)
@@ -76,7 +74,7 @@ the ranks directly."""
 @pytest.mark.parametrize("impatient", [False, True], ids=["once", "twice"])
 def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
     impatient: bool, replace_train: Callable[[str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     wait, log, waits = subprocess.Popen.wait, tmp_path / "a.log", list[float | None]()
 
     def interrupted(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
@@ -99,7 +97,7 @@ def test_ctrl_c_interrupts_all_ranks_and_leaves_no_process(
     wait_until(lambda: has_ended(stubborn))
 
 
-def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_finds_this_repository_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A module of the same name in the user's directory is not imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cifar_zero.py").write_text("print('error: the wrong one'); raise SystemExit(3)")

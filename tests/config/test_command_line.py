@@ -1,7 +1,5 @@
 """Tests what the command line accepts and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from cifar_zero.config.recipe import AugmentConfig, Choice
 from cifar_zero.config.settings import Settings, flat
 from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers import Adam
-from tests.support.helpers import ROOT, run_program
+from tests.support.helpers import ROOT, refused
 
 BOMB = "a0: &a0 [1, 1]\na1: &a1 [*a0, *a0]\na2: [*a1, *a1]\n"
 """The start of a file with aliases that stand for more values than memory holds."""
@@ -94,10 +92,8 @@ def test_another_optimizer_drops_the_options_of_the_first():
 )
 def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UsageError) as error:
+    with refused(expected):
         command_line.parse(flags.split())
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +128,8 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
 def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
-    with pytest.raises(UsageError) as error:
+    with refused(expected):
         command_line.parse(["--config", str(recipe)])
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_name_is_also_an_option_of_its_section():
@@ -151,12 +145,3 @@ def test_an_empty_value_is_refused_unless_it_overrides_a_recipe(tmp_path: Path):
                 command_line.parse(flags)
     (tmp_path / "recipe.yaml").write_text("weights: old.safetensors\n")
     assert command_line.parse(["--config", str(tmp_path / "recipe.yaml"), "--weights", ""]).recipe.weights == ""
-
-
-def test_a_mistake_is_answered_without_torch():
-    flags = ["--model", "torchvision:resnet18", "--batch_size", "6", "--devices", "4"]
-    done = run_program("-X", "importtime", "-m", "cifar_zero", "train", *flags)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert (done.returncode, "jsonargparse" in imported) == (2, True), done.stderr[-500:]
-    assert not imported & {"torch", "torchvision", "lightning", "deepspeed"}
-    assert "error: --batch_size 6" in done.stderr

@@ -1,7 +1,5 @@
 """A file cannot make a program load code. Only the command line can."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -59,8 +57,6 @@ def test_no_recipe_names_a_callback(tmp_path: Path):
     assert (config.recipe.trainer, config.recipe.epochs) == ({}, 3)
 
 
-PLANTED = "open({!r}, 'w')\ndef act(x): return x\nclass Act: pass\n"
-
 NETWORK = """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,17 +81,6 @@ class Net(nn.Module):
 ARGUMENTS = ("act", "free", "layers", "nets", "any_dict", "config", "pair", "fields", "act.class_path", "config.act")
 
 
-@pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the path of a file that the module `planted_code` writes when it is imported."""
-    proof = tmp_path / "imported"
-    (tmp_path / "planted_code.py").write_text(PLANTED.format(str(proof)))
-    (tmp_path / "my_net.py").write_text(NETWORK)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
-    return proof
-
-
 CLASS = {"class_path": "planted_code.Act"}
 REFUSED_CLASS = "has class_path, which names code: give it on the command line"
 
@@ -116,6 +101,7 @@ REFUSED_CLASS = "has class_path, which names code: give it on the command line"
 def test_no_option_of_a_recipe_is_imported(
     planted: Path, tmp_path: Path, recipe: dict[str, Any], flags: str, refused: str | None
 ):
+    (tmp_path / "my_net.py").write_text(NETWORK)
     file, own = tmp_path / "recipe.yaml", f"{tmp_path / 'my_net.py'}:Net"
     text = yaml.safe_dump(recipe).replace("{own}", own)
     file.write_text(text.replace("{planted}", str(tmp_path / "planted_code.py")))
@@ -152,6 +138,7 @@ def test_no_value_of_a_recipe_is_imported(
     planted: Path, tmp_path: Path, argument: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
+    Path("my_net.py").write_text(NETWORK)
     Path("inner.yaml").write_text(yaml.safe_dump({**CLASS, "act": ACT, "free": CLASS}))
     for value in VALUES:
         for recipe in ({"model": {"name": "my_net.py:Net", argument: value}}, {"trainer": {argument: value}}):

@@ -1,7 +1,5 @@
 """Label smoothing changes the training loss, but not the validation loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,18 +1,10 @@
 """Configurations that are refused before anything is launched."""
 
-from __future__ import annotations
-
 import pytest
 
 from cifar_zero.config import command_line
-from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
-
-
-@pytest.fixture(autouse=True)
-def machine_without_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-
+from tests.support.helpers import refused
 
 SUPER = "--strategy deepspeed_stage_3_superoffload --optimizer"
 NVME = "--strategy deepspeed_stage_3_offload_nvme"
@@ -100,7 +92,5 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
 def test_a_run_that_cannot_work_is_refused(gpus: int, flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: gpus)
     monkeypatch.setattr("cifar_zero.training.resolve.checkpoint_to_resume", lambda settings: settings.output.resume)
-    with pytest.raises(UsageError) as error:
+    with refused(expected):
         resolve(command_line.parse(flags.split()))
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)

@@ -1,7 +1,5 @@
 """Each option has one owner. The owner decides which runs can be compared, and what a resumed run keeps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """If a writer is killed, the checkpoint's name leads to the complete old or the complete new checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

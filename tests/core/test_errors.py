@@ -4,8 +4,6 @@ GPU."""
 # pyright: reportPrivateImportUsage=false
 # torch.distributed does not list its stores as exports, although they are documented.
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

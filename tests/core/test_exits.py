@@ -1,7 +1,5 @@
 """Tests Ctrl-C during a program's imports, signals that are ignored, and the errors that are a user's mistake."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

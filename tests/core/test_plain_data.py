@@ -2,8 +2,6 @@
 
 tests/config/test_command_line.py refuses such recipes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Creates tiny CIFAR archives in the published layout, and runs a web server on this machine."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

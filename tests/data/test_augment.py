@@ -1,7 +1,5 @@
 """Each augmentation gives an image the expected pixels, whatever the ranks, the accumulation and the block size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +16,9 @@ from cifar_zero.data.augment import Augmentation
 from cifar_zero.data.dataset import Split, TrainOrder
 from cifar_zero.data.draws import GROUPS, Draws, draw
 from cifar_zero.data.loaders import MemoryLoader
+from tests.data.test_loaders import BATCH, COUNT, make_split
 
-COUNT = 53  # a prime number
 STORED = 60
-BATCH = 8
 SEED = 3
 ALL = AugmentConfig(flip="random", crop=4, cutout=9, mixup=0.5, cutmix=1.0)
 EVERYTHING = replace(ALL, erasing=0.5, policy="randaugment")
@@ -39,15 +36,6 @@ POLICIES = {
 def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reduces the number of groups, because a policy takes a second for some tens of groups."""
     monkeypatch.setattr(draws_module, "GROUPS", 3)
-
-
-def make_split(images: NDArray[np.uint8]) -> Split:
-    """Returns 53 of 60 stored images in a random order. Each image is a separate class."""
-    return Split(images, np.arange(STORED), np.random.default_rng(0).permutation(STORED)[:COUNT])
-
-
-def noise() -> Split:
-    return make_split(np.random.default_rng(0).integers(0, 256, (STORED, 32, 32, 3), dtype=np.uint8))
 
 
 def make_loader(split: Split, config: AugmentConfig, world_size: int = 1, rank: int = 0, accumulate: int = 1):
@@ -118,7 +106,7 @@ def alone(split: Split, config: AugmentConfig, draws: Draws, position: int) -> N
     ids=str,
 )
 def test_blocks_get_what_plain_indexing_gives_each_image(config: AugmentConfig):
-    split = noise()
+    split = make_split()
     draws = draw(config, COUNT, SEED, epoch=1)
     actual = by_position(split, config, epoch=1)
     assert len(actual) == COUNT // BATCH * BATCH
@@ -136,7 +124,7 @@ def test_blocks_get_what_plain_indexing_gives_each_image(config: AugmentConfig):
 def test_ranks_accumulation_and_blocks_change_nothing(
     world_size: int, accumulate: int, block_images: int, monkeypatch: pytest.MonkeyPatch
 ):
-    split = noise()
+    split = make_split()
     one_rank = by_position(split, EVERYTHING, epoch=1)
     monkeypatch.setitem(loader.BLOCK_IMAGES, "cpu", block_images)
     monkeypatch.setitem(loader.GROUPED_BLOCK_IMAGES, "cpu", 16 * block_images)
@@ -150,7 +138,7 @@ def test_ranks_accumulation_and_blocks_change_nothing(
 @pytest.mark.parametrize("given", [1, 3, 11])
 @pytest.mark.usefixtures("few_groups")
 def test_a_resumed_epoch_continues_as_if_never_stopped(given: int):
-    split = noise()
+    split = make_split()
     whole, stopped, resumed = (make_loader(split, EVERYTHING, accumulate=2) for _ in range(3))
     for each in (whole, stopped, resumed):
         each.sampler.set_epoch(4)  # pyright: ignore[reportOptionalMemberAccess]

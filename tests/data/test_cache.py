@@ -1,7 +1,5 @@
 """The decoded cache survives killed writers and damage, and follows its inputs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,9 +1,6 @@
 """CIFAR's archives are read correctly, and no other archive is accepted."""
 
-from __future__ import annotations
-
 import hashlib
-import os
 import pickle
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +15,7 @@ from cifar_zero.config.recipe import DataConfig
 from cifar_zero.core.errors import RunError
 from cifar_zero.data.classes import CLASSES
 from tests.data.archives import cifar_files, md5, publish, tar_gz
+from tests.users_code.evil import Evil
 
 FOLDER = "cifar-10-batches-py"
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -70,22 +68,12 @@ def test_the_extracted_folder_is_used_where_its_sums_are_right(
     assert capsys.readouterr().err == f"Preparing the images in {tmp_path}/.cifar-zero (only once).\n"
 
 
-class Hostile:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.folder),)
-
-
 def test_files_that_are_not_the_published_ones_are_refused_whatever_the_sum_of_their_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     files = cifar_files(10)
     publish(files, CIFAR10, monkeypatch)
-    hostile = pickle.dumps({"data": Hostile(tmp_path / "evil")})
+    hostile = pickle.dumps({"data": Evil(tmp_path / "evil")})
     without_one = {name: content for name, content in files.items() if not name.endswith("data_batch_5")}
     for wrong in (tar_gz(files | {f"{FOLDER}/test_batch": hostile}), tar_gz(without_one), tar_gz(files)[:-2000], b"no"):
         (tmp_path / ARCHIVE).write_bytes(wrong)
@@ -102,7 +90,7 @@ def test_files_that_change_after_their_check_are_not_unpickled(
     """Another process replaces the files as soon as a number of checksums has been computed."""
     files = cifar_files(10)
     publish(files, CIFAR10, monkeypatch)
-    hostile = dict.fromkeys(files, pickle.dumps({"data": Hostile(tmp_path / "evil"), "labels": []}))
+    hostile = dict.fromkeys(files, pickle.dumps({"data": Evil(tmp_path / "evil"), "labels": []}))
     left = 0
 
     def place(content: dict[str, bytes], root: Path) -> None:

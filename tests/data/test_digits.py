@@ -1,8 +1,6 @@
 """The embedded digits are the same images everywhere, their classes are balanced, and the test set has other
 handwriting."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

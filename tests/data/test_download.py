@@ -1,7 +1,5 @@
 """The archive is downloaded once, whole and checked, or not at all."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A user's folder of images is decoded correctly, refused clearly, and decoded again when it changes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests image files in the formats that users have."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

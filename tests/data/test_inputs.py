@@ -1,8 +1,6 @@
 """Training, evaluation, exports and prediction apply the same normalisation and image size, if these are not the
 defaults."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

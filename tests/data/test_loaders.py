@@ -1,7 +1,5 @@
 """Both loaders give the same images in the same order as torch's DistributedSampler."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,15 +1,12 @@
 """A transform in the user's own file is tried out, used in training and copied into the run folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from cifar_zero.config import command_line
-from cifar_zero.core.errors import UsageError
 from cifar_zero.training.resolve import resolve
-from tests.support.helpers import ROOT, assert_ok, run_folder_of, run_program, train_all
+from tests.support.helpers import ROOT, assert_ok, refused, run_folder_of, run_program, train_all
 
 FILE = ROOT / "tests" / "users_code" / "own_code.py"
 SHORT = ["--accelerator", "cpu", "--batch_size", "16", "--max_steps", "4"]
@@ -33,7 +30,5 @@ def test_a_run_trains_with_it_and_keeps_it(small_data: list[str], tmp_path: Path
     ],
 )
 def test_one_that_cannot_be_used_is_refused(name: str, message: str):
-    with pytest.raises(UsageError) as error:
+    with refused(f"--augment.transform {FILE}:{name}: ", message):
         resolve(command_line.parse(["--data.source", "digits", *SHORT, "--augment.transform", f"{FILE}:{name}"]))
-    assert str(error.value).startswith(f"--augment.transform {FILE}:{name}: ")
-    assert message in str(error.value)

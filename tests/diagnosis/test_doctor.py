@@ -1,7 +1,5 @@
 """Tests cifar-zero doctor as a user starts it, also on machines that lack something."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

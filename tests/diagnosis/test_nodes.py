@@ -1,7 +1,5 @@
 """Tests cifar-zero doctor --nodes on two simulated hosts, and its comparison of versions on made-up hosts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

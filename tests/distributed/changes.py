@@ -1,7 +1,5 @@
 """Changes to this program during runs of `train_all`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Counts what a training step costs the host. A GPU computes a step only as fast as the host
 prepares it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tests averaged weights and early stopping in train.py on two ranks. They are the same under every strategy and exact
 after a resume, and evaluate and export use the average. `make test-all` adds strategies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests models with batch normalisation on two real ranks under each kind of strategy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

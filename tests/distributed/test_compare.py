@@ -1,7 +1,5 @@
 """cifar-zero compare from start to end, on two real ranks, with a strategy that is broken on purpose."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,7 +31,7 @@ if "RANK" in os.environ and "ddp" in sys.orig_argv:
 
 
 @of_test_all
-def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list[str]) -> None:
+def test_a_lost_all_reduce_is_found_at_its_step(tmp_path: Path, small_data: list[str]):
     (tmp_path / "sitecustomize.py").write_text(BROKEN_DDP)
     flags = [*small_data, "--accelerator", "cpu", "--batch_size", "16", "--max_steps", "12", "--data.val_fraction", "0"]
     what = ["--strategies", "baseline", "ddp", "--devices", "2", "--optimizer.lr", "0.05"]

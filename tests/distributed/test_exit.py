@@ -1,7 +1,5 @@
 """Runs two ranks as a user starts them, including their exit, which support/many_runs.py skips."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,11 @@ FIGURES = {"confusion_matrix.png", "precision_recall.png", "roc.png"}
 
 @pytest.mark.distributed
 def test_two_ranks_write_figures_and_print_once(small_data: list[str], tmp_path: Path):
-    """The environment variable makes DeepSpeed choose CUDA, as DeepSpeed does automatically on a machine with a GPU."""
-    flags = ["--devices", "2", "--strategy", "deepspeed_stage_2", "--accelerator", "cpu"]
-    flags += ["--batch_size", "32", "--max_steps", "3", "--out", str(tmp_path), "--test_figures", "true"]
-    done = run_program("train.py", *small_data, *flags, env={"DS_ACCELERATOR": "cuda"}, fresh=True)
+    """The ranks do not read the recipe again, which comes from a pipe. The environment variable makes DeepSpeed choose
+    CUDA, as DeepSpeed does automatically on a machine with a GPU."""
+    recipe = "{devices: 2, strategy: deepspeed_stage_2, batch_size: 32, max_steps: 3, accelerator: cpu}"
+    flags = [*small_data, "--config", "/dev/stdin", "--out", str(tmp_path), "--test_figures", "true"]
+    done = run_program("train.py", *flags, env={"DS_ACCELERATOR": "cuda"}, fresh=True, given=recipe)
     assert_ok(done)
     run = run_folder_of(tmp_path)
     assert {path.name for path in run.glob("*.png")} >= FIGURES

@@ -1,8 +1,6 @@
 """Trains mixtures of experts with train.py on real ranks, with and without expert parallelism, under every strategy
 that supports them. They end with the same weights, and are saved and tested. test_resume.py resumes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

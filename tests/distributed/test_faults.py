@@ -1,8 +1,6 @@
 """Tests that a run ends soon and leaves nothing behind after a rank was killed or suspended, or the launcher was killed
 or terminated."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

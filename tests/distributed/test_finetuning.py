@@ -1,8 +1,6 @@
 """Tests the training of adapters and of a part of the model on two real ranks. Every strategy trains the same weights,
 and the other weights stay unchanged. `make test-all` adds stages of ZeRO, and resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests torch's fused optimizers, which a run uses on a GPU, on two CPU ranks with mixed precision and clipping."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that --log_gradients gives the same curves under every strategy."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.distributed
 STRATEGIES = ["ddp", "deepspeed_stage_3", *(["deepspeed_stage_1", "fsdp2"] if WHOLE else [])]
 
 
-def test_equal_under_every_strategy(tmp_path: Path, small_data: list[str]) -> None:
+def test_equal_under_every_strategy(tmp_path: Path, small_data: list[str]):
     same = [*small_data, "--accelerator", "cpu", "--devices", "2", "--batch_size", "32", "--accumulate", "2"]
     same += ["--log_gradients", "--log_interval", "3", "--gradient_clip_val", "0.05", "--max_steps", "6"]
     # The learning rate is so small that float32 rounds every update to 0, so all strategies have the same weights.

@@ -1,8 +1,6 @@
 """Compares the model states per rank that cifar-zero plan predicts, part by part, with the model states that ranks
 measure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,7 @@ def predicted_of(flags: list[str]) -> States:
     )
 
 
-def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
+def test_predicted_model_states_are_measured(tmp_path: Path):
     same = ["--data.source", "synthetic", "--data.synthetic_size", "16", "--data.root", str(tmp_path / "data")]
     same += ["--accelerator", "cpu", "--model", "vit_tiny", "--optimizer", "adam", "--devices", "2"]
     same += ["--batch_size", "2", "--max_steps", "2", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
@@ -52,7 +50,7 @@ def test_predicted_model_states_are_measured(tmp_path: Path) -> None:
             assert size == sum(metrics[key][rank] for key in PARTS)
 
 
-def test_the_recipe_shards_every_parameter_and_says_so(small_data: list[str], tmp_path: Path) -> None:
+def test_the_recipe_shards_every_parameter_and_says_so(small_data: list[str], tmp_path: Path):
     flags = ["--config", str(ROOT / "configs" / "zero_3.yaml"), *small_data, "--max_steps", "2", "--accelerator", "cpu"]
     assert "ZeRO 3 shards 62,006 of 62,006 parameters\n" in train_all({tmp_path: flags})
     assert predicted_of(flags).parameters == 4 * 31_003

@@ -1,8 +1,6 @@
 """A run with offload to a disk trains as a run with offload to CPU memory does. A run with offload to CPU memory can
 resume the checkpoint of a run with offload to a disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

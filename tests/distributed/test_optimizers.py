@@ -1,7 +1,5 @@
 """Tests that strategies agree on the weights of each optimizer, on two real ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Tests that fsdp2, tensor_parallel and pipeline, which split the model, resume each other's checkpoints and end with
 DDP's weights. `make test-all` adds data parallelism on four ranks, and compares 50 steps with one device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ the recipe names for a CPU, and a transformer has three blocks. `make test` only
 (tests/test_tree.py), which takes seconds.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

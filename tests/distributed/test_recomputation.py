@@ -2,8 +2,6 @@
 every layer is sharded and gathered again for the second forward pass. `make test-all` adds strategies, and experts
 whose tokens are sent a second time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -42,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_losses_and_weights_stay_the_same(name: str, runs: Path) -> None:
+def test_losses_and_weights_stay_the_same(name: str, runs: Path):
     plain, checkpointed = runs / f"{name} plain", runs / f"{name} checkpointed"
     assert len(losses(plain)) > 1
     assert losses(checkpointed) == losses(plain)

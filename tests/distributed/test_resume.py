@@ -3,8 +3,6 @@
 `make test-all` kills runs at random moments, and resumes every pair of shapes. test_faults.py has one kill.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -44,8 +42,6 @@ from tests.support.helpers import (
     train_all,
 )
 from tests.support.many_runs import train_run
-
-pytestmark = pytest.mark.distributed
 
 Shape = tuple[str, int, int]
 """The strategy and number of ranks of a run, and the ep_size of its experts, or 0 for a model without experts."""
@@ -115,6 +111,7 @@ def uninterrupted(folder: Path, small_data: list[str]) -> list[dict[int, float]]
     return [losses(out) for out in outs]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_resumes_in_another_shape(
     pair: tuple[Shape, Shape], reshaped: dict[tuple[Shape, Shape], Path], uninterrupted: list[dict[int, float]]
@@ -129,6 +126,7 @@ OWN_CHECKPOINTS = ["--trainer.callbacks", "lightning.pytorch.callbacks.ModelChec
 OWN_CHECKPOINTS += ["--trainer.callbacks.every_n_train_steps", "36"]
 
 
+@pytest.mark.distributed  # for the fixture
 def test_resumes_twice_from_the_last_step_of_an_epoch(
     folder: Path, small_data: list[str], uninterrupted: list[dict[int, float]]
 ):
@@ -143,6 +141,7 @@ def test_resumes_twice_from_the_last_step_of_an_epoch(
     assert actual == {step: loss for step, loss in uninterrupted[0].items() if step > 36}
 
 
+@pytest.mark.distributed
 @of_test_all
 @pytest.mark.parametrize("shape", KILLED, ids=str)
 def test_a_run_killed_at_random_moments_ends_with_the_same_weights(shape: Shape, tmp_path: Path, small_data: list[str]):
@@ -208,11 +207,13 @@ OF_SCHEDULE = dict(zip(SCHEDULES, cycle(OPTIMIZERS), strict=False))
 
 INTERRUPTED: list[Any] = []
 for strategy in ("baseline", "deepspeed_stage_1", "deepspeed_stage_3", "fsdp2"):
+    marks = [pytest.mark.distributed] if strategy != "baseline" else []
     for number in (signal.SIGTERM, signal.SIGKILL):
         is_short = strategy == "baseline" and number == signal.SIGTERM
         for name in RESUMED:
             if is_short or (WHOLE and name.startswith("schedule")):
-                INTERRUPTED.append(pytest.param(strategy, number, name, id=f"{strategy}-{number.name}-{name}"))
+                row = f"{strategy}-{number.name}-{name}"
+                INTERRUPTED.append(pytest.param(strategy, number, name, id=row, marks=marks))
 
 
 def often(patch: pytest.MonkeyPatch) -> None:

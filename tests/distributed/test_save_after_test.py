@@ -1,8 +1,6 @@
 """A notebook may fit, test, save and fit again. DeepSpeed 0.19.8 alone saves no optimizer state at stage 2 after a test
 (Lightning issues 15247, 14090 and 18478), and cannot start a second engine on a model with experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Counts what a training step costs the host: how often the host waits for the device, which then idles, how many
 operators it calls, and how many bytes these operators copy. `pytest -s` prints the table of docs/performance.md."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

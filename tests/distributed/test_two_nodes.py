@@ -1,8 +1,6 @@
 """Runs train.py on two hosts with separate addresses, started by torchrun on each host. The hosts train as one host
 does, stop when the link between them is cut, and resume. In another test, one host is lost for good."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

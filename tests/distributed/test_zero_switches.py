@@ -1,7 +1,5 @@
 """Tests that ZeRO's options for buckets, prefetching and memory do not change a bit of the weights, on two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

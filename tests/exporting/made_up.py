@@ -1,7 +1,5 @@
 """Makes a checkpoint without a training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ in the training (TF32, and parameters at other addresses), a replay that moves i
 and the random numbers of a compiled model.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A GPU gets the same batches as the CPU, wherever the stored images are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """The plan predicts the memory of a rank on a GPU. Activation checkpointing and offload lower its peak, and give the
 same losses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs with DeepSpeed's options that need CUDA reach the same weights as runs without them, up to rounding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

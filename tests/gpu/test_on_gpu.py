@@ -1,7 +1,5 @@
 """Every strategy learns the digits on one GPU, and its losses agree with the losses of the baseline."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

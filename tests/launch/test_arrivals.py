@@ -1,7 +1,5 @@
 """A run whose ranks do not all come says which ones are missing."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

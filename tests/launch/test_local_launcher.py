@@ -1,7 +1,5 @@
 """Tests the launcher with real processes that start faster than a training."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -83,6 +81,17 @@ def test_a_failed_rank_ends_the_run_and_is_named(tmp_path: Path):
     named = ["error: rank 2 ended with exit code 7; its last lines:", "  about to fail"]
     hung = "rank 0, rank 1 did not end within 0.2 s after this error, and had to be killed"
     assert done.stderr.splitlines() == [*named, hung]
+
+
+def test_a_mistake_that_all_ranks_find_is_printed_once(tmp_path: Path):
+    body = """
+    from cifar_zero.core.errors import UsageError
+    def main():
+        raise UsageError("use fewer")
+    exits.run(main)
+    """
+    done = launched(tmp_path, body)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: use fewer\n")
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path):

@@ -1,7 +1,5 @@
 """A rank gets torchrun's variables, whichever launcher has started it."""
 
-from __future__ import annotations
-
 import pytest
 
 from cifar_zero.core.errors import UsageError

@@ -1,7 +1,5 @@
 """Activation checkpointing keeps losses, weights and statistics bit for bit, and stores fewer activations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

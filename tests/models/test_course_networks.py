@@ -1,7 +1,5 @@
 """Compares the course's models with torchvision's models, at any image size, and tests their options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Initial weights have the variances of the papers, and are the same on every device."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 

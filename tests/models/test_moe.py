@@ -1,7 +1,5 @@
 """Compares the mixture of experts with DeepSpeed's gate and with a slow loop over tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

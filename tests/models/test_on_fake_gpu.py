@@ -1,8 +1,6 @@
 """Runs every model and optimizer on a fake GPU (torch's FakeTensorMode). A tensor on another device, or a step that
 waits for a value, fails as on a real GPU. The backward pass and fused SGD have no fake form in torch 2.15."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,7 +1,5 @@
 """A run starts from torchvision's pretrained weights, and reading its checkpoint needs no network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Compares the model of the speed records with a second implementation of the same model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Tests the loading of a checkpoint with other parameter groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

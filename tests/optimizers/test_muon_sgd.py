@@ -1,7 +1,5 @@
 """Compares muon_sgd with the formulas, one parameter after the other, with singular values by SVD in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compares 30 steps of each optimizer with a reference, which is torch's own class or the step of the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that --strategy auto makes one choice for all ranks, and prints it in one line before anything is launched."""
 
-from __future__ import annotations
-
 import pytest
 
 from cifar_zero.config import command_line
@@ -10,8 +8,7 @@ from cifar_zero.planning import estimates
 
 
 @pytest.fixture(autouse=True)
-def machine_without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cifar_zero.config.rules.free_memory_bytes", lambda: 10**11)
 
 

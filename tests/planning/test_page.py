@@ -1,19 +1,13 @@
 """Tests the page of cifar-zero plan --html in a browser."""
 
-from __future__ import annotations
-
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from cifar_zero.planning import page, plan
-from tests.support.helpers import HANG_SECONDS
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+from tests.support.helpers import needs_browser, shown_by_browser
 
 POINTS = (
     ("vit_tiny", 2, "32-true", 64, ""),
@@ -26,7 +20,7 @@ SENT = {"ddp": 2, "deepspeed_stage_1": 3, "deepspeed_stage_2": 3, "deepspeed_sta
 """Numbers sent per parameter and step (docs/cluster.md)."""
 
 
-@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome here")
+@needs_browser
 def test_the_page_shows_the_numbers_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -43,9 +37,7 @@ def test_the_page_shows_the_numbers_of_the_plan(
         planned = json.loads(capsys.readouterr().out)
         estimates = {each["strategy"]: each for each in planned["strategies"]}
         sliders = f"model={model}&devices={devices}&precision={precision}&batch={images}&offload={int(bool(end))}"
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
-        command = [str(BROWSER), *options, f"{file.as_uri()}#{sliders}"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True).stdout
+        shown = shown_by_browser(f"{file.as_uri()}#{sliders}", tmp_path)
         rows = re.findall(r'<div id="(\w+)" data-device="(\S+)" data-host="(\S+)" data-sent="(\S+)">', shown)
         assert [row[0] for row in rows] == ["ddp", *(f"deepspeed_stage_{stage}{end}" for stage in (1, 2, 3))]
         for name, device, host, sent in rows:

@@ -1,7 +1,5 @@
 """Tests cifar-zero plan, started as a user starts it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

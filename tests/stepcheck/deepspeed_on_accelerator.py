@@ -1,8 +1,6 @@
 """A program that trains cases of `stepcheck accept` with DeepSpeed on one rank on the device of accelerator.py, and
 prints a verdict for each strategy of its command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -61,6 +59,7 @@ def build_on_device(case: Case) -> Any:
 
 def main() -> None:
     chosen.set_accelerator(Accelerator())
+    accept.STEPS = 2  # a tensor on another device shows in the first step, or as state in the second
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend="gloo")

@@ -1,7 +1,5 @@
 """Faults to plant into an engine, a script or torch. Each takes a MonkeyPatch, which takes the fault out again."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections.abc import Callable

@@ -1,20 +1,14 @@
 """The audit on two real ranks: no alarm on healthy engines, and each planted fault at the step that it changes."""
 
-from __future__ import annotations
-
 import itertools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.distributed]
+from tests.support.suite import run_python
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.distributed]
 
 ENGINES = ("zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2")
 
@@ -82,20 +76,14 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
     }
     (folder / "rows.json").write_text(json.dumps(rows))
-    command = ["torch.distributed.run", "--nproc_per_node", "2", "-m", "tests.stepcheck.table"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, str(folder / "rows.json"), str(folder / "out.json")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "tests.stepcheck.table"]
+    done = run_python(*launcher, str(folder / "rows.json"), str(folder / "out.json"))
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads((folder / "out.json").read_text())
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_training_agrees_and_is_not_changed(verdicts: dict[str, Any], name: str) -> None:
+def test_healthy_training_agrees_and_is_not_changed(verdicts: dict[str, Any], name: str):
     verdict = verdicts[name]
     assert verdict["findings"] == []
     assert verdict["steps"] == 4
@@ -108,14 +96,14 @@ def test_healthy_training_agrees_and_is_not_changed(verdicts: dict[str, Any], na
 @pytest.mark.parametrize(("fault", "engine", "step", "kind", "options"), FAULTS + LOW)
 def test_fault_is_found_at_its_first_step(
     verdicts: dict[str, Any], fault: str, engine: str, step: int, kind: str, options: dict[str, Any]
-) -> None:
+):
     findings = verdicts[row_of(fault, engine, options)]["findings"]
     assert findings, "no finding"
     assert findings[0]["step"] == step, findings[:3]
     assert kind in {finding["kind"] for finding in findings if finding["step"] == step}, findings[:3]
 
 
-def test_small_scale_errors_are_seen(verdicts: dict[str, Any]) -> None:
+def test_small_scale_errors_are_seen(verdicts: dict[str, Any]):
     full, low = verdicts["zero2 float32 x1 clip 0.0"], verdicts["zero2 bfloat16 x1 clip 0.0"]
     assert full["smallest_scale_error"] <= 1e-7
     assert full["smallest_tensor_error"] <= 1e-6

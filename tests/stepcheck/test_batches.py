@@ -44,11 +44,11 @@ DRAWN = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
     ],
     ids=["healthy", "repeated batches", "seeded each time", "repeated dropout"],
 )
-def test_what_repeats_is_noted(batch, seed_of, expected: dict[str, str]) -> None:
+def test_what_repeats_is_noted(batch, seed_of, expected: dict[str, str]):
     assert notes_of(batch, seed_of) == expected
 
 
-def test_ranks_with_one_batch_are_noted() -> None:
+def test_ranks_with_one_batch_are_noted():
     ranks = [Batches(rank, 3, torch.device("cpu")) for rank in range(3)]
     for rank, own in zip(ranks, (0, 1, 0), strict=True):
         rank.before_forward(((DRAWN[own],), {}))

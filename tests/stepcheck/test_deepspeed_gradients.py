@@ -1,7 +1,5 @@
 """Tests that the audit knows which gradients DeepSpeed rounds, and which it replaces."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ def optimizer(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int) -> None:
+def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int):
     autocast = {"enabled": True, "dtype": "bfloat16"}
     engine = build(zero_optimization={"stage": stage}, torch_autocast=autocast, optimizer=optimizer("AdamW"))
     assert adapter_of(engine).rounding_dtypes() == {torch.float32, torch.bfloat16}
@@ -64,7 +62,7 @@ def train(engine: Any) -> Any:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 65536.0)])
-def test_the_loss_scale_of_autocast_is_no_fault(stage: int, dtype: str, scale: float) -> None:
+def test_the_loss_scale_of_autocast_is_no_fault(stage: int, dtype: str, scale: float):
     autocast = {"enabled": True, "dtype": dtype}
     engine = build(zero_optimization={"stage": stage}, torch_autocast=autocast, optimizer=optimizer("AdamW"))
     verdict = train(engine)
@@ -73,7 +71,7 @@ def test_the_loss_scale_of_autocast_is_no_fault(stage: int, dtype: str, scale: f
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_norm_that_contains_the_loss_scale_of_autocast_is_found(stage: int) -> None:
+def test_a_norm_that_contains_the_loss_scale_of_autocast_is_found(stage: int):
     """DeepSpeed clips before it divides by the scale (0.17.2 to 0.19.8; stepcheck/upstream/autocast_clipping)."""
     clipped = {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 0.01}
     verdict = train(build(zero_optimization={"stage": stage}, optimizer=optimizer("AdamW"), **clipped))
@@ -81,15 +79,15 @@ def test_a_norm_that_contains_the_loss_scale_of_autocast_is_found(stage: int) ->
 
 
 @pytest.mark.parametrize("engine", [True, False])
-def test_an_optimizer_of_another_model_is_found(engine: bool) -> None:
+def test_an_optimizer_of_another_model_is_found(engine: bool):
     """ZeRO 1 to 3 end with a KeyError or an AttributeError instead (DeepSpeed issue 6770)."""
     import deepspeed
 
     model, other = nn.Linear(8, 8), nn.Linear(8, 8)
     sgd = torch.optim.SGD(other.parameters(), lr=0.1)
     initialize: Any = deepspeed.initialize
-    trained = initialize(model=model, optimizer=sgd, config=BATCH)[0] if engine else model
-    with audit(*([trained] if engine else [model, sgd]), on_fault="warn") as audited:
+    trained: Any = initialize(model=model, optimizer=sgd, config=BATCH)[0] if engine else model
+    with audit(trained, None if engine else sgd, on_fault="warn") as audited:
         loss = trained(torch.randn(4, 8)).square().mean()
         trained.backward(loss) if engine else loss.backward()
         (trained if engine else sgd).step()
@@ -97,14 +95,14 @@ def test_an_optimizer_of_another_model_is_found(engine: bool) -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
-def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(clip: float) -> None:
+def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(clip: float):
     zero = {"stage": 1, "reduce_scatter": False}
     verdict = train(build(zero_optimization=zero, optimizer=optimizer("Muon"), gradient_clipping=clip))
     assert verdict.findings == []
     assert "Muon (1 of 2" in verdict.not_judged["some gradients"]
 
 
-def test_tensor_parallelism_is_refused() -> None:
+def test_tensor_parallelism_is_refused():
     engine = build(zero_optimization={"stage": 1}, optimizer=optimizer("AdamW"))
     engine.mp_world_size = 2  # as with autotp_size 2, which needs two ranks
     with pytest.raises(NotAuditable, match="different parts"):
@@ -112,7 +110,7 @@ def test_tensor_parallelism_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_that_deepspeed_skips_is_named(stage: int) -> None:
+def test_a_step_that_deepspeed_skips_is_named(stage: int):
     """Plain PyTorch does not skip it, and ends with weights that are not numbers (DeepSpeed issue 8415)."""
     engine = build(zero_optimization={"stage": stage}, bf16={"enabled": True}, optimizer=optimizer("AdamW"))
     with audit(engine, on_fault="warn") as audited:

@@ -1,7 +1,5 @@
 """StepCheck in a plain Trainer of Lightning, on one rank, in plain PyTorch and under DeepSpeed on the CPU."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -87,11 +85,15 @@ class Counting(Two):
 
 
 class Weighted(Two):
-    """A module with a hook that changes the batch and the weight of the loss before each training step."""
+    """A module with a hook that changes the batch, the weight of the loss, and options of the optimizer before each
+    training step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.loss_weight = 1 / (1 + batch_idx)
         batch[0].mul_(2)
+        for group in self.trainer.optimizers[0].param_groups:
+            group["weight_decay"] = 0.01 * (1 + self.trainer.global_step)
+            group["lr"] = 0.001 * (1 + self.trainer.global_step)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss_weight * super().training_step(batch, batch_idx)
@@ -128,15 +130,6 @@ class EachEpoch(Scheduled):
     interval = "epoch"
 
 
-class WarmedUp(Two):
-    """A module that sets its learning rate and weight decay in each step."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for group in self.trainer.optimizers[0].param_groups:
-            group["weight_decay"] = 0.01 * (1 + self.trainer.global_step)
-            group["lr"] = 0.001 * (1 + self.trainer.global_step)
-
-
 class Validated(Two):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", F.cross_entropy(self.net(batch[0]).float(), batch[1]))
@@ -162,10 +155,8 @@ class Frozen(Two):
 
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
-@pytest.mark.parametrize(
-    "module", [Counting, Weighted, Momentum, Scheduled, EachEpoch, WarmedUp, Validated, Reads, Frozen]
-)
-def test_a_module_may_do_this(module: Any, stage: int | None) -> None:
+@pytest.mark.parametrize("module", [Counting, Weighted, Momentum, Scheduled, EachEpoch, Validated, Reads, Frozen])
+def test_a_module_may_do_this(module: Any, stage: int | None):
     if module is Momentum and stage == 3:
         pytest.skip("ZeRO 3 has no weights to write outside of a module's forward pass")
     options = VALIDATES if module is Validated else {}
@@ -175,7 +166,7 @@ def test_a_module_may_do_this(module: Any, stage: int | None) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bfloat16_agrees_and_adam_counts_its_steps(stage: int) -> None:
+def test_bfloat16_agrees_and_adam_counts_its_steps(stage: int):
     """DeepSpeed's own start of ZeRO 0 makes a step, which no check of later steps sees."""
     module = Two()
     verdict = verdict_of(module, stage=stage, accumulate_grad_batches=2, precision="bf16-mixed")
@@ -191,7 +182,7 @@ class Changed(Two):
         self.net[1].register_forward_hook(lambda part, inputs, output: output / 2)
 
 
-def test_the_first_wrong_module_is_named() -> None:
+def test_the_first_wrong_module_is_named():
     verdict = verdict_of(Changed(), check=StepCheck(steps=[1], outputs=True, on_fault="warn"), steps=1)
     assert "the output of net.1" in str(verdict), str(verdict)
 
@@ -209,7 +200,7 @@ class WrongGradient(Two):
         return optimizer
 
 
-def test_a_small_fault_in_a_late_step_ends_the_training_at_this_step(tmp_path: Path) -> None:
+def test_a_small_fault_in_a_late_step_ends_the_training_at_this_step(tmp_path: Path):
     """The tolerance is the rounding error of one step, and does not grow from step to step."""
     check = StepCheck(file=tmp_path / "check.json")
     with pytest.raises(StepCheckError, match=r"step 15: all gradients together are 1\.001 times"):
@@ -217,25 +208,11 @@ def test_a_small_fault_in_a_late_step_ends_the_training_at_this_step(tmp_path: P
     assert json.loads((tmp_path / "check.json").read_text())["outcome"] == "different"
 
 
-@pytest.mark.parametrize("name", ["weights", "state", "mode"])
-def test_what_changes_between_two_steps_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(loop: _EvaluationLoop, *_: Any, **__: Any) -> None:
-        optimizer: Any = loop.trainer.optimizers[0]
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's wrapper
-        target = optimizer.param_groups[0]["params"][0]
-        if name == "weights":
-            target.data.add_(1e-3)
-        elif name == "state":
-            optimizer.state[target]["exp_avg"].zero_()
-
-    monkeypatch.setattr(_EvaluationLoop, "_on_evaluation_end", end)
-    if name == "mode":
-        monkeypatch.setattr(_EvaluationLoop, "_on_evaluation_model_train", lambda loop: None)
+def test_a_module_that_stays_in_evaluation_mode_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_EvaluationLoop, "_on_evaluation_model_train", lambda loop: None)
     verdict = verdict_of(Validated(), stage=2, **VALIDATES)
-    expected = {"weights": "has changed since the last update", "state": "exp_avg of", "mode": "in evaluation mode"}
-    assert verdict.findings
     assert (verdict.findings[0].step, verdict.outcome) == (3, "different")
-    assert expected[name] in str(verdict)
+    assert "in evaluation mode" in str(verdict)
 
 
 class Changing(CPUDeepSpeedStrategy):
@@ -269,13 +246,13 @@ class Unclipped(CPUDeepSpeedStrategy):
         (Unclipped, 2, "the engine clips to 0.0, and 0.001 was given"),
     ],
 )
-def test_what_a_strategy_changes_is_found(strategy: Any, stage: int, text: str) -> None:
+def test_what_a_strategy_changes_is_found(strategy: Any, stage: int, text: str):
     verdict = verdict_of(Two(), strategy=strategy(stage=stage), accumulate_grad_batches=2, gradient_clip_val=1e-3)
     assert text in str(verdict)
 
 
 @pytest.mark.parametrize("stage", [None, 2])
-def test_a_schedule_that_steps_per_micro_batch_is_found(stage: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_that_steps_per_micro_batch_is_found(stage: int | None, monkeypatch: pytest.MonkeyPatch):
     def step_always(self: Any, interval: str, update_plateau_schedulers: bool) -> None:
         self._update_learning_rates(interval, update_plateau_schedulers)
 
@@ -283,11 +260,6 @@ def test_a_schedule_that_steps_per_micro_batch_is_found(stage: int | None, monke
     verdict = verdict_of(Scheduled(), stage=stage, accumulate_grad_batches=2)
     assert verdict.outcome == "different"
     assert "the learning-rate schedule was moved 2 times" in str(verdict.findings[0])
-
-
-class Clips(Two):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        clip_grad_norm_(self.parameters(), 1e-3)
 
 
 class ClipsByOptimizer(Two):
@@ -311,11 +283,10 @@ class ClippingCallback(Callback):
         clip_grad_norm_(pl_module.parameters(), 1e-3)
 
 
-@pytest.mark.parametrize("stage", [None, 2, 3])
+@pytest.mark.parametrize("stage", [None, 2])
 @pytest.mark.parametrize(
     ("module", "callbacks", "hook"),
     [
-        (Clips, (), "on_before_optimizer_step of Clips"),
         (ClipsByOptimizer, (), "on_before_optimizer_step of ClipsByOptimizer"),
         (Zeroes, (), "on_after_backward of Zeroes"),
         (OwnClipping, (), "configure_gradient_clipping of OwnClipping"),
@@ -324,20 +295,20 @@ class ClippingCallback(Callback):
 )
 def test_a_hook_that_changes_gradients_is_a_fault_where_deepspeed_ignores_it(
     module: Any, callbacks: tuple[Callback, ...], hook: str, stage: int | None
-) -> None:
+):
     verdict = verdict_of(module(), *callbacks, stage=stage, steps=2, accumulate_grad_batches=2)
     assert bool(verdict.findings) == (stage is not None), str(verdict)
     if stage is not None:
         assert f"{hook} changes gradients, and DeepSpeed ignores that" in str(verdict)
 
 
-def test_a_callback_of_lightning_may_replace_the_schedule() -> None:
+def test_a_callback_of_lightning_may_replace_the_schedule():
     averaging = StochasticWeightAveraging(0.1, swa_epoch_start=1, annealing_epochs=2)
     verdict = verdict_of(EachEpoch(), averaging, steps=-1, max_epochs=4, limit_train_batches=2)
     assert (verdict.outcome, verdict.steps) == ("agrees", 8), str(verdict)
 
 
-def test_a_resumed_run_counts_its_steps_and_continues_its_schedule(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_its_steps_and_continues_its_schedule(tmp_path: Path):
     first = Trainer(accelerator="cpu", max_steps=3, **QUIET)
     first.fit(Scheduled())
     first.save_checkpoint(tmp_path / "saved.ckpt")
@@ -410,7 +381,7 @@ class Manual(Two):
     ],
     ids=["setup", "attribute", "training step", "manual", "LBFGS", "Adafactor"],
 )
-def test_what_the_check_cannot_follow_is_trained_and_named(build: Callable[[], Two], reason: str) -> None:
+def test_what_the_check_cannot_follow_is_trained_and_named(build: Callable[[], Two], reason: str):
     module = build()
     verdict = verdict_of(module)
     assert module.trainer.global_step == 4
@@ -418,17 +389,17 @@ def test_what_the_check_cannot_follow_is_trained_and_named(build: Callable[[], T
     assert reason in str(verdict)
 
 
-def test_nan_that_autograd_computes_is_no_fault() -> None:
+def test_nan_that_autograd_computes_is_no_fault():
     verdict = verdict_of(Infinite())
     assert (verdict.outcome, verdict.findings) == ("not judged", []), str(verdict)
 
 
-def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path):
     tmp_path.joinpath("file").touch()
     assert verdict_of(Two(), check=StepCheck(file=tmp_path / "file" / "check.json")).outcome == "agrees"
 
 
-def test_a_module_may_set_the_precision_of_float32() -> None:
+def test_a_module_may_set_the_precision_of_float32():
     cudnn: Any = torch.backends.cudnn
     kinds: Any = torch.backends, cudnn, cudnn.conv, torch.backends.cuda.matmul
     before = [each.fp32_precision for each in kinds]

@@ -112,7 +112,7 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_same_kernels_are_bit_identical(precision: str) -> None:
+def test_the_same_kernels_are_bit_identical(precision: str):
     verdict, _ = train(**PRECISIONS[precision])
     assert verdict.outcome == "agrees"
     assert verdict.replayed == verdict.identical == STEPS
@@ -120,7 +120,7 @@ def test_the_same_kernels_are_bit_identical(precision: str) -> None:
 
 @pytest.mark.parametrize("rounds", [False, True], ids=["order", "split"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_other_kernels_raise_no_alarm(precision: str, rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels_raise_no_alarm(precision: str, rounds: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(OtherLinear, "rounds", rounds)
     alarms, replayed = [], 0
     for seed in range(10):
@@ -162,7 +162,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_the_forward_and_backward_passes_compute_wrongly_is_found(name: str) -> None:
+def test_what_the_forward_and_backward_passes_compute_wrongly_is_found(name: str):
     change, kind = CHANGES[name]
     verdict, _ = train(change)
     assert verdict.outcome == "different"
@@ -170,7 +170,7 @@ def test_what_the_forward_and_backward_passes_compute_wrongly_is_found(name: str
     assert kind in {each.kind for each in first}, first
 
 
-def test_gradients_that_autocast_loses_in_the_copy_too_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_autocast_loses_in_the_copy_too_are_found(monkeypatch: pytest.MonkeyPatch):
     """As where autocast uses a weight again that it has cast under `no_grad` (torch issue 142234; not torch 2.15)."""
 
     class Linear(nn.Linear):
@@ -185,13 +185,13 @@ def test_gradients_that_autocast_loses_in_the_copy_too_are_found(monkeypatch: py
     assert "the training computed none" in first.text
 
 
-def test_the_first_module_with_another_output_is_named() -> None:
+def test_the_first_module_with_another_output_is_named():
     verdict, _ = train(after("layer_norm", lambda y: 1.001 * y), outputs=True)
     (found,) = [each for each in verdict.findings if each.step == 1 and each.kind == "output"]
     assert "layer_norm" in found.text
 
 
-def test_the_state_of_a_wrapped_module_is_kept_as_its_own() -> None:
+def test_the_state_of_a_wrapped_module_is_kept_as_its_own():
     model: Any = Model()
     model.count = model.dropout.count = 3
     state = PlainCopy(copy.deepcopy(model)).state_of(nn.DataParallel(model))
@@ -199,13 +199,13 @@ def test_the_state_of_a_wrapped_module_is_kept_as_its_own() -> None:
     assert [plain_name(name) for name in ("_orig_mod", "module._orig_mod", "module._orig_mod.a.b")] == ["", "", "a.b"]
 
 
-def test_only_chosen_weights_are_compared() -> None:
+def test_only_chosen_weights_are_compared():
     change = after("first", Scaled.apply)
     assert train(change, only="second|third")[0].outcome == "agrees"
     assert train(change, only="first")[0].outcome == "different"
 
 
-def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(replay_module, "available", lambda device: 1000.0)
     verdict, _ = train()
     assert not verdict.replayed
@@ -213,7 +213,7 @@ def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytes
     assert "it needs up to" in str(verdict)
 
 
-def test_a_replay_changes_nothing_of_the_training() -> None:
+def test_a_replay_changes_nothing_of_the_training():
     weights = [train(every=every)[1].state_dict() for every in (0, 1)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -223,7 +223,7 @@ def rounded_to_tf32(x: Tensor) -> Tensor:
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def test_tf32_in_the_training_alone_raises_no_alarm_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_in_the_training_alone_raises_no_alarm_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch):
     product = OtherLinear.product
     monkeypatch.setattr(OtherLinear, "product", lambda a, b: product(rounded_to_tf32(a), rounded_to_tf32(b)))
     assert train(use_other_kernels)[0].outcome == "different"
@@ -235,7 +235,7 @@ def test_tf32_in_the_training_alone_raises_no_alarm_where_it_is_allowed(monkeypa
 GPU = torch.device("cuda", 0)
 
 
-def test_the_epsilon_is_that_of_the_format_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_epsilon_is_that_of_the_format_that_multiplies(monkeypatch: pytest.MonkeyPatch):
     cudnn: Any = torch.backends.cudnn
     kinds: Any = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
     before = [each.fp32_precision for each in kinds]
@@ -253,20 +253,20 @@ def test_the_epsilon_is_that_of_the_format_that_multiplies(monkeypatch: pytest.M
             each.fp32_precision = value
 
 
-def test_compiled_dropout_is_not_judged() -> None:
+def test_compiled_dropout_is_not_judged():
     verdict, _ = train(lambda model: model.compile(backend="eager"))
     assert "torch.compile draws other random numbers" in str(verdict)
     assert verdict.steps == STEPS
 
 
-def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
     assert memory.available(GPU) == 40
 
 
-def test_the_peak_memory_leaves_replays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_memory_leaves_replays_out(monkeypatch: pytest.MonkeyPatch):
     peaks = [100]
     monkeypatch.setattr(memory, "_peaks", {})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[0])
@@ -279,7 +279,7 @@ def test_the_peak_memory_leaves_replays_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert memory.peak(GPU) == 120
 
 
-def test_a_replay_that_fails_leaves_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_fails_leaves_no_tensors(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 

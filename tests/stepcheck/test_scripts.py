@@ -1,18 +1,14 @@
 """`stepcheck run` on healthy scripts with odd habits: it neither ends nor changes a training, and says what it does not
 judge."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.suite import run_python
+
 SCRIPT = "tests/stepcheck/odd_loops.py"
 
 FOREIGN = "some gradients"
@@ -50,21 +46,17 @@ ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
 ]
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: str) -> list[dict[str, Any]]:
     """Runs the scripts with and without the audit, and compares outputs and verdicts. Returns the verdicts."""
     report = folder / "verdict.json"
     options = ["-m", "stepcheck", "run", "--weights_every", "1", "--json", str(report)]
-    audited = run(*options, *launcher, SCRIPT)
-    alone = run(*(["-m", "torch.distributed.run", *launcher[1:]] if launcher else []), SCRIPT)
+    audited = run_python(*options, *launcher, SCRIPT)
+    alone = run_python(*(["-m", "torch.distributed.run", *launcher[1:]] if launcher else []), SCRIPT)
     assert audited.returncode == alone.returncode == 0, audited.stdout[-3000:] + audited.stderr[-3000:]
     printed = [line for line in audited.stdout.splitlines() if not line.startswith("stepcheck: ")]
     assert printed == alone.stdout.splitlines()
     engines = json.loads(report.read_text())["engines"]
+    assert all(f"stepcheck: {each['engine']}: {each['summary']}\n" in audited.stdout for each in engines)
     assert len(engines) == len(expected), [each["engine"] for each in engines]
     for (name, steps, not_judged), each in zip(expected, engines, strict=True):
         assert (name, each["steps"], set(each.get("not_judged", ()))) == (name, steps, not_judged), each["summary"]
@@ -72,7 +64,7 @@ def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: st
     return engines
 
 
-def test_odd_scripts_of_one_process(tmp_path: Path) -> None:
+def test_odd_scripts_of_one_process(tmp_path: Path):
     *engines, of_the_fork = check([*ENGINES, ("forked", 4, set())], tmp_path)
     coverage = {name: each["coverage"] for (name, _, _), each in zip(ENGINES, engines, strict=True)}
     unjudged = {"several_closures", "clipped_by_value", "clipped_in_two_parts", "own_gradients", "compiled_step"}
@@ -82,5 +74,5 @@ def test_odd_scripts_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_odd_scripts_of_several_ranks(tmp_path: Path) -> None:
+def test_odd_scripts_of_several_ranks(tmp_path: Path):
     check(ENGINES_OF_SEVERAL_RANKS, tmp_path, "torchrun", "--standalone", "--nproc_per_node", "2")

@@ -1,7 +1,5 @@
 """Sketches are linear, and their rounding is what the tolerances assume."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -18,7 +16,7 @@ def normal(size: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("size", [1, 5, WIDTH - 1, WIDTH, 3 * WIDTH + 7, 300 * WIDTH + 11])
-def test_sketches_of_the_parts_add_up(size: int, exact: bool, dtype: torch.dtype) -> None:
+def test_sketches_of_the_parts_add_up(size: int, exact: bool, dtype: torch.dtype):
     values = normal(size).to(dtype)
     cuts = sorted({0, size // 3, size // 2, size - 1, size})
     parts = sum(
@@ -29,14 +27,14 @@ def test_sketches_of_the_parts_add_up(size: int, exact: bool, dtype: torch.dtype
     assert (parts - project(values.double(), exact=True))[:K].abs().max() <= tolerance * values.double().norm()
 
 
-def test_signs_go_on_where_the_period_of_the_rows_ends() -> None:
+def test_signs_go_on_where_the_period_of_the_rows_ends():
     values, start = normal(4 * WIDTH), (PERIOD - 2) * WIDTH
     parts = project(values[: 2 * WIDTH], start, True) + project(values[2 * WIDTH :], start + 2 * WIDTH, True)
     assert torch.allclose(parts[:K], project(values, start, True)[:K], rtol=1e-12, atol=0)
     assert torch.equal(project(values[2 * WIDTH :], start + 2 * WIDTH, True), project(values[2 * WIDTH :], 0, True))
 
 
-def test_rounding_of_a_sketch_is_as_assumed() -> None:
+def test_rounding_of_a_sketch_is_as_assumed():
     errors = []
     for seed in range(6):
         values = normal(1000 * WIDTH, seed)
@@ -45,14 +43,14 @@ def test_rounding_of_a_sketch_is_as_assumed() -> None:
     assert SKETCH_EPS / 2 < deviation < SKETCH_EPS
 
 
-def test_a_changed_element_changes_the_sketch() -> None:
+def test_a_changed_element_changes_the_sketch():
     values = normal(9 * WIDTH)
     changed = values.clone()
     changed[5 * WIDTH + 3] *= 1 + 1e-6
     assert (project(changed, exact=True) - project(values, exact=True))[:K].abs().min() > 1e-12 * values.norm()
 
 
-def test_the_norm_is_estimated_from_the_rows() -> None:
+def test_the_norm_is_estimated_from_the_rows():
     values = normal(300 * WIDTH)
     assert float(project(values)[K].sqrt()) == pytest.approx(float(values.norm()), rel=0.02)
     assert float(project(values, measure=True)[K].sqrt()) == pytest.approx(float(values.double().norm()), rel=1e-5)

@@ -1,9 +1,6 @@
 """Arguments of a user's class: code is loaded only if the command line names it, and no file can name it."""
 
-from __future__ import annotations
-
 import itertools
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -84,7 +81,7 @@ class Own(LightningModule):
         self.it, self.text, self.texts = it, text, texts
 """
 
-PLANTED = "open({!r}, 'w')\ndef act(*_, **__): return act\nclass Act:\n    def __init__(self, *_, **__): act()\n"
+INNER = "{class_path: planted_code.Act, act: planted_code.act, net: planted_code.Act}"
 
 KEYS = ("it", "it.config", "it.act", "it.outer", "it.outer.config", "it.init_args.config", "it.maybe")
 VALUES = (
@@ -105,21 +102,11 @@ VALUES = (
 """Options and values that name a second file."""
 
 
-@pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the path of a file that the module `planted_code` writes when it is imported."""
-    proof = tmp_path / "imported"
-    (tmp_path / "planted_code.py").write_text(PLANTED.format(str(proof)))
-    (tmp_path / "inner.yaml").write_text("{class_path: planted_code.Act, act: planted_code.act, net: planted_code.Act}")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "planted_code", raising=False)
-    return proof
-
-
 def built(folder: Path, kind: str, given: dict[str, str]) -> Any:
     """Builds a module that has an argument of a type."""
     own = folder / f"own_{TYPES.index(kind)}.py"
     own.write_text(OWN.format(kind=kind))
+    (folder / "inner.yaml").write_text(INNER)
     return instantiate("module", {"module": f"{own}:Own", **{f"module.{name}": text for name, text in given.items()}})
 
 

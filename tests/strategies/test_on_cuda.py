@@ -1,7 +1,5 @@
 """Tests a strategy's choices for GPUs on a machine that may have no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision

@@ -6,8 +6,6 @@ wait is counted: reading a value (`.item()`, `if tensor`), and copying to the CP
 reads memory, such as DDP's reducer, cannot use it.
 """
 
-from __future__ import annotations
-
 import types
 from collections import Counter
 from typing import Any
@@ -35,7 +33,7 @@ class DeviceTensor(torch.Tensor):
     values: Any
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor) -> DeviceTensor:
+    def __new__(cls, values: torch.Tensor) -> "DeviceTensor":
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             values.size(),
@@ -52,7 +50,7 @@ class DeviceTensor(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, new: DeviceTensor) -> None:
+    def data(self, new: "DeviceTensor") -> None:
         torch.Tensor.data.__set__(self, new)  # pyright: ignore
         self.values = new.values
 

@@ -1,8 +1,6 @@
 """Finds the keys that the installed DeepSpeed reads from a configuration. `python -m tests.support.deepspeed_keys`
 writes them to cifar_zero/config/deepspeed_keys.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -59,11 +57,11 @@ class Section(dict[str, Any]):
         self.takes_all = True
         return super().items()
 
-    def __copy__(self) -> Section:
+    def __copy__(self) -> "Section":
         self.takes_all = True
         return self
 
-    def __deepcopy__(self, memo: Any) -> Section:
+    def __deepcopy__(self, memo: Any) -> "Section":
         return self.__copy__()
 
 

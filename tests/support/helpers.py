@@ -1,7 +1,5 @@
 """Starts the programs as a user does, and reads the files that their runs wrote."""
 
-from __future__ import annotations
-
 import atexit
 import csv
 import functools
@@ -28,19 +26,29 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cifar_zero.__main__ import COMMANDS
-from cifar_zero.build_model import create_meta_model
 from cifar_zero.checkpoints.read import read
 from cifar_zero.checkpoints.weights import load_weights, net_weights
 from cifar_zero.config import command_line
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
-from cifar_zero.config.recipe import Choice, Recipe
 from cifar_zero.core.console import next_to_python
+from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import local_launcher
 from tests.support.many_runs import train_run
-from tests.support.suite import HANG_SECONDS, ROOT, WHOLE, needs_gpu, of_test_all  # noqa: F401
+from tests.support.suite import HANG_SECONDS, ROOT, WHOLE, environment, needs_gpu, of_test_all, run_python  # noqa: F401
 
 WARM = ("train.py", "-c", "train", "evaluate", "export", "predict", "compare", "plan")
 """Programs whose imports take five seconds. Programs that import little are started as usual."""
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome here")
+
+
+def shown_by_browser(url: str, folder: Path) -> str:
+    """Returns the document that a browser makes of a page. The folder is for the browser's own files."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--dump-dom"]
+    command = [str(BROWSER), *options, url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True).stdout
 
 
 def train_command(*arguments: object) -> str:
@@ -62,25 +70,13 @@ def run_program(
     Programs of `WARM` run in a fork of tests.support.warm_start, which has their imports, unless `fresh` is true. One
     parent has one fork at a time, so programs that run at the same time need different numbers `parent`.
     """
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a test that is itself a rank
-        environment.pop(name, None)
+    env = dict(env or {})
     if cwd != ROOT:
-        environment["PYTHONPATH"] = str(ROOT)
-    environment |= env or {}
+        env.setdefault("PYTHONPATH", str(ROOT))
     if command[0] in WARM and not fresh:
-        return _warm_start(parent).run(command, cwd, environment)
-    return subprocess.run(
-        [sys.executable, *(["-m", "cifar_zero"] if command[0] in COMMANDS else []), *command],
-        cwd=cwd,
-        env=environment,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        # Ctrl-C has its effect as under a terminal. pytest-xdist's workers, and a shell's background jobs, ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+        return _warm_start(parent).run(command, cwd, environment(env))
+    started = ["-m", "cifar_zero", *command] if command[0] in COMMANDS else command
+    return run_python(*started, cwd=cwd, env=env, given=given)
 
 
 def run_ranks(ranks: int, *command: str) -> list[int]:
@@ -266,6 +262,16 @@ def on_a_small_cpu(recipe: Path) -> list[str]:
     return [*small, *switches, "--offload.cpuadam_cores_perc", str(OffloadConfig().cpuadam_cores_perc)]
 
 
+@contextmanager
+def refused(*texts: str) -> Iterator[None]:
+    """Checks that the block raises a UsageError of one line that contains the texts."""
+    with pytest.raises(UsageError) as error:
+        yield
+    line = str(error.value)
+    assert "\n" not in line
+    assert all(text in line for text in texts), line
+
+
 def assert_ok(done: subprocess.CompletedProcess[str]) -> None:
     """Checks that a program succeeded, and shows the end of its output if it did not."""
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -315,11 +321,6 @@ def losses(out: Path) -> dict[int, float]:
     """Returns the training loss of each optimizer step, from a run's losses.csv."""
     with (run_folder_of(out) / "losses.csv").open() as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
-
-
-def parameter_count(model: Choice, num_classes: int) -> int:
-    """Returns the number of parameters of a model, in elements."""
-    return sum(parameter.numel() for parameter in create_meta_model(Recipe(model=model), num_classes).parameters())
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -5,8 +5,6 @@ request is a list of a function's name, as `module:function`, and its arguments.
 is created when the function has returned on rank 0. The process group is kept from one request to the next.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -5,8 +5,6 @@ Programs in them can reach only each other. As on Debian, a host's own name reso
 (Debian policy, "hostname resolution"), where no other host can reach it. Needs root and iproute2.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

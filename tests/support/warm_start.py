@@ -5,8 +5,6 @@ a working directory and the environment variables, with two file descriptors for
 fork of this process becomes that program. The answers are its process id and its exit code, one line each.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

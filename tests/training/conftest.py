@@ -1,8 +1,6 @@
 """Provides the tests of the training with a real fit on random images, which uses the Trainer and the loader that users
 get, and with the TensorBoard curves of this fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that --monitor and --save_top_k keep the checkpoints of the best validations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

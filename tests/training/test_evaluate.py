@@ -1,7 +1,5 @@
 """A checkpoint does not decide which server evaluate asks, and which folders it reads and makes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -19,7 +19,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_equals_its_definition(name) -> None:
+def test_equals_its_definition(name):
     assert torch.allclose(loss(name, SCORES, LABELS, reduction="none"), torch.tensor([*EXPECTED[name], 0.0]))
     hard = loss(name, SCORES[:2], LABELS[:2])
     assert torch.allclose(hard, EXPECTED[name].mean())

@@ -1,8 +1,6 @@
 """Tests --devices auto, which selects as many GPUs as divide the batch, two CPU ranks for a strategy that shards or
 splits the model, one CPU rank otherwise, or the ranks that a launcher has started."""
 
-from __future__ import annotations
-
 import pytest
 
 from cifar_zero.config import command_line
@@ -17,8 +15,6 @@ ONE_RANK = "1 rank: {} shards nothing; --devices 2 shards over two CPU ranks"
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):
     """Returns a function that simulates a number of GPUs."""
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     resolving._say_once.cache_clear()
 
     def with_gpus(count: int) -> None:

@@ -1,7 +1,5 @@
 """Tests that `--audit` and `--check_steps` check the steps of a run on two real ranks, and write the verdict."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -20,7 +18,7 @@ FROZEN = ["--model", "resnet18", "--model.width", "0.05", "--trainable", "fc.*",
 )
 def test_the_verdict_is_in_the_run_folder(
     flags: list[str], strategy: str, replayed: int, small_data: list[str], tmp_path: Path
-) -> None:
+):
     recipe = [*small_data, *FROZEN, "--accelerator", "cpu", "--batch_size", "16", "--accumulate", "2"]
     train_all({tmp_path: [*recipe, "--devices", "2", "--strategy", strategy, "--max_steps", "4", *flags]})
     verdict = json.loads((run_folder_of(tmp_path) / STEP_CHECK).read_text())

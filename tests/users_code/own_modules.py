@@ -1,7 +1,5 @@
 """LightningModules as users write them. Each has a feature that may be difficult for a strategy or a replay."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,16 +7,13 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision import models
 
 
-def images(count: int = 96, *shape: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(
-        torch.randn(count, *(shape or (24,)), generator=generator), torch.randint(0, 10, (count,), generator=generator)
-    )
+def images(count: int = 96) -> TensorDataset:
+    draw = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(count, 24, generator=draw), torch.randint(0, 10, (count,), generator=draw))
 
 
 class Own(LightningModule):
@@ -82,19 +77,6 @@ class Contrastive(Own):
         )
 
 
-class OneCycle(Own):
-    """Has a schedule that changes the learning rate and the momentum at each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(24, 10)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.001)
-        schedule = OneCycleLR(optimizer, 0.1, total_steps=200)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
 class Plateau(Own):
     """Needs validation and a logger, for ReduceLROnPlateau, EarlyStopping, LearningRateMonitor and
     logger.experiment."""
@@ -124,51 +106,4 @@ class Plateau(Own):
         return DataLoader(images(16), 4)
 
 
-class LoRA(Own):
-    """Trains adapters next to frozen weights. One parameter group has only frozen weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(24, 10).requires_grad_(False)
-        self.a, self.b = nn.Linear(24, 4, bias=False), nn.Linear(4, 10, bias=False)
-
-    def net(self, x: Tensor) -> Tensor:  # pyright: ignore
-        return self.base(x) + self.b(self.a(x))
-
-    def configure_optimizers(self) -> Any:
-        groups = [{"params": self.base.parameters()}, {"params": [*self.a.parameters(), *self.b.parameters()]}]
-        return torch.optim.AdamW(groups, lr=0.01)
-
-
-class OwnParameters(Own):
-    """Has parameters of its own and a list of layers, and reads the weights of a layer after its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.scale = nn.Parameter(torch.zeros(24)), nn.Parameter(torch.ones(1))
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
-        self.head = nn.Linear(24, 10)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for layer in self.layers:
-            inputs = inputs + F.relu(layer(inputs + self.shift))
-        return self.scale * self.head(inputs)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, labels = batch
-        return F.cross_entropy(self(inputs).float(), labels) + 0.1 * self.head.weight.float().square().mean()
-
-
-class VisionTransformer(Own):
-    """Trains torchvision's vision transformer, with 4.8 million parameters in 6 blocks, on images of 64 x 64 pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = models.VisionTransformer(64, 8, 6, 4, 256, 1024, num_classes=10)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(images(32, 3, 64, 64), 8)
-
-
-MODULES = (Encoder, Contrastive, OneCycle, Plateau, LoRA, OwnParameters)
-"""All modules but VisionTransformer, which is large."""
+MODULES = (Encoder, Contrastive, Plateau)

@@ -1,7 +1,5 @@
 """Callbacks and a model that send a signal at a known moment of a training, a test or an evaluation."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from pathlib import Path

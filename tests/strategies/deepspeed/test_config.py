@@ -1,7 +1,5 @@
 """Checks DeepSpeed's configuration: each setting has one owner, and DeepSpeed reads the switches."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A DeepSpeed configuration trains under train.py as in DeepSpeedExamples' loop, with DeepSpeed's own optimizer."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 from pathlib import Path
@@ -20,7 +18,6 @@ from tests.support.helpers import largest_difference, last_weights, run_folder_o
 STEPS = 12
 
 
-@pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
 def test_a_run_ends_with_the_weights_of_deepspeeds_own_loop(
     tmp_path: Path, small_data: list[str], monkeypatch: pytest.MonkeyPatch

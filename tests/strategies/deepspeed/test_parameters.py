@@ -1,8 +1,6 @@
 """Parameters of a user's module that DeepSpeed cannot take as they are: they are laid out for it, or named in one
 line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from cifar_module import CIFARModule
 from cifar_zero.config.recipe import Choice
-from cifar_zero.config.settings import Settings, make_settings
+from cifar_zero.config.settings import make_settings
 from cifar_zero.training.callbacks.averaging import Averaging, averaged_tensors
+from tests.support.helpers import largest_difference
 
 LR = Choice("sgd", {"lr": 0.05})
 STEPS = 8  # an epoch: 64 images in batches of 8
@@ -46,25 +47,15 @@ def copy(values: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in values.items()}
 
 
-def same(one: dict[str, Any], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def run(fit: Callable[..., Any], settings: Settings, *more: Callback) -> tuple[Any, Recorder]:
-    recorder = Recorder()
-    done = fit(settings, STEPS * settings.recipe.batch_size, *more, recorder, module_class=WithBatchNorm)
-    return done, recorder
-
-
 def test_exponential_average(fit: Callable[..., Any]):
     """The first 1 / (1 - 0.8) = 5 steps count equally. Each later step has weight 0.2."""
-    config = make_settings(optimizer=LR, batch_size=8, accumulate=2, epochs=2)
-    done, recorder = run(fit, config, Averaging(0.8))
+    config, recorder = make_settings(optimizer=LR, batch_size=8, accumulate=2, epochs=2), Recorder()
+    done = fit(config, 8 * STEPS, Averaging(0.8), recorder, module_class=WithBatchNorm)
     assert len(recorder.trained) == 2 * STEPS
     average = recorder.trained[0]
     for count, newest in enumerate(recorder.trained[1:], start=2):
         average = {name: value.lerp(newest[name], max(1 - 0.8, 1 / count)) for name, value in average.items()}
-    assert same(recorder.validated, average)
-    assert max((average[name] - newest[name]).abs().max() for name in average) > 1e-3
+    assert largest_difference(recorder.validated, average) == 0
+    assert largest_difference(average, recorder.trained[-1]) > 1e-3
     # The training continues with the trained weights.
-    assert same(averaged_tensors(done.module), recorder.trained[-1])
+    assert largest_difference(averaged_tensors(done.module), recorder.trained[-1]) == 0

@@ -39,7 +39,7 @@ def config(**changes: Any) -> Settings:
     return make_settings(**{**options, **changes})
 
 
-def test_the_curves_are_means_over_the_log_interval(fit: Fit) -> None:
+def test_the_curves_are_means_over_the_log_interval(fit: Fit):
     witness = Witness()
     run = fit(config(), 40, witness)
     losses = torch.tensor(witness.losses, dtype=torch.float64)
@@ -56,9 +56,8 @@ def test_the_curves_are_means_over_the_log_interval(fit: Fit) -> None:
     assert 1e9 * run.points("mem/peak_gb")[10] == pytest.approx(peak_bytes, rel=0.01)
 
 
-@pytest.mark.distributed
 @pytest.mark.usefixtures("own_process_group")
-def test_deepspeeds_stages_log_the_curves_of_the_baseline(fit: Fit) -> None:
+def test_deepspeeds_stages_log_the_curves_of_the_baseline(fit: Fit):
     clipped = {"gradient_clip_val": 0.2, "optimizer": Choice("adam", {"lr": 0.01})}
     baseline = fit(config(**clipped), 40)
     linear = torch.nn.functional.linear  # ZeRO 3 replaces it

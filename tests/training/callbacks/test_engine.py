@@ -13,7 +13,7 @@ from cifar_zero.strategies.hooks import Hooks
 from cifar_zero.training.callbacks.engine import EngineInfo
 
 
-def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Callable[..., Any]) -> None:
+def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Callable[..., Any]):
     """The run uses float16 as on a GPU. The scaler halves its scale whenever it skips a step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
@@ -23,7 +23,7 @@ def test_steps_that_the_gradient_scaler_skips_are_counted(fit: Callable[..., Any
     assert 0 < totals["skipped_steps"] == 24 - math.log2(scaler.get_scale()) < 10
 
 
-def test_memory_that_tensors_share_counts_once() -> None:
+def test_memory_that_tensors_share_counts_once():
     layer = torch.nn.Linear(8, 8, bias=False)
     layer.tied = layer.weight.data.view(64)  # pyright: ignore
     optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)

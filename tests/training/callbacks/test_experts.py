@@ -27,7 +27,7 @@ class Witness(Callback):
         self.routings.append([gate.routing for gate in module.gates])
 
 
-def test_the_curves_agree_with_the_routings(fit: Callable[..., Any]) -> None:
+def test_the_curves_agree_with_the_routings(fit: Callable[..., Any]):
     """The run has ten optimizer steps of two micro-batches of eight images. The capacity of the experts is half of the
     tokens."""
     witness = Witness()
@@ -54,7 +54,7 @@ def test_the_curves_agree_with_the_routings(fit: Callable[..., Any]) -> None:
 
 
 @pytest.mark.distributed
-def test_two_ranks_count_all_tokens(small_data: list[str], tmp_path: Path) -> None:
+def test_two_ranks_count_all_tokens(small_data: list[str], tmp_path: Path):
     options = ["--model", "net_moe", "--model.num_experts", "[2]", "--model.capacity_factor", "2"]
     length = ["--batch_size", "32", "--max_steps", "3", "--log_interval", "2", "--data.val_fraction", "0"]
     train_all({tmp_path: [*small_data, *options, *length, "--devices", "2", "--accelerator", "cpu"]})

@@ -15,7 +15,7 @@ NAMES = ["cat", "dog", "frog"]
 
 def test_the_confusion_matrix_counts_the_test_images_of_all_batches(
     fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The names of the classes are in the order of the labels."""
     confusion: list[Any] = []
     monkeypatch.setattr(figures, "confusion_figure", lambda *given: confusion.extend(given))
@@ -32,7 +32,7 @@ def test_the_confusion_matrix_counts_the_test_images_of_all_batches(
     assert confusion[1] == run.datamodule.classes
 
 
-def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_one() -> None:
+def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_one():
     counts = torch.tensor([[3, 1, 0], [0, 0, 0], [5, 0, 15]])  # no image of the second class
     axes = figures.confusion_figure(counts, NAMES).axes[0]
     assert np.array_equal(np.asarray(axes.images[0].get_array()), counts)
@@ -40,7 +40,7 @@ def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_
     assert axes.get_title() == "24 test images, 75.00% correct"
 
 
-def test_each_class_has_its_line_and_its_area() -> None:
+def test_each_class_has_its_line_and_its_area():
     x, y = torch.tensor([0.0, 0.0, 0.9]), torch.tensor([0.0, 0.6, 1.0])
     areas = torch.tensor([0.5, torch.nan, 0.75])  # no image of the second class
     axes = figures.curve_figure(([x] * 3, [y] * 3), areas, NAMES, "AUROC", ("x", "y")).axes[0]

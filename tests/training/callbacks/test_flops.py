@@ -24,13 +24,13 @@ from cifar_zero.training.callbacks.throughput import peak_by_name, training_flop
 )
 def test_peaks_by_torchs_device_names(
     device_name: str, precision: str, allowed: str, teraflops: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
     peak = peak_by_name(device_name, precision)
     assert (peak and peak / 1e12) == teraflops
 
 
-def test_flops_of_the_net_by_hand() -> None:
+def test_flops_of_the_net_by_hand():
     conv1, conv2 = 28 * 28 * 6 * (3 * 5 * 5), 10 * 10 * 16 * (6 * 5 * 5)  # multiply-adds of one image
     linear = 400 * 120 + 120 * 84 + 84 * 10
     forward = conv1 + conv2 + linear

@@ -7,7 +7,7 @@ import pytest
 from cifar_zero.config.settings import make_settings
 
 
-def test_lines_at_the_log_interval(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_at_the_log_interval(fit: Callable[..., Any], capfd: pytest.CaptureFixture[str]):
     fit(make_settings(epochs=2, batch_size=4, log_interval=5), 40, warmup_steps=6)
     lines = capfd.readouterr().err.splitlines()
     steps = [line for line in lines if line.startswith("Step ")]

@@ -58,11 +58,8 @@ def test_a_run_that_fails_after_a_checkpoint_says_how_to_resume(
     checkpoint: str,
     said: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     run, trainer = resolve(command_line.parse(["--data.source", "digits", "--accelerator", "cpu"])), Any
     (tmp_path / "checkpoints").mkdir()
     if checkpoint:

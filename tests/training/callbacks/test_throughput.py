@@ -63,7 +63,7 @@ def slow(batch: Any) -> Any:
 
 def test_the_clock_leaves_out_warm_up_validation_and_checkpoints(
     fit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """A step has two micro-batches, and an epoch has eight steps. The clock starts when the first micro-batch of the
     timed steps, of an epoch, or after a checkpoint has been loaded."""
     step_flops, started = 12_818_880, CLOCK.seconds

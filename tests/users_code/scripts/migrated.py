@@ -18,12 +18,11 @@ class Migrated(LightningModule):
         self,
         dropout: float = 0.0,
         recompute: bool = False,
-        norm: bool = True,
         scale: float = 1.0,
         divided: bool = False,
     ):
         super().__init__()
-        self.model, self.scale, self.divided = Classifier(dropout, recompute, norm), scale, divided
+        self.model, self.scale, self.divided = Classifier(dropout, recompute), scale, divided
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Returns the mean cross-entropy."""

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 class Classifier(nn.Module):
     """Has two layers with batch norm and dropout. With `recompute`, activations of the first layer are recomputed."""
 
-    def __init__(self, dropout: float = 0.0, recompute: bool = False, norm: bool = True):
+    def __init__(self, dropout: float = 0.0, recompute: bool = False):
         super().__init__()
         self.recompute = recompute
         self.body = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(dropout))
-        self.norm = nn.BatchNorm1d(32) if norm else nn.Identity()
+        self.norm = nn.BatchNorm1d(32)
         self.head = nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def groups_of(model: nn.Module, decay_of_biases: float = 0.0) -> list[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in (
-        *("--amp", "--recompute", "--no_norm", "--two_optimizers", "--lbfgs", "--tf32"),
+        *("--amp", "--recompute", "--two_optimizers", "--lbfgs", "--tf32"),
         *("--sum", "--undivided", "--no_zero_grad", "--by_epoch", "--decay_all"),
     ):
         parser.add_argument(flag, action="store_true")
@@ -53,7 +53,7 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
         torch.set_num_threads(2)
     torch.manual_seed(5)
-    model = Classifier(options.dropout, options.recompute, not options.no_norm)
+    model = Classifier(options.dropout, options.recompute)
     decay_of_biases = 0.1 if options.decay_all else 0.0
     optimizer = torch.optim.AdamW(groups_of(model, decay_of_biases), lr=0.01, weight_decay=0.1)
     other = torch.optim.SGD(model.head.parameters(), lr=0.01)
