@@ -21,7 +21,7 @@ from stepcheck.__main__ import main, parse
 from stepcheck.launch.launcher import train_cases
 from stepcheck.lightning.case import ModuleCase
 from stepcheck.lightning.module import cases_of, parse_cases, train
-from stepcheck.lightning.user_classes import check_classes
+from stepcheck.lightning.user_classes import build_parts
 from stepcheck.testing import assert_agrees
 from stepcheck.usage import UsageError
 from tests.support.suite import HANG_SECONDS, ROOT, of_test_all
@@ -156,15 +156,14 @@ def test_what_only_the_ranks_can_tell_is_refused(file: str):
         own = classes(file, **{key[7:]: text for key, text in changed.items() if key.startswith("module.")})
         more = {key: value for key, value in changed.items() if not key.startswith("module.")}
         cases.append(ModuleCase(own, **more))
-    found: list[str] = []
-    train_cases(
+    results = train_cases(
         cases,
         1,
-        lambda case, verdict: found.append(verdict.get("refused", str(verdict))),
         "stepcheck.lightning.train:train_case",
+        lambda case, verdict: {"outcome": "", "summary": verdict.get("refused", str(verdict))},
     )
-    for text, begins in zip(found, expected, strict=True):
-        assert text.startswith(begins), found
+    for result, begins in zip(results, expected, strict=True):
+        assert result["summary"].startswith(begins), results
 
 
 @of_test_all
@@ -273,7 +272,7 @@ def test_a_mistake_is_answered_without_torch(file: str):
 )
 def test_a_class_that_cannot_be_trained_is_refused(name: str, options: dict[str, str], expected: str, file: str):
     with pytest.raises(UsageError, match=re.escape(expected)):
-        check_classes(classes(file, name, **options))
+        build_parts(classes(file, name, **options))
 
 
 def test_a_file_of_deepspeed_sets_the_maths(file: str, tmp_path: Path):

@@ -40,12 +40,12 @@ def verdict_of(
     max_steps: int = 0,
 ) -> Verdict:
     """Returns the verdict on a module, trained in this process. `given` are its arguments."""
-    from stepcheck.lightning.user_classes import instantiate
+    from stepcheck.lightning.user_classes import build_parts
     from stepcheck.script.check import check_script
 
     recording = record([*script], 4, folder)
     options = {"module": module, **{f"module.{name}": value for name, value in given.items()}}
-    return check_script(recording, instantiate("module", options), None, {}, own_data, max_steps)
+    return check_script(recording, build_parts(options, needs_data=False)[0], None, {}, own_data, max_steps)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], identic
 
 
 def test_a_module_computes_with_the_threads_and_the_precision_of_the_script(tmp_path: Path):
-    from stepcheck.lightning.user_classes import instantiate
+    from stepcheck.lightning.user_classes import build_parts
     from stepcheck.script.check import check_script
 
-    recording, module = record([SCRIPT, "--tf32"], 1, tmp_path), instantiate("module", {"module": MODULE})
+    recording, module = record([SCRIPT, "--tf32"], 1, tmp_path), build_parts({"module": MODULE}, needs_data=False)[0]
     seen: list[dict[str, Any]] = []
     before = settings()
     module.model.register_forward_pre_hook(lambda *_: seen.append(settings()))
