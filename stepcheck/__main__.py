@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from stepcheck import run
 from stepcheck.accept import command as accept
 from stepcheck.lightning import module
+from stepcheck.report import refuse_folders
 from stepcheck.script import command as script
 from stepcheck.usage import Parser, UsageError, nearest
 
@@ -15,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` name, by default the command line of this process. Returns the exit code."""
     try:
         options = parse(arguments)
+        refuse_folders(options)
         return options.run(options)
     except UsageError as error:
         print(f"stepcheck: {error}", file=sys.stderr)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stepcheck.patch import wrap_function
+from stepcheck.verdict import Verdict
 
 
 def install(**settings: Any) -> None:
@@ -71,9 +72,8 @@ class AutoAudit:
         self.reports, self.keep_going = Path(reports), keep_going
         self.options = {"every": every, "weights_every": weights_every}
         self.baseline: Any = baseline  # arguments of Baseline, or the object after the first audit has begun
-        self.audits: Any = weakref.WeakSet()  # an audit must not outlive its model
-        self.verdicts: list[Any] = []  # of all audits
-        self.refused: dict[int, tuple[str, str]] = {}  # engines that cannot be audited, and why, by their id
+        self.verdicts: list[Verdict] = []  # of all audits
+        self.refused: dict[int, Verdict] = {}  # of engines that cannot be audited, by their id
         # Optimizers that are not audited yet, in order, and whether their model had no wrapper at its forward pass.
         self.pending: Any = weakref.WeakKeyDictionary()
         self.building = False  # whether an engine is being built, which may call its optimizer once
@@ -94,7 +94,7 @@ class AutoAudit:
     def _build_optimizer(self, build: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         build(optimizer, *args, **kwargs)
         if any(hasattr(each, "placements") for group in optimizer.param_groups for each in group["params"]):
-            self.start(optimizer)  # FSDP2: `fully_shard` comes before the optimizer
+            self.audit(None, optimizer)  # FSDP2: `fully_shard` comes before the optimizer
             return
         self.pending[optimizer] = False
         if self.forward_hook is None:
@@ -129,30 +129,33 @@ class AutoAudit:
                     started.verdict.notes["optimizer"] = f"{type(each).__name__} never steps: DeepSpeed got another"
         return result
 
-    def audit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Starts an audit, unless its engine cannot be audited. Never raises an error, because the script would end."""
+    def audit(self, engine: Any, optimizer: Any = None, start: Any = None) -> Any:
+        """Starts the audit of an engine, or of the model that an optimizer updates, if `engine` is None. Returns the
+        audit, or None if the engine cannot be audited. Never raises an error, because the script would end."""
         try:
             from stepcheck.auditor import audit
 
+            engine = find_model(optimizer) if engine is None else engine
             if isinstance(self.baseline, dict):
                 from stepcheck.baseline import Baseline
 
                 self.baseline = Baseline(**self.baseline)
             baseline = self.baseline and self.baseline.audit(f"engine {len(self.verdicts) + 1}")
-            started = audit(model, *args, **self.options, on_fault=self.on_fault, baseline=baseline, **kwargs)
+            options = {**self.options, "on_fault": self.on_fault, "baseline": baseline, "start": start}
+            started = audit(engine, optimizer, **options)
         except Exception as error:
             known = type(error).__name__ == "NotAuditable"
-            self.refuse(model, str(error) if known else f"the audit failed: {type(error).__name__}: {error}")
+            why = str(error) if known else f"the audit failed: {type(error).__name__}: {error}"
+            self._report_at_exit()
+            refused = optimizer if engine is None else engine
+            self.refused[id(refused)] = Verdict(type(refused).__name__, not_judged={"all steps": why})
             return None
-        self.refused.pop(id(model), None)
         self._report_at_exit()
-        self.audits.add(started)
+        self.refused.pop(id(engine), None)
+        if optimizer is not None:
+            self.pending.pop(optimizer, None)
         self.verdicts.append(started.verdict)
         return started
-
-    def refuse(self, engine: Any, why: str) -> None:
-        self._report_at_exit()
-        self.refused[id(engine)] = type(engine).__name__, why
 
     def before_forward(self, module: Any, inputs: Any) -> None:
         """Starts the audits of the pending optimizers that train a module, at its first forward pass, when all wrappers
@@ -164,10 +167,10 @@ class AutoAudit:
         parameters = {id(each) for each in module.parameters()}
         for optimizer, refused in [*self.pending.items()]:
             if not refused and parameters & _ids(optimizer):
-                root, started = self.start(optimizer)
+                started = self.audit(None, optimizer)
                 if started is None:
                     self.pending[optimizer] = True
-                elif root is module:
+                elif started.adapter.module is module:
                     started.before_forward(module, inputs, {})
         if not self.pending and self.forward_hook is not None:
             self.forward_hook.remove()
@@ -180,19 +183,7 @@ class AutoAudit:
 
         if not (torch.compiler.is_compiling() or self.building) and optimizer in self.pending:
             del self.pending[optimizer]
-            self.start(optimizer)
-
-    def start(self, optimizer: Any) -> tuple[Any, Any]:
-        """Starts the audit of a torch optimizer. Returns the model that was found, and the audit or None."""
-        try:
-            root = find_model(optimizer)
-        except Exception as error:
-            self.refuse(optimizer, f"its model was not found: {type(error).__name__}: {error}")
-            return None, None
-        started = self.audit(root, optimizer)
-        if started is not None:
-            self.pending.pop(optimizer, None)
-        return root, started
+            self.audit(None, optimizer)
 
     def on_fault(self, finding: Any) -> None:
         """Prints the first fault and, unless the run is to continue, ends this process at once. Every rank does the
@@ -210,11 +201,7 @@ class AutoAudit:
         """Writes the verdicts into the folder of reports, on rank 0."""
         if not self.is_first_rank or os.getpid() != self.process:
             return
-        verdicts = [each.as_dict() for each in self.verdicts]
-        for engine, why in self.refused.values():
-            verdicts.append(
-                {"engine": engine, "steps": 0, "passed": False, "findings": [], "summary": f"not judged: {why}"}
-            )
+        verdicts = [each.as_dict() for each in (*self.verdicts, *self.refused.values())]
         if self.verdicts and self.baseline and not self.has_fault:
             self.baseline.write()
         if verdicts:

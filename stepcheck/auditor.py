@@ -9,6 +9,7 @@ repeats slices of each update. Nothing is gathered or computed twice. A step cos
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Literal
 
@@ -86,16 +87,15 @@ class Audit:
         self.depth = 0  # calls of the optimizer's step that have not returned
         self.error = ""  # why a hook of this rank failed
         self.stopped = False  # whether all ranks have ended the audit
+        self.undo = ExitStack()  # removes all hooks
         self._judge = Judge(adapter, self.verdict)
         self._totals = Totals(adapter)
         self._updates = UpdateCheck(adapter)
-        self._batch_norms = BatchNormCounts(adapter.module)
+        self._batch_norms = BatchNormCounts(adapter.module, self.undo)
         self._batches = Batches(adapter.ranks.rank, adapter.ranks.size, adapter.device)
-        self._targets = {id(target.tensor): target for target in adapter.targets()}
         self._options: dict[int, dict[str, Any]] = {}  # before the engine's step, by id of the parameter group
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
-        self._last_audited = 0
         self._trains: bool | None = None  # whether the module was in training mode in the last step
         self._began = 0.0
         self._in_backward = False
@@ -111,10 +111,9 @@ class Audit:
             self.add("start", 2.0, text)
         if replay is not None:
             replay.attach(self)
-        undo = adapter.attach(self)
+        adapter.attach(self)
         self._hooks = Hooks(self)
-        self._undo = [*undo, self._hooks.remove, self._batch_norms.remove]
-        self.verdict.bytes = self._totals.bytes
+        self.verdict.bytes = self._totals.matrix.nbytes
 
     def __enter__(self) -> "Audit":
         return self
@@ -124,9 +123,8 @@ class Audit:
 
     def detach(self) -> None:
         """Removes all hooks. The training continues without the audit."""
-        for undo in self._undo:
-            undo()
-        self._undo, self.stopped = [], True
+        self.undo.close()
+        self.stopped = True
 
     def stop(self, what: str, why: str) -> None:
         """Ends the audit, but leaves its hooks in place, because a hook of this rank is running and cannot remove them.
@@ -158,8 +156,7 @@ class Audit:
         if not torch.is_grad_enabled():
             return
         self._hooks.watch_gradients()
-        if not self.running:
-            self._begin_step()
+        self._begin_step()
         if not self.running:
             return
         self._batches.before_forward((args, kwargs))
@@ -185,26 +182,24 @@ class Audit:
     @guarded
     def begin(self) -> None:
         """Begins a step, unless it has begun or is not audited."""
-        if not self.running:
-            self._begin_step()
+        self._begin_step()
 
     @guarded
     def add_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
         """Adds the gradient that autograd has computed for a parameter in one micro-batch, before the engine changes
         it."""
-        if not self.running:  # the module itself was not called, only parts of it
-            self._begin_step()
+        self._begin_step()  # if the module itself was not called, only parts of it
         if not self.running:
             return
         if self.replay is not None:
             self.replay.add_gradient(index, gradient)
-        adapter, earlier = self.adapter, self.adapter.accumulated(index)
-        if adapter.is_first_gradient(index):
-            self._counts[index] = 0
+        begins, earlier = self.adapter.earlier_gradient(index)
+        if begins:
             self._totals.reset_gradient(index)
         if earlier is not None:
-            self._totals.reset_gradient(index)
             self._totals.add_gradient(index, earlier)
+        elif begins:
+            self._counts[index] = 0
         self._totals.add_gradient(index, gradient)
         if not self._in_backward:
             self._in_backward = True
@@ -224,12 +219,11 @@ class Audit:
 
     # A step
     def _begin_step(self) -> None:
-        if self.step % self.every:
+        if self.running or self.step % self.every:
             return
         self.running, self.micro_batches = True, 0
-        if self._last_audited != self.step - 1:
+        if self.every > 1:  # other updates came in between
             self._updates.reset()
-        self._last_audited = self.step
         self._began = self._began or time.perf_counter()
         self._totals.begin_step()
         self._counts = {}
@@ -251,7 +245,7 @@ class Audit:
     @guarded
     def before_update(self, optimizer: Any) -> None:
         """Adds the gradients that reach the optimizer, and checks its options."""
-        if not (self.running or self.adapter.owns_step):  # the script sets gradients itself
+        if not self.adapter.owns_step:  # the script may set gradients itself
             self._begin_step()
         if not self.running:
             return
@@ -265,7 +259,7 @@ class Audit:
                 if group.get(key, value) != value:
                     self.add("options", 2.0, f"{key} is {group[key]} in the update and was {value} before the step")
             for tensor in group["params"]:
-                target = self._targets.get(id(tensor))
+                target = self.adapter.targets.get(id(tensor))
                 if target is None and not self.adapter.owns_step:
                     self.verdict.not_judged["some parameters"] = "they were added to the optimizer after its first step"
                 if target is not None and tensor.grad is not None:
@@ -284,20 +278,21 @@ class Audit:
         if self.running and self.replay is not None:
             self.replay.judge()
         start = time.perf_counter()
-        findings = self._judge_step(skipped) if self.running else []
+        before = len(self.verdict.findings)
+        if self.running:
+            self._judge_step(skipped)
+        findings = self.verdict.findings[before:]
         self.verdict.seconds += time.perf_counter() - start
         self.running, self.step = False, self.step + 1
-        for finding in findings:
-            self.verdict.findings.append(finding)
         if findings and callable(self.on_fault):
             self.on_fault(findings[0])
         elif findings and self.on_fault == "raise":
             raise StepCheckError(findings[0])
-        elif findings and len(self.verdict.findings) == len(findings) and self.adapter.ranks.rank == 0:
+        elif findings and not before and self.adapter.ranks.rank == 0:
             print(f"stepcheck: {findings[0]}", flush=True)
 
-    def _judge_step(self, skipped: bool) -> list[Finding]:
-        """Sums the contributions of the ranks, and returns the findings, which are the same on all ranks."""
+    def _judge_step(self, skipped: bool) -> None:
+        """Sums the contributions of the ranks. Adds the findings to the verdict, which are the same on all ranks."""
         adapter, verdict = self.adapter, self.verdict
         self._batch_norms.compare(self.add)
         local, self._local = self._local, []
@@ -307,7 +302,7 @@ class Audit:
         verdict.notes |= self._batches.notes(self.step, fingerprints)
         if worst == FAILED:
             self.stop(f"step {self.step} and later steps", next(filter(None, adapter.ranks.all_gather(self.error))))
-            return []
+            return
         found: list[tuple[Kind, str, float]] = []
         for (kind, _, text), share in zip(local, shares, strict=True):
             if kind == "note":
@@ -317,11 +312,9 @@ class Audit:
             verdict.record(kind, share)
             if share > 1:
                 found.append((kind, str(text() if callable(text) else text), share))
-        findings = [
-            self._judge.finding(self.step, kind, text, share, rank)
-            for rank, of_rank in enumerate(adapter.ranks.all_gather(found) if worst > 1 else ())
-            for kind, text, share in of_rank
-        ]
+        for rank, of_rank in enumerate(adapter.ranks.all_gather(found) if worst > 1 else ()):
+            for kind, text, share in of_rank:
+                verdict.add(0 if kind == "start" else self.step, kind, share, text, rank)
         step = Step(self.step, self.micro_batches, self.scale, sums, fingerprints)
         if skipped:
             verdict.skipped += 1
@@ -329,11 +322,11 @@ class Audit:
                 verdict.notes["skipped steps"] = "gradients were not finite, and plain PyTorch would have used them"
         else:
             verdict.steps += 1
-            findings += self._judge.gradients(step)
-            findings += self.baseline.judge(self._judge, step) if self.baseline is not None else []
-        findings += self._judge.weights(step)
+            self._judge.gradients(step)
+            if self.baseline is not None:
+                self.baseline.judge(self._judge, step)
+        self._judge.weights(step)
         verdict.training_seconds = time.perf_counter() - self._began
-        return findings
 
     @property
     def _in_turn(self) -> range:

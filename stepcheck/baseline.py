@@ -19,7 +19,6 @@ import torch.distributed as dist
 from stepcheck.bounds import CANCELLATION, EXACT, SIGMAS
 from stepcheck.judge import Judge, Step
 from stepcheck.sketch import K
-from stepcheck.verdict import Finding
 
 KERNELS = 64.0
 """Error of a gradient, in units of roundoff, that other kernels of another machine or release may cause."""
@@ -65,27 +64,28 @@ class AuditBaseline:
         self.drifts = False  # whether the weights have differed
         self.same_gradients = False  # in the step before, bit by bit
 
-    def judge(self, judge: Judge, step: Step) -> list[Finding]:
-        """Adds a step to a new baseline, or compares it with the saved one. Returns the findings, which are the same on
-        all ranks."""
+    def judge(self, judge: Judge, step: Step) -> None:
+        """Adds a step to a new baseline, or compares it with the saved one. Adds the findings to the verdict, which are
+        the same on all ranks."""
         weights = step.sums["reference"] / judge.weight_replicas[:, None]
         own = {
             "names": judge.adapter.row_names,
             "gradients": judge.expected,
             "deviations": judge.deviation,
             "weights": weights,
-            "batches": step.batches,
+            "batches": step.batches.clone(),  # of a view, torch.save would write all that it is a view of
         }
         if not self.compare:
             self.steps[step.number] = own
-            return []
+            return
         judge.verdict.notes.update({f"{what} has changed": how for what, how in self.changed.items()})
         saved = self.steps.get(step.number)
         if saved is None or saved["names"] != own["names"]:
             why = "does not have it" if saved is None else "has other weights"
             judge.verdict.not_judged[f"step {step.number} against the baseline"] = f"the baseline {why}"
-            return []
-        return [judge.finding(step.number, kind, text, share) for kind, text, share in self._compare(judge, own, saved)]
+            return
+        for kind, share, text in self._compare(judge, own, saved):
+            judge.verdict.add(step.number, kind, share, text)
 
     def _compare(self, judge: Judge, own: dict[str, Any], saved: dict[str, Any]) -> Iterator[Any]:
         names, sizes = own["names"], saved["weights"].norm(dim=1)
@@ -94,7 +94,7 @@ class AuditBaseline:
             worst = int((errors / sizes.clamp(min=1e-30)).argmax())
             how = f"by {float(errors[worst] / sizes[worst].clamp(min=1e-30)):.1e} of the norm of {names[worst]}"
             if self.same_gradients and not self.drifts and errors[worst] > 4 * judge.optimizer_unit * sizes[worst]:
-                yield "update", f"the last update differs from the baseline's, {how}; its gradients were the same", 2.0
+                yield "update", 2.0, f"the last update differs from the baseline's, {how}; its gradients were the same"
             elif not self.drifts:
                 judge.verdict.notes["weights drift from the baseline"] = f"from the start of this step on, {how}"
             self.drifts = True
@@ -112,7 +112,7 @@ class AuditBaseline:
             text = (
                 f"the gradient of {names[worst]} differs from the baseline's by {error:.2g} of its norm, from {cause}"
             )
-            yield "gradient" if same else "batch", text, float(shares[worst])
+            yield "gradient" if same else "batch", float(shares[worst]), text
 
 
 def _machine() -> dict[str, str]:

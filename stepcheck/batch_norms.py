@@ -1,6 +1,7 @@
 """Checks that the `num_batches_tracked` of each batch norm counts all batches that the batch norm has normalised."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ class BatchNormCounts:
     """Compares the `num_batches_tracked` of each batch norm with its calls in training mode. A batch norm counts a
     batch whenever it updates its running statistics."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, undo: ExitStack):
         self.norms = {
             name: each
             for name, each in module.named_modules()
@@ -24,10 +25,10 @@ class BatchNormCounts:
         self.seen: dict[str, Any] = {}  # the buffer and its version after the last call, by name
         self.counts: dict[str, Tensor] = {}
         self.calls: dict[str, int] = {}  # since `counts`
-        self.handles = []
         for name, each in self.norms.items():
-            self.handles.append(each.register_forward_pre_hook(Hook(partial(self._before, name))))
-            self.handles.append(each.register_forward_hook(Hook(partial(self._after, name))))
+            before, after = Hook(partial(self._before, name)), Hook(partial(self._after, name))
+            undo.callback(each.register_forward_pre_hook(before).remove)
+            undo.callback(each.register_forward_hook(after).remove)
 
     def _before(self, name: str, module: Any, inputs: Any) -> None:
         if self.seen.get(name) != _version(module.num_batches_tracked):  # reset, loaded or broadcast in between
@@ -49,10 +50,6 @@ class BatchNormCounts:
                 text = f"the batch norm {name} has not counted each batch that it normalised"
                 add("buffer", 2.0 * (count != self.counts[name] + self.calls[name]), text)
                 self._begin(name, count)
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

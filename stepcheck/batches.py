@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from stepcheck.engines.adapter import tensors_in
 
 ELEMENTS = 4096
 """Elements of a batch that its fingerprint reads."""
@@ -30,8 +31,7 @@ class Batches:
     def before_forward(self, inputs: Any) -> None:
         """Adds the inputs of a micro-batch to the fingerprint, and compares the random state with the first micro-batch
         of the step."""
-        tensors = (each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.numel() > 1)
-        first = next(tensors, None)
+        first = next((each for each in tensors_in(inputs) if each.numel() > 1), None)
         if first is not None and not first.is_sparse and not first.is_complex():
             values = first.detach().reshape(-1)[:ELEMENTS].double()
             places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).sqrt()

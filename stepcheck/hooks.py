@@ -21,17 +21,14 @@ class Hooks:
             each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(self.adapter.module)
         ]
         handles += [each.register_load_state_dict_pre_hook(loading) for each in modules]
-        index_of = {id(each): index for index, each in enumerate(self.adapter.parameters)}
         for module in modules if self.adapter.gathers else ():
-            own = {name: index_of[id(each)] for name, each in module._parameters.items() if id(each) in index_of}
+            named, index_of = module._parameters.items(), self.adapter.index_of
+            own = {name: index_of[id(each)] for name, each in named if id(each) in index_of}
             if own:
                 handles.append(module.register_forward_pre_hook(Hook(partial(audit.before_module, own))))
-        self._handles = handles
+        for handle in handles:
+            audit.undo.callback(handle.remove)
         self.watch_gradients()
-
-    def remove(self) -> None:
-        for handle in [*self._handles, *self._of_parameters.values()]:
-            handle.remove()
 
     def watch_gradients(self) -> None:
         """Registers hooks on the trained parameters, including parameters that were unfrozen during the training. They
@@ -44,7 +41,8 @@ class Hooks:
         handle = self._of_parameters.get(id(parameter))
         if handle is None:
             see = partial(self.audit.add_gradient, index, parameter)
-            self._of_parameters[id(parameter)] = parameter.register_hook(see)
+            handle = self._of_parameters[id(parameter)] = parameter.register_hook(see)
+            self.audit.undo.callback(handle.remove)
         elif next(reversed(parameter._backward_hooks)) != handle.id:
             parameter._backward_hooks[handle.id] = parameter._backward_hooks.pop(handle.id)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, unit_roundoff
 from stepcheck.engines import EngineAdapter
 from stepcheck.sketch import K
-from stepcheck.verdict import Finding, Kind, Verdict
+from stepcheck.verdict import Kind, Verdict
 
 COLUMNS = {
     "expected": K,  # sketch of what autograd computed
@@ -45,31 +45,24 @@ class Judge:
     def __init__(self, adapter: EngineAdapter, verdict: Verdict):
         self.adapter, self.verdict = adapter, verdict
         self.unit = unit_roundoff(adapter.rounding_dtypes())
-        self.optimizer_unit = unit_roundoff({target.tensor.dtype for target in adapter.targets()} or {torch.float32})
-        rows = len(adapter.row_names)
-        self.trained = torch.zeros(rows, dtype=torch.bool)
-        self.replicas, self.weight_replicas, self.sizes = torch.ones(3, rows, dtype=torch.float64)
-        index_of_name = {name: index for index, name in enumerate(adapter.names)}
-        for row, name in enumerate(adapter.row_names):
-            index = index_of_name[name.split(" of expert rank ")[0]]
-            self.trained[row] = index in adapter.trained
-            self.replicas[row] = adapter.gradient_replicas(index)
-            self.weight_replicas[row] = adapter.weight_replicas(index)
-            self.sizes[row] = getattr(adapter.parameters[index], "ds_numel", adapter.parameters[index].numel())
+        self.optimizer_unit = unit_roundoff(
+            {target.tensor.dtype for target in adapter.targets.values()} or {torch.float32}
+        )
+        indices, rows = adapter.index_of_row, len(adapter.row_names)
+        self.trained = torch.tensor([index in adapter.trained for index in indices], dtype=torch.bool)
+        counts = [
+            (adapter.replica(each)[1], adapter.weight_replicas(each), adapter.shape(each).numel()) for each in indices
+        ]
+        self.replicas, self.weight_replicas, self.sizes = torch.tensor(counts, dtype=torch.float64).T
         self.expected, self.deviation = torch.zeros(rows, K), torch.zeros(rows, 1)  # of the last step's gradients
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
-    def finding(self, step: int, kind: Kind, text: str, share: float, rank: int | None = None) -> Finding:
-        """Records an error that exceeds its tolerance, and returns its finding. `share` is error / tolerance."""
-        self.verdict.record(kind, share)
-        return Finding(0 if kind == "start" else step, kind, text, share, rank)
-
-    def gradients(self, step: Step) -> list[Finding]:
+    def gradients(self, step: Step) -> None:
         """Compares the gradients that reach the optimizer with what autograd computed."""
         adapter, verdict = self.adapter, self.verdict
         trained = self.trained & self._comparable(step)
         if not trained.any():
-            return []
+            return
         factor_of_mean = adapter.reduction_factor() / step.scale / adapter.ranks.size
         expected = step.sums["expected"] * factor_of_mean
         summands = step.sums["summands"][:, 0] * factor_of_mean
@@ -77,7 +70,7 @@ class Judge:
         difference = step.sums["replica_difference"].abs()
         if not expected[trained].isfinite().all():
             verdict.notes["gradients that are not finite"] = f"autograd computed them in step {step.number}"
-            return []
+            return
         micro_batches = max(1, step.micro_batches)
         deviation = gradient_deviation(summands, self.sizes, self.unit, micro_batches, adapter.ranks.size)[:, None]
         self.expected, self.deviation = expected * trained[:, None], deviation
@@ -87,7 +80,7 @@ class Judge:
         tolerance = factor_tolerance(strength, adapter.ranks.size)
         norm = float((step.sums["square"][:, 0] / self.replicas)[trained].sum().sqrt())
         complete = trained.equal(self.trained)
-        findings = self._factor(step, factor, tolerance, norm, complete) if strength > SIGMAS else []
+        fault = self._factor(step, factor, tolerance, norm, complete) if strength > SIGMAS else None
         may_be_clipped = adapter.clip_limit() or not adapter.owns_step
         scaled = factor if may_be_clipped and abs(factor - 1) > tolerance and 0 < factor < 1 else 1.0
         error = (actual - scaled * expected).abs() + difference
@@ -95,11 +88,13 @@ class Judge:
         self._measure(trained, expected, summands, deviation, tolerance)
         worst = int(shares.argmax())
         verdict.record("gradient", float(shares[worst]))
-        if shares[worst] <= 1:
-            return findings
         rest = (actual - factor * expected).abs() + difference
-        if findings and (rest <= SIGMAS * abs(factor) * deviation)[trained].all():
-            return findings  # one factor explains all gradients
+        is_explained = fault is not None and bool((rest <= SIGMAS * abs(factor) * deviation)[trained].all())
+        # One tensor that is far off moves the factor too.
+        if fault is not None and (is_explained or shares[worst] <= 1 or fault[0] == "clipping"):
+            verdict.add(step.number, *fault)
+        if is_explained or shares[worst] <= 1:
+            return
         row = int(trained.nonzero()[worst])
         aim = scaled * expected[row]
         size = float(aim.norm().clamp(min=1e-30))
@@ -110,8 +105,7 @@ class Judge:
         )
         if difference[row].norm() > 0.1 * error[row].norm():
             text += "; the ranks have different gradients"
-        findings = [each for each in findings if each.kind != "scale"]  # one tensor far off moves the factor too
-        return [*findings, self.finding(step.number, "gradient", text, float(shares[worst]))]
+        verdict.add(step.number, "gradient", float(shares[worst]), text)
 
     def _measure(
         self, trained: Tensor, expected: Tensor, summands: Tensor, deviation: Tensor, tolerance: float
@@ -140,33 +134,32 @@ class Judge:
             return torch.zeros_like(modified)
         return ~modified
 
-    def _factor(self, step: Step, factor: float, tolerance: float, norm: float, complete: bool) -> list[Finding]:
+    def _factor(
+        self, step: Step, factor: float, tolerance: float, norm: float, complete: bool
+    ) -> tuple[Kind, float, str] | None:
         """Judges the factor that all gradients have in common. Clipping may make it smaller than 1. `norm` is the norm
-        of all gradients if `complete` is true, or else of the compared gradients only."""
+        of all gradients if `complete` is true, or else of the compared gradients only. Returns the
+        fault, if there is one."""
         limit, share = self.adapter.clip_limit(), abs(factor - 1) / tolerance
         rounding = CLIPPING + 2 * self.optimizer_unit
         if limit and norm > limit * (1 - rounding):
             self.verdict.record("clipping", error := abs(norm / limit - 1) / rounding)
             if error > 1:
-                return [
-                    self.finding(
-                        step.number, "clipping", f"the norm of all gradients is {norm:.6g} and the limit {limit}", error
-                    )
-                ]
+                return "clipping", error, f"the norm of all gradients is {norm:.6g} and the limit {limit}"
             share = max(0.0, factor - 1) / (tolerance + rounding)
         elif limit and not complete and share > 1 and 0 < factor < 1:
             self.verdict.not_judged["clipping"] = "the norm includes gradients that are not judged"
-            return []
+            return None
         elif not self.adapter.owns_step and share > 1 and 0 < factor < 1 and not limit:
             self.verdict.not_judged["the scale of all gradients"] = (
                 f"something other than torch's clip_grad_norm_ multiplied them by {factor:.5g} in step {step.number}"
             )
-            return []
+            return None
         self.verdict.record("scale", share)
         if share <= 1:
-            return []
+            return None
         text = f"all gradients together are {factor:.7g} times what autograd computed (tolerance {tolerance:.1e})"
-        return [self.finding(step.number, "scale", text + self._meaning(step, factor), share)]
+        return "scale", share, text + self._meaning(step, factor)
 
     def _meaning(self, step: Step, factor: float) -> str:
         """Returns the likely cause of a wrong factor, or ""."""
@@ -180,12 +173,12 @@ class Judge:
         found = [cause for value, cause in causes.items() if value != 1 and abs(factor / value - 1) < 0.01]
         return f", as if {' or '.join(found)}" if found else ""
 
-    def weights(self, step: Step) -> list[Finding]:
+    def weights(self, step: Step) -> None:
         """Compares the weights that forward and backward passes used with the optimizer's weights."""
         uses, adapter = step.sums["uses"], self.adapter
         used = (uses[:, 0] > 0).nonzero()[:, 0]
         if not len(used):
-            return []
+            return
         reference = (step.sums["reference"] / self.weight_replicas[:, None])[used]
         mean = (step.sums["used"] / uses)[used]
         difference = step.sums["used_difference"][used].abs().amax(1) * (uses[used, 0] == adapter.ranks.size)
@@ -199,15 +192,10 @@ class Judge:
             name = adapter.row_names[int(used[int(moved.argmax())])]
             self.verdict.notes["weights that change within a step"] = f"{name} changed in step {step.number}"
         error = torch.maximum(error, difference / (EXACT * size)).nan_to_num(nan=torch.inf)
-        findings = []
         worst = int(error.argmax())
         if bool(mean[worst].isfinite().all()):
-            self.verdict.record("weight", float(error[worst]))
-            if error[worst] > 1:
-                text = (
-                    f"the weight {adapter.row_names[int(used[worst])]} is used with another value than the optimizer's"
-                )
-                findings.append(self.finding(step.number, "weight", text, float(error[worst])))
+            text = f"the weight {adapter.row_names[int(used[worst])]} is used with another value than the optimizer's"
+            self.verdict.add(step.number, "weight", float(error[worst]), text)
         for place, row in enumerate(used.tolist()):
             if not self.trained[row]:
                 before = self.frozen.get(row, reference[place])
@@ -217,4 +205,3 @@ class Judge:
                         f"{adapter.row_names[row]} has changed"
                     )
                 self.frozen[row] = reference[place].clone()
-        return findings

@@ -74,21 +74,11 @@ def write_files(options: argparse.Namespace, passed: bool, engines: list[dict[st
     command = ["stepcheck", *sys.argv[1:]]
     result = {"passed": passed, "exit_code": int(not passed), "command": command, "engines": engines, **more}
     if options.json:
-        write_json(options.json, result)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.junit:
         write_junit(options.junit, result)
     return result["exit_code"]
-
-
-def unjudged(result: Result) -> list[str]:
-    """Returns a sentence for each part of a case that is not judged."""
-    return [f"{what} is not judged, because {why}" for what, why in result["not_judged"].items()]
-
-
-def write_json(file: Path, result: dict[str, Any]) -> None:
-    """Writes a result, and makes the file's folder if needed."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def write_junit(file: Path, result: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepcheck.report import add_baseline_flags, add_flags, baseline_of, refuse_folders, write_files
+from stepcheck.report import add_baseline_flags, add_flags, baseline_of, write_files
 from stepcheck.usage import UsageError, positive
 
 SITE = """\
@@ -69,7 +69,6 @@ def run(options: argparse.Namespace) -> int:
         if found is None:
             raise UsageError(f"SCRIPT: {program or 'it'} is missing; give a .py file, or a launcher such as torchrun")
         command = [found, *command[1:]]
-    refuse_folders(options)
     with (
         baseline_of(options, shlex.join(options.command)) as baseline,
         tempfile.TemporaryDirectory(prefix="stepcheck-") as folder,

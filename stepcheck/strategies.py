@@ -1,6 +1,7 @@
-"""Names the strategies with DeepSpeed, and finds the installed DeepSpeed without importing it."""
+"""Names the strategies with DeepSpeed, and finds DeepSpeed and GPUs without importing DeepSpeed or torch."""
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,9 +26,27 @@ def deepspeed_folder() -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
+@cache
+def deepspeed_words(word: str, *files: str) -> set[str]:
+    """Returns the matches of a regular expression in files of the installed DeepSpeed.
+
+    Args:
+        word: The expression. Its ^ matches at each line.
+        files: Patterns of paths in DeepSpeed's folder, as `Path.glob` takes them.
+    """
+    folder = deepspeed_folder()
+    found = [file for pattern in files for file in folder.glob(pattern)] if folder else []
+    return {match for file in found for match in re.findall(word, file.read_text(), re.MULTILINE)}
+
+
 def config_keys(config: Mapping[str, Any]) -> Iterator[str]:
     """Yields the keys of a configuration of DeepSpeed and of its sections."""
     for key, value in config.items():
         yield key
         if isinstance(value, dict):
             yield from config_keys(value)
+
+
+def has_gpu() -> bool:
+    """Returns whether there is a driver of GPUs (NVIDIA's, that of WSL, AMD's). Does not import torch."""
+    return any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))

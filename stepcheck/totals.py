@@ -20,20 +20,17 @@ class Totals:
 
     def __init__(self, adapter: EngineAdapter):
         self.adapter = adapter
-        self.targets = [*adapter.targets()]
-        self.columns = {name: self._zeros(width) for name, width in COLUMNS.items()}
+        rows, width = len(adapter.row_names), sum(COLUMNS.values())
+        self.matrix = torch.zeros(rows, width, dtype=torch.float64, device=adapter.device)
+        self.columns = _columns(self.matrix)
         self.used: dict[int, Tensor] = {}  # sketches of the weights as first used in this step, by index
-        self._difference_factors = self._zeros(1)
+        factors = torch.zeros(rows, 1, dtype=torch.float64)
         for index, row in enumerate(adapter.rows):
-            self._difference_factors[row] = _difference_factor(adapter.replica(index), adapter.gradient_replicas(index))
-
-    @property
-    def bytes(self) -> int:
-        return sum(each.numel() * each.element_size() for each in self.columns.values())
+            factors[row] = _difference_factor(*adapter.replica(index))
+        self._difference_factors = factors.to(adapter.device)
 
     def begin_step(self) -> None:
-        for column in self.columns.values():
-            column.zero_()
+        self.matrix.zero_()
         self.used = {}
 
     def mark(self, column: str, indices: Iterable[int]) -> None:
@@ -64,14 +61,14 @@ class Totals:
     def add_optimizer_weights(self, indices: Collection[int]) -> None:
         """Adds this rank's parts of some weights, with the values that the optimizer holds."""
         adapter = self.adapter
-        for target in self.targets:
+        for target in adapter.targets.values():
             flat = adapter.local(target.tensor).detach().reshape(-1)
             for part in target.parts:
                 if part.length and part.index in indices:
                     self._add_reference(part.index, flat[part.offset : part.offset + part.length], part.start)
         for index in indices:
             if index not in adapter.trained:
-                self._add_reference(index, *adapter.frozen_parts(index))
+                self._add_reference(index, *adapter.own_part(index))
 
     def _add_reference(self, index: int, values: Tensor, start: int) -> None:
         self._add("reference", index, project(values.to(self.adapter.compute_dtype(index)), start, exact=True)[:K])
@@ -112,18 +109,17 @@ class Totals:
         own = own.nan_to_num(nan=torch.inf)
         worst = torch.zeros_like(fingerprints)
         worst[adapter.ranks.rank] = FAILED if failed else own.max().clamp(max=FAILED / 2)
-        flat = torch.cat([*(column.view(-1) for column in columns.values()), worst, fingerprints])
+        flat = torch.cat([self.matrix.view(-1), worst, fingerprints])
         if adapter.ranks.size > 1:
             dist.all_reduce(flat)
         both = torch.cat([flat, own]).cpu()  # the only synchronisation of a step
-        widths = [*(column.numel() for column in columns.values()), len(worst), len(fingerprints), len(own)]
-        *sums, worst, fingerprints, own = both.split(widths)
-        pairs = zip(COLUMNS.items(), sums, strict=True)
-        named = {name: column.view(-1, width) for (name, width), column in pairs}
-        return named, float(worst.max()), fingerprints, own[1:].tolist()
+        sums, worst, fingerprints, own = both.split([self.matrix.numel(), len(worst), len(fingerprints), len(own)])
+        return _columns(sums.view(self.matrix.shape)), float(worst.max()), fingerprints, own[1:].tolist()
 
-    def _zeros(self, width: int) -> Tensor:
-        return torch.zeros(len(self.adapter.row_names), width, dtype=torch.float64, device=self.adapter.device)
+
+def _columns(matrix: Tensor) -> dict[str, Tensor]:
+    """Returns views of the columns of a matrix by their names."""
+    return dict(zip(COLUMNS, matrix.split([*COLUMNS.values()], 1), strict=True))
 
 
 def _difference_factor(replica: int, replicas: int) -> float:

@@ -1,7 +1,7 @@
 """Repeats slices of the optimizer's updates with torch's optimizer."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ TORCH_STEPS = {name: _own_step(getattr(torch.optim, name)) for name in ELEMENTWI
 Report = Callable[[Kind, Tensor, Callable[[], str]], None]
 """Takes a kind, error / tolerance of each compared value, and a function that names the worst value."""
 
+Pair = tuple[str, Tensor | None, Tensor]
+"""The name of a value, the actual value or None if it is missing, and the expected value."""
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -59,7 +62,6 @@ class UpdateCheck:
 
     def __init__(self, adapter: Any):
         self.adapter = adapter
-        self.parts = {id(target.tensor): target.parts for target in adapter.targets()}
         self.optimizer_class = torch_class(adapter.optimizer)
         self.known = (
             {*self.optimizer_class([torch.zeros(1)]).defaults} - {"fused", "foreach"} if self.optimizer_class else set()
@@ -74,51 +76,41 @@ class UpdateCheck:
         self.kept = {}
 
     def begin(self, optimizer: Any, report: Report) -> None:
-        """Updates copies of slices, before the optimizer updates its tensors. Compares weights and state with their
-        values after the last update. A difference in weights is only a note if the script itself calls the optimizer,
-        because the script may clip weights."""
+        """Updates copies of slices, before the optimizer updates its tensors."""
         self.slices = []
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if self.optimizer_class is None or (
             overflow is not None and overflow > 0
         ):  # a fused optimizer leaves such a step out
             return
-        kept, weights = Pairs(), Pairs()
-        groups, states = [], []
+        self._compare_kept(optimizer, report)
+        groups, states = [], {}
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key in self.known}
             for target in group["params"]:
                 chosen = self._choose(target)
                 if target.grad is None or chosen is None:
                     continue
-                state = optimizer.state.get(target, {})
-                self._compare_kept(target, state, kept, weights)
                 name, part = chosen
                 copy = nn.Parameter(self._slice_of(target, part))
                 copy.grad = self._slice_of(target.grad, part).to(copy.dtype) / (1.0 if scale is None else scale)
                 self.slices.append(Slice(target, name, part, copy.detach().clone(), copy))
                 groups.append({**options, "params": [copy]})
+                state = optimizer.state.get(target, {})
                 own = {key: self._slice_of(value, part) for key, value in state.items() if value is not None}
                 if "step" in own and self.optimizer_class is not type(optimizer):
                     # FusedAdam counts steps only in the state of a group's last tensor (0.16 to 0.19.8).
                     own["step"] = torch.tensor(max(_steps(optimizer, group)))
-                if "capturable" in self.known and _is_on_accelerator(own.get("step")):
+                if "capturable" in self.known and "step" in own and own["step"].device.type != "cpu":
                     groups[-1]["capturable"] = True  # otherwise torch would wait for the device to read the step
-                states.append(own)
-        kept.report(report, 0.0, "has changed since the last update")
-        weights.report(report, 0.0, "has changed since the last update", "state" if self.adapter.owns_step else "note")
+                if own:
+                    states[copy] = own
         if groups:
-            self._step(groups, states)
-
-    def _step(self, groups: list[dict[str, Any]], states: list[dict[str, Tensor]]) -> None:
-        """Updates the copies with torch's optimizer."""
-        optimizer = self.optimizer_class(groups)
-        for each, state in zip(self.slices, states, strict=True):
-            if state:
-                optimizer.state[each.copy] = state
-        with torch.no_grad():
-            TORCH_STEPS[self.optimizer_class.__name__](optimizer)
-        self.expected_state = optimizer.state
+            copied = self.optimizer_class(groups)
+            copied.state.update(states)
+            with torch.no_grad():
+                TORCH_STEPS[self.optimizer_class.__name__](copied)
+            self.expected_state = copied.state
 
     def end(self, optimizer: Any, report: Report) -> None:
         """Compares the optimizer's tensors and state with the copies, after its update."""
@@ -129,30 +121,39 @@ class UpdateCheck:
         errors, shares = update_errors(actual, expected, before)
         names = [each.name for each in self.slices]
         report("update", shares, lambda: _wrong_update(names, errors))
-        states = Pairs()
+        pairs: list[Pair] = []
         for each, weight in zip(self.slices, actual, strict=True):
             state = optimizer.state.get(each.target, {})
             left = {key: self._slice_of(value, each.part) for key, value in state.items() if _is_vector(value)}
             for key, value in self.expected_state.get(each.copy, {}).items():
                 if _is_vector(value):
-                    states.add(f"{key} of {each.name}", left.get(key), value)
+                    pairs.append((f"{key} of {each.name}", left.get(key), value))
             self.kept[id(each.target)] = each, {"weight": weight, **left}
-        states.report(report, UPDATE, "is wrong after the update")
+        compare_pairs(pairs, report, "state", UPDATE, "is wrong after the update")
         self.slices, self.expected_state = [], {}
 
-    def _compare_kept(self, target: Tensor, state: dict[str, Any], pairs: "Pairs", weights: "Pairs") -> None:
-        if id(target) not in self.kept:
-            return
-        last, kept = self.kept.pop(id(target))
-        for key, before in kept.items():
-            now = target if key == "weight" else state.get(key)
-            own = weights if key == "weight" else pairs
-            own.add(f"{key} of {last.name}", None if now is None else self._slice_of(now, last.part), before)
+    def _compare_kept(self, optimizer: Any, report: Report) -> None:
+        """Compares weights and state with their values after the last update. A difference in weights is only a note if
+        the script itself calls the optimizer, because the script may clip weights."""
+        states: list[Pair] = []
+        weights: list[Pair] = []
+        for target in (each for group in optimizer.param_groups for each in group["params"]):
+            if target.grad is None or id(target) not in self.kept:
+                continue
+            last, left = self.kept.pop(id(target))
+            now = {**optimizer.state.get(target, {}), "weight": target}
+            for key, value in left.items():
+                actual = None if now.get(key) is None else self._slice_of(now[key], last.part)
+                (weights if key == "weight" else states).append((f"{key} of {last.name}", actual, value))
+        changed = "has changed since the last update"
+        compare_pairs(states, report, "state", 0.0, changed)
+        compare_pairs(weights, report, "state" if self.adapter.owns_step else "note", 0.0, changed)
 
     def _choose(self, target: Tensor) -> tuple[str, slice] | None:
         """Returns a slice within one parameter's part of a target, and the parameter's name. Padding is left out,
         because it may hold anything. Returns None for a target without parameters."""
-        parts = [part for part in self.parts.get(id(target), ()) if part.length]
+        known = self.adapter.targets.get(id(target))
+        parts = [part for part in known.parts if part.length] if known else []
         if not parts:
             return None
         part = self.rng.choices(parts, [each.length for each in parts])[0]
@@ -169,28 +170,14 @@ class UpdateCheck:
         return local.reshape(-1)[part].clone() if local.dim() else local.clone()
 
 
-class Pairs:
-    """Collects named pairs of tensors, and compares all pairs at once."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.actual: list[Tensor] = []
-        self.expected: list[Tensor] = []
-
-    def add(self, name: str, actual: Tensor | None, expected: Tensor) -> None:
-        """Adds a pair. If the actual value is missing, its error is infinite."""
-        self.names.append(name)
-        self.actual.append(torch.full_like(expected, torch.inf) if actual is None else actual)
-        self.expected.append(expected)
-
-    def report(self, report: Report, tolerance: float, how: str, kind: Kind = "state") -> None:
-        """Reports all pairs. The tolerance is relative to the expected norm."""
-        if not self.names:
-            return
-        errors = distances(self.actual, self.expected)
-        shares = errors / (tolerance * norms(self.expected) + 1e-30)
-        names = self.names
-        report(kind, shares, lambda: f"{names[int(shares.nan_to_num(nan=torch.inf).argmax())]} {how}")
+def compare_pairs(pairs: Sequence[Pair], report: Report, kind: Kind, tolerance: float, how: str) -> None:
+    """Compares pairs of tensors all at once, and reports them. The tolerance is relative to the expected norm."""
+    if not pairs:
+        return
+    expected = [each for _, _, each in pairs]
+    errors = distances([torch.full_like(each, torch.inf) if own is None else own for _, own, each in pairs], expected)
+    shares = errors / (tolerance * norms(expected) + 1e-30)
+    report(kind, shares, lambda: f"{pairs[_largest(shares)][0]} {how}")
 
 
 def update_errors(actual: list[Tensor], expected: list[Tensor], before: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -202,17 +189,18 @@ def update_errors(actual: list[Tensor], expected: list[Tensor], before: list[Ten
 
 
 def _wrong_update(names: list[str], errors: Tensor) -> str:
-    worst = int(errors.nan_to_num(nan=torch.inf).argmax())
+    worst = _largest(errors)
     return f"the update of {names[worst]} is off by {float(errors[worst]):.2g} of its norm"
+
+
+def _largest(values: Tensor) -> int:
+    """Returns the index of the largest value. NaN is the largest."""
+    return int(values.nan_to_num(nan=torch.inf).argmax())
 
 
 def _steps(optimizer: Any, group: dict[str, Any]) -> Iterator[float]:
     states = (optimizer.state.get(each, {}) for each in group["params"])
     return (float(state["step"]) for state in states if "step" in state)
-
-
-def _is_on_accelerator(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def _is_vector(value: Any) -> bool:

@@ -1,6 +1,5 @@
 """Defines the verdict of an audit: the faults, what was judged, and how small a fault it would have seen."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -91,6 +90,12 @@ class Verdict:
         """Updates the largest error / tolerance of a kind."""
         self.shares[kind] = max(self.shares.get(kind, 0.0), share)
 
+    def add(self, step: int, kind: Kind, share: float, text: str, rank: int | None = None) -> None:
+        """Records error / tolerance of a kind in a step, and a finding if it exceeds 1."""
+        self.record(kind, share)
+        if not share <= 1:
+            self.findings.append(Finding(step, kind, text, share, rank))
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict as plain data for JSON. Non-finite shares become strings."""
         finite = {kind: share if share < float("inf") else "infinite" for kind, share in self.shares.items()}
@@ -107,9 +112,8 @@ class Verdict:
         return "; ".join(self._sentences())
 
     def _sentences(self) -> Iterable[str]:
-        counts = Counter(finding.kind for finding in self.findings)
         if self.findings:
-            more = sum(counts.values()) - 1
+            more = len(self.findings) - 1
             yield f"FAULT {self.findings[0]}" + (f" (and {more} more)" if more else "")
         yield f"{self.steps} steps audited" + (f", {self.skipped} skipped for overflow" if self.skipped else "")
         if self.steps:

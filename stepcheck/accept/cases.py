@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stepcheck.accept.release import has_gpu, lacks_float16, unknown
-from stepcheck.strategies import ZERO
+from stepcheck.accept.release import lacks_float16, unknown
+from stepcheck.strategies import ZERO, has_gpu
 
 STEPS = 4
 """Optimizer steps in a case. All are audited. A wrong gradient shows at the first, a stale state at the second."""
@@ -24,14 +24,15 @@ class Case:
     """A short training, which is sent between processes as JSON."""
 
     row: str
+    why: str = ""  # the code path that it executes
     strategy: str = ""
-    ranks: int = 1
+    ranks: int = 1  # in ROWS, a number that must divide the number of ranks
     seed: int = 0
     model: Literal["edges", "experts"] = "edges"
     ep_size: int = 1  # ranks over which the experts are spread
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    optimizer: str = "SGD"  # a class of torch.optim
-    options: dict[str, Any] = field(default_factory=dict)  # of the optimizer
+    optimizer: str = "SGD"  # a class of torch.optim. SGD does not hide a wrong scale, as Adam does
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.05, "momentum": 0.9})  # of the optimizer
     accumulate: int = 1  # micro-batches of a step on each rank
     clip: float = 0.0
     trained: tuple[str, ...] = ()  # beginnings of the names of the parameters that are trained; empty for all
@@ -39,26 +40,17 @@ class Case:
     plain_backward: bool = False  # `loss.backward()` instead of `engine.backward(loss)`
     syncs_each: bool = False  # whether DDP and FSDP2 average the gradients of each micro-batch by themselves
     config: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's keys
+    # Which strategies train it.
+    stages: tuple[int | None, ...] = ()  # ZeRO stages, None for PyTorch; empty for all strategies
+    offload: bool = True  # whether the strategies with offload too
+    needs: tuple[str, ...] = ()  # what a release of DeepSpeed must have, besides the keys of the configuration
 
     def __str__(self) -> str:
         return f"{self.strategy}: {self.row}" + (f", seed {self.seed}" if self.seed or self.row == "random" else "")
 
 
-SGD = {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}}  # does not hide a wrong scale, as Adam does
 ADAMW = {"optimizer": "AdamW", "options": {"lr": 0.005, "weight_decay": 0.5}}  # only matrices decay: two groups
 CLIP = 0.1  # less than the gradient norm of each model
-
-
-@dataclass(frozen=True)
-class Row:
-    """A case under several strategies."""
-
-    why: str  # the code path that it executes
-    case: Case
-    stages: tuple[int | None, ...] = ()  # ZeRO stages that train it, None for PyTorch; empty for all strategies
-    offload: bool = True  # whether the strategies with offload train it too
-    needs: tuple[str, ...] = ()  # what a release of DeepSpeed must have, besides the keys of the configuration
-    ranks: int = 1  # must divide the number of ranks
 
 
 def zero(**keys: Any) -> dict[str, Any]:
@@ -66,149 +58,152 @@ def zero(**keys: Any) -> dict[str, Any]:
 
 
 ROWS = (
-    Row("sums of micro-batches", Case("float32, accumulated", accumulate=4, **SGD)),
-    Row("sums in the low precision", Case("bfloat16, accumulated", accumulate=4, precision="bfloat16", **SGD)),
-    Row(
-        "master weights, decay, norm",
-        Case("bfloat16, AdamW, clipped", precision="bfloat16", clip=CLIP, **ADAMW),
-    ),
-    Row("the norm of all shards", Case("AdamW, clipped, accumulated", accumulate=4, clip=CLIP, **ADAMW)),
-    Row(
+    Case("float32, accumulated", "sums of micro-batches", accumulate=4),
+    Case("bfloat16, accumulated", "sums in the low precision", accumulate=4, precision="bfloat16"),
+    Case("bfloat16, AdamW, clipped", "master weights, decay, norm", precision="bfloat16", clip=CLIP, **ADAMW),
+    Case("AdamW, clipped, accumulated", "the norm of all shards", accumulate=4, clip=CLIP, **ADAMW),
+    Case(
+        "several buckets",
         "a bucket that is reduced during the backward pass; a parameter larger than a bucket; the round-robin order",
-        Case(
-            "several buckets",
-            accumulate=4,
-            config=zero(reduce_bucket_size=2000, round_robin_gradients=True),
-            **SGD,
-        ),
+        accumulate=4,
+        config=zero(reduce_bucket_size=2000, round_robin_gradients=True),
         stages=(1, 2, 3),
     ),
-    Row(
+    Case(
+        "averaged one by one",
         "DDP and FSDP2: gradients averaged after each micro-batch; DDP copies buffers before each micro-batch",
-        Case("averaged one by one", accumulate=2, syncs_each=True, **SGD),
+        accumulate=2,
+        syncs_each=True,
         stages=(None,),
     ),
-    Row(
+    Case(
+        "all parameters sharded",
         "ZeRO 3: gathering, prefetching and releasing each parameter",
-        Case(
-            "all parameters sharded",
-            accumulate=4,
-            config=zero(
-                stage3_param_persistence_threshold=0,
-                stage3_prefetch_bucket_size=500,
-                stage3_max_live_parameters=20000,
-                sub_group_size=3000,
-            ),
-            **ADAMW,
+        accumulate=4,
+        config=zero(
+            stage3_param_persistence_threshold=0,
+            stage3_prefetch_bucket_size=500,
+            stage3_max_live_parameters=20000,
+            sub_group_size=3000,
         ),
         stages=(3,),
+        **ADAMW,
     ),
-    Row(
+    Case(
+        "frozen layers",
         "weights that no optimizer updates; a batch norm in evaluation mode, whose statistics do not change",
-        Case("frozen layers", clip=CLIP, trained=("project", "twice", "bias"), **ADAMW),
+        clip=CLIP,
+        trained=("project", "twice", "bias"),
         stages=(1, 2, 3),
         offload=False,
+        **ADAMW,
     ),
-    Row("a gate, experts that every rank has", Case("experts", model="experts", accumulate=4, **ADAMW), (0, 1, 2)),
-    Row(
-        "experts on several ranks",
-        Case("experts, spread", model="experts", ep_size=2, **SGD),
+    Case(
+        "experts",
+        "a gate, experts that every rank has",
+        model="experts",
+        accumulate=4,
         stages=(0, 1, 2),
-        ranks=2,
+        **ADAMW,
     ),
-    Row(
+    Case("experts, spread", "experts on several ranks", model="experts", ep_size=2, stages=(0, 1, 2), ranks=2),
+    Case(
+        "gradients not contiguous",
         "gradients that are reduced one by one (DeepSpeed pull request 8382)",
-        Case("gradients not contiguous", accumulate=2, config=zero(contiguous_gradients=False), **SGD),
+        accumulate=2,
+        config=zero(contiguous_gradients=False),
         stages=(1, 2, 3),
         offload=False,
     ),
-    Row(
+    Case(
+        "gradients kept in float32",
         "another optimizer wrapper at ZeRO 1 (DeepSpeed pull request 7985)",
-        Case(
-            "gradients kept in float32",
-            accumulate=4,
-            precision="bfloat16",
-            config={"data_types": {"grad_accum_dtype": "fp32"}},
-            **SGD,
-        ),
+        accumulate=4,
+        precision="bfloat16",
+        config={"data_types": {"grad_accum_dtype": "fp32"}},
         stages=(1, 2, 3),
     ),
-    Row(
+    Case(
+        "fetched by all-reduce",
         "ZeRO 3: all-reduce instead of all-gather (DeepSpeed pull request 8158)",
-        Case(
-            "fetched by all-reduce",
-            config=zero(stage3_param_persistence_threshold=0, stage3_use_all_reduce_for_fetch_params=True),
-            **SGD,
-        ),
+        config=zero(stage3_param_persistence_threshold=0, stage3_use_all_reduce_for_fetch_params=True),
         stages=(3,),
         offload=False,
     ),
-    Row(
+    Case(
+        "sent in float32",
         "gradients that are sent in another precision than their own",
-        Case("sent in float32", accumulate=2, precision="bfloat16", config={"communication_data_type": "fp32"}, **SGD),
+        accumulate=2,
+        precision="bfloat16",
+        config={"communication_data_type": "fp32"},
         stages=(0, 1, 2, 3),
         offload=False,
     ),
-    Row(
+    Case(
+        "summed over the ranks",
         "gradients that are summed over the ranks, not averaged",
-        Case("summed over the ranks", accumulate=2, config={"gradient_allreduce_op": "sum"}, **SGD),
+        accumulate=2,
+        config={"gradient_allreduce_op": "sum"},
         stages=(0, 1, 2),
         offload=False,
     ),
-    Row(
+    Case(
+        "divided beforehand",
         "division before the all-reduce",
-        Case(
-            "divided beforehand", accumulate=2, config={"prescale_gradients": True} | zero(reduce_scatter=False), **SGD
-        ),
+        accumulate=2,
+        config={"prescale_gradients": True} | zero(reduce_scatter=False),
         stages=(0, 1, 2, 3),
         offload=False,
     ),
-    Row(
+    Case(
+        "divided in two parts",
         "division before and after the all-reduce",
-        Case(
-            "divided in two parts",
-            accumulate=2,
-            config={"gradient_predivide_factor": 4.0} | zero(reduce_scatter=False),
-            **SGD,
-        ),
+        accumulate=2,
+        config={"gradient_predivide_factor": 4.0} | zero(reduce_scatter=False),
         stages=(0, 1, 2, 3),
         offload=False,
     ),
-    Row(
+    Case(
+        "unmanaged accumulation",
         "steps that end where the script says",
-        Case("unmanaged accumulation", accumulate=2, config={"managed_gradient_accumulation": False}, **SGD),
+        accumulate=2,
+        config={"managed_gradient_accumulation": False},
         stages=(0, 1, 2, 3),
     ),
-    Row(
+    Case(
+        "float16, clipped",
         "a loss scale that the engine multiplies and divides by",
-        Case("float16, clipped", accumulate=2, precision="float16", clip=CLIP, **SGD),
+        accumulate=2,
+        precision="float16",
+        clip=CLIP,
         stages=(0, 1, 2, 3),
     ),
-    Row(
+    Case(
+        "autocast",
         "layers that compute, and whose weights and gradients are sent, in a lower precision than the others",
-        Case(
-            "autocast",
-            accumulate=2,
-            clip=CLIP,
-            config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-            **SGD,
-        ),
+        accumulate=2,
+        clip=CLIP,
+        config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         stages=(0, 1, 2, 3),
         offload=False,
     ),
-    Row("no gradient in a whole step", Case("a layer rests, step 2", rests="step 2", **SGD)),
-    Row("no gradient in the first micro-batch", Case("a layer rests, first", rests="first", accumulate=2, **SGD)),
-    Row("no gradient in the last micro-batch", Case("a layer rests, last", rests="last", accumulate=2, **SGD)),
-    Row(
+    Case("a layer rests, step 2", "no gradient in a whole step", rests="step 2"),
+    Case("a layer rests, first", "no gradient in the first micro-batch", rests="first", accumulate=2),
+    Case("a layer rests, last", "no gradient in the last micro-batch", rests="last", accumulate=2),
+    Case(
+        "loss.backward()",
         "the engine's hooks in a backward pass that the script starts",
-        Case("loss.backward()", accumulate=2, plain_backward=True, **SGD),
+        accumulate=2,
+        plain_backward=True,
         stages=(1, 2, 3),
         offload=False,
         needs=("register_grad_acc_post_hook",),
     ),
-    Row(
+    Case(
+        "weights sharded twice",
         "ZeRO 3: weights that groups of ranks keep (hpZ)",
-        Case("weights sharded twice", accumulate=2, config=zero(zero_hpz_partition_size=2), **SGD),
+        accumulate=2,
+        config=zero(zero_hpz_partition_size=2),
         stages=(3,),
         offload=False,
         ranks=4,
@@ -223,17 +218,17 @@ def plan(
     cases: list[Case] = []
     left_out: dict[str, str] = {}
     for row in ROWS[: QUICK if quick else None]:
-        reason = f"needs a multiple of {row.ranks} ranks" if ranks % row.ranks else unknown(row.case.config, row.needs)
-        if row.case.precision == "float16":
+        reason = f"needs a multiple of {row.ranks} ranks" if ranks % row.ranks else unknown(row.config, row.needs)
+        if row.precision == "float16":
             reason = reason or lacks_float16()
         if through != "raw":
-            reason = reason or _untrainable(row.case, through)
+            reason = reason or _untrainable(row, through)
         chosen = [name for name in strategies if _trains(row, name)]
         if chosen and reason:
-            left_out[row.case.row] = reason
+            left_out[row.row] = reason
             continue
         for name in chosen:
-            cases += [replace(row.case, strategy=name, ranks=ranks, seed=seed) for seed in range(seeds)]
+            cases += [replace(row, strategy=name, ranks=ranks, seed=seed) for seed in range(seeds)]
     return cases, left_out
 
 
@@ -245,7 +240,7 @@ def _untrainable(case: Case, through: str) -> str:
     return "a framework calls the engine in its own way" if own else ""
 
 
-def _trains(row: Row, strategy: str) -> bool:
+def _trains(row: Case, strategy: str) -> bool:
     stage, offload = ZERO.get(strategy, (None, False))
     return (not row.stages or stage in row.stages) and (row.offload or not offload)
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from stepcheck.accept.cases import ROWS, STEPS, STRATEGIES, Case, plan
+from stepcheck.accept.cases import STEPS, STRATEGIES, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
-from stepcheck.launch.launcher import train_cases
-from stepcheck.report import Result, add_baseline_flags, add_flags, baseline_of, refuse_folders, unjudged, write_files
+from stepcheck.launch.launcher import result_of, train_cases
+from stepcheck.report import Result, add_baseline_flags, add_flags, baseline_of, write_files
 from stepcheck.strategies import ZERO, deepspeed_folder
 from stepcheck.usage import UsageError, positive
-from stepcheck.verdict import Finding
+from stepcheck.verdict import Finding, Verdict
 
 THROUGH = {
     "raw": "stepcheck.accept.train:train_case",
@@ -25,8 +25,6 @@ THROUGH = {
     "transformers": "stepcheck.accept.frameworks:train_through_transformers",
 }
 """The function that trains a case in a plain loop, or as a script for a framework does."""
-
-BLANK = Case("")
 
 
 def add_parser(commands: Any) -> None:
@@ -64,14 +62,15 @@ def run(options: argparse.Namespace) -> int:
         cases = random_cases(options.fuzz, strategies, options.devices)
     else:
         cases, left_out = plan(strategies, options.devices, options.quick, options.seeds, options.through)
-    if options.print_cases:
-        _print_cases(cases)
-    else:
-        with baseline_of(options, "stepcheck accept") as baseline:
-            results = _train(cases, options.devices, options.through, {"baseline": baseline} if baseline else {})
     for row, why in left_out.items():
         print(f"left out: {row}: {why}")
-    return 0 if options.print_cases else _conclude(results, left_out, options)
+    if options.print_cases:
+        _print_cases(cases)
+        return 0
+    with baseline_of(options, "stepcheck accept") as baseline:
+        settings: Any = {"baseline": baseline} if baseline else {}
+        results = train_cases(cases, options.devices, THROUGH[options.through], _judge, **settings)
+    return _conclude(results, left_out, options)
 
 
 def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> None:
@@ -86,47 +85,23 @@ def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> 
             raise UsageError(f"{both}: leave them out")
         if importlib.util.find_spec(options.through) is None or not deepspeed_folder():
             raise UsageError(f"--through {options.through} needs {options.through} and DeepSpeed: install both")
-    refuse_folders(options)
 
 
 def _print_cases(cases: Iterable[Case]) -> None:
-    why = {row.case.row: row.why for row in ROWS}
+    blank = asdict(Case(""))
     for case in cases:
         print(case)
-        print(f"  {why.get(case.row, 'random options')}")
-        print(f"  {json.dumps({name: value for name, value in asdict(case).items() if value != getattr(BLANK, name)})}")
+        print(f"  {case.why}")
+        print(f"  {json.dumps({name: value for name, value in asdict(case).items() if value != blank[name]})}")
 
 
-def _train(cases: Sequence[Case], ranks: int, through: str, settings: dict[str, Any]) -> list[Result]:
-    """Trains the cases and prints a line for each. Returns their results."""
-    results: list[Result] = []
-
-    def report(case: Case, verdict: dict[str, Any]) -> None:
-        results.append(_result(case, verdict))
-        print(f"{results[-1]['status']:5} {case}: {results[-1]['summary']}", flush=True)
-
-    train_cases(cases, ranks, report, THROUGH[through], **settings)
-    return results
-
-
-def _result(case: Case, verdict: dict[str, Any]) -> Result:
-    """Judges a case by the audit's verdict: "ok", "known" or "FAULT"."""
-    result = {"steps": 0, "findings": [], "shares": {}, "not_judged": {}, "known": "", **verdict}
-    result |= {"engine": str(case), "row": case.row, "strategy": case.strategy, "precision": case.precision}
-    left_out = unjudged(result)
-    findings = [str(Finding(**each)) for each in result["findings"]]
-    if findings:
-        result["known"] = known_fault(case, findings)
-        result["summary"] = findings[0] + (f" (in each release: {result['known']})" if result["known"] else "")
-    elif left_out or result["steps"] < STEPS:
-        result.setdefault("error", (left_out or [f"only {result['steps']} of {STEPS} steps were audited"])[0])
-    if "error" in result:
-        result["summary"] = result["error"]
-    result["passed"] = "error" not in result and (not findings or bool(result["known"]))
-    result["status"] = ("known" if result["known"] else "ok") if result["passed"] else "FAULT"
-    if result["status"] == "ok":
-        result["summary"] = f"{max(result['shares'].values()):.2g} of a tolerance, {result['took']:.2f} s"
-    return result
+def _judge(case: Case, verdict: dict[str, Any]) -> Result:
+    """Returns the result of a case. A fault that each release has is not held against this one."""
+    result = {**result_of(case, verdict, STEPS), "row": case.row, "strategy": case.strategy}
+    known = known_fault(case, [str(Finding(**each)) for each in result["findings"]])
+    if known:
+        result |= {"outcome": "known", "passed": True, "summary": f"{result['summary']} (in each release: {known})"}
+    return {**result, "known": known, "precision": case.precision}
 
 
 def _conclude(results: list[Result], left_out: dict[str, str], options: argparse.Namespace) -> int:
@@ -141,34 +116,34 @@ def _conclude(results: list[Result], left_out: dict[str, str], options: argparse
 
 
 def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
-    right, known = ([each for each in results if each["status"] == status] for status in ("ok", "known"))
+    right, known = ([each for each in results if each["outcome"] == outcome] for outcome in ("agrees", "known"))
     yield f"{len(right)} of {len(results)} cases are correct"
     if known:
         yield f"{len(known)} have a fault that every release has"
     versions = [f"{name} {_version(name)}" for name in ("torch", "deepspeed") if _version(name)]
-    yield f"{', '.join(versions)}, {ranks} ranks, {sum(each['steps'] for each in results)} steps audited"
-    replayed, identical = (sum(each[key] for each in right) for key in ("replayed", "identical"))
-    if replayed:
-        yield f"{replayed} computed again by plain PyTorch, {identical} of them bit-identical"
-    kinds = sorted({kind for each in right for kind in each["shares"]})
-    largest = [f"{kind} {max(each['shares'].get(kind, 0.0) for each in right):.2g}" for kind in kinds]
-    if largest:
-        yield f"largest share of a tolerance: {', '.join(largest)}"
+    yield f"{', '.join(versions)}, {ranks} ranks"
     notes = Counter(
         f"{what}: {why}" if "changed" in what else what
         for each in results
-        for what, why in each.get("notes", {}).items()
+        for what, why in each["notes"].items()
         if "changed" in what or "baseline" in what
     )
     yield from (f"{count} cases: {note}" for note, count in notes.items())
     for name in dict.fromkeys(each["precision"] for each in right):
-        own = [each for each in right if each["precision"] == name]
-        of_all, of_one = (max(each[f"smallest_{what}_error"] for each in own) for what in ("scale", "tensor"))
-        judged = sum(each["values"] for each in own) / sum(each["values_in_all"] for each in own)
-        yield (
-            f"{name}: {100 * judged:.3g} % of the gradients' values are judged, a scale error of {of_all:.1e} in "
-            f"all gradients, or of {of_one:.1e} in one gradient, would be seen"
-        )
+        yield f"{name}: {_total([each for each in right if each['precision'] == name])}"
+
+
+def _total(results: Sequence[Result]) -> Verdict:
+    """Returns the verdict on cases without a fault together."""
+    counted = ("steps", "replayed", "identical", "values", "values_in_all")
+    counts: Any = {name: sum(each[name] for each in results) for name in counted}
+    kinds = {kind for each in results for kind in each["shares"]}
+    return Verdict(
+        **counts,
+        shares={kind: max(each["shares"].get(kind, 0.0) for each in results) for kind in kinds},
+        smallest_scale_error=max(each["smallest_scale_error"] for each in results),
+        smallest_tensor_error=max(each["smallest_tensor_error"] for each in results),
+    )
 
 
 def _version(package: str) -> str:

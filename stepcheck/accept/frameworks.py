@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,14 +19,16 @@ from stepcheck.accept.cases import MICRO_BATCH, STEPS, Case, deepspeed_config
 from stepcheck.accept.models import LENGTH, VOCABULARY, build
 from stepcheck.accept.train import build_optimizer, build_schedule, loss_of_batch
 from stepcheck.attach import AutoAudit
+from stepcheck.engines.deepspeed import free
 from stepcheck.engines.deepspeed_step import wrong_scale
+from stepcheck.lightning.case import QUIET
 from stepcheck.strategies import ZERO
-from stepcheck.verdict import Finding
 
 Loss = Callable[[tuple[Tensor, Tensor], nn.Module], Tensor]
 """Returns the loss of a micro-batch."""
 
-Train = Callable[[Case, nn.Module, Loss, torch.device, Path], None]
+Train = Callable[[Case, nn.Module, Loss, torch.device, Path], Any]
+"""Trains a case, and returns the model as the framework has wrapped it."""
 
 
 def _train_case(train: Train, fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
@@ -43,38 +46,34 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
         loss.register_hook(factors.append)
         return loss
 
-    train(case, model, loss_of, device, folder)
-    del model
+    trained = train(case, model, loss_of, device, folder)
+    if case.strategy in ZERO:
+        free(trained)
+    del model, trained
     gc.collect()
     if auto_audit.refused:
-        return {"error": "not judged: " + "; ".join(f"{engine} {why}" for engine, why in auto_audit.refused.values())}
+        return next(iter(auto_audit.refused.values())).as_dict()
     [verdict] = auto_audit.verdicts
-    verdict.findings += _wrong_factors(case, factors)[:1]
-    return verdict.as_dict()
-
-
-def _wrong_factors(case: Case, factors: list[Tensor]) -> list[Finding]:
-    """Returns a finding for each loss that was not divided by the number of micro-batches exactly once."""
+    # Each loss must be divided by the number of micro-batches exactly once.
     parts = case.accumulate
-    return [
-        Finding(number // parts + 1, "loss", wrong_scale(number % parts + 1, factor, 1 / parts), math.inf)
-        for number, factor in enumerate(factors)
-        if float(factor) != 1 / parts
-    ]
+    for number, factor in enumerate(factors):
+        if float(factor) != 1 / parts:
+            text = wrong_scale(number % parts + 1, factor, 1 / parts)
+            verdict.add(number // parts + 1, "loss", math.inf, text)
+            break
+    return verdict.as_dict()
 
 
 @cache
 def _auto_audit(folder: str) -> AutoAudit:
     """Starts to audit every engine and optimizer that this process builds from now on."""
-    import deepspeed
-
     auto_audit = AutoAudit(folder, weights_every=1, keep_going=True)
     auto_audit.patch_torch(torch)
     auto_audit.patch_deepspeed(deepspeed)
     return auto_audit
 
 
-def _lightning(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> None:
+def _lightning(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> Any:
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy
@@ -106,18 +105,14 @@ def _lightning(case: Case, model: nn.Module, loss_of: Loss, device: torch.device
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip or None,
         max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
+        **QUIET,
     )
     trainer.fit(Module(), DataLoader(_data(case), batch_size=MICRO_BATCH))
-    if zero:
-        _free(trainer.strategy.model)
+    return trainer.strategy.model
 
 
-def _accelerate(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> None:
+def _accelerate(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> Any:
     from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs  # pyright: ignore[reportMissingImports]
 
     zero = case.strategy in ZERO
@@ -142,11 +137,10 @@ def _accelerate(case: Case, model: nn.Module, loss_of: Loss, device: torch.devic
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    if zero:
-        _free(model)
+    return model
 
 
-def _transformers(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> None:
+def _transformers(case: Case, model: nn.Module, loss_of: Loss, device: torch.device, folder: Path) -> Any:
     from transformers import Trainer, TrainingArguments  # pyright: ignore[reportMissingImports]
 
     class OwnOptimizer(Trainer):
@@ -194,8 +188,7 @@ def _transformers(case: Case, model: nn.Module, loss_of: Loss, device: torch.dev
         train_dataset=_data(case),
     )
     trainer.train()
-    if zero:
-        _free(trainer.model_wrapped)
+    return trainer.model_wrapped
 
 
 train_through_lightning = partial(_train_case, _lightning)
@@ -217,9 +210,3 @@ def _reset_accelerator() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-
-
-def _free(engine: Any) -> None:
-    from stepcheck.engines.deepspeed import free
-
-    free(engine)

@@ -4,12 +4,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from stepcheck.accept.cases import ADAMW, CLIP, SGD, Case
+from stepcheck.accept.cases import ADAMW, CLIP, Case
 from stepcheck.accept.release import unknown
 from stepcheck.strategies import ZERO
 
-DRAWN_OPTIMIZERS = (
-    SGD,
+DRAWN_OPTIMIZERS: tuple[dict[str, Any], ...] = (
+    {},
     ADAMW,
     *({"optimizer": name, "options": {"lr": 0.005}} for name in ("Adam", "NAdam", "RMSprop")),
 )
@@ -46,6 +46,7 @@ def _random_case(seed: int, strategies: Sequence[str], ranks: int) -> Case:
     precision = draw.choice(("float32", "bfloat16"))
     return Case(
         "random",
+        "random options",
         strategy,
         ranks,
         seed,

@@ -1,23 +1,18 @@
 """Reads what the installed release of DeepSpeed can do, without importing it."""
 
-import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepcheck.strategies import config_keys, deepspeed_folder
+from stepcheck.strategies import config_keys, deepspeed_folder, deepspeed_words, has_gpu
 
 
 def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:
     """Returns why the installed release of DeepSpeed cannot train with the keys of `config` and the words `names`, or
     "" if it can. An older release accepts every key, and ignores the keys that it does not know."""
-    missing = sorted({*config_keys(config), *names} - _names())
+    known = deepspeed_words(r"\w+", "runtime/*.py", "runtime/zero/*.py")
+    missing = sorted({*config_keys(config), *names} - known)
     return f"this release of DeepSpeed has no {missing[0]}" if missing and deepspeed_folder() else ""
-
-
-def has_gpu() -> bool:
-    return Path("/dev/nvidia0").exists()
 
 
 def lacks_float16() -> str:
@@ -25,11 +20,3 @@ def lacks_float16() -> str:
     if has_gpu() or "avx512_fp16" in Path("/proc/cpuinfo").read_text():
         return ""
     return "this machine has neither a GPU nor a CPU with float16 (avx512_fp16)"
-
-
-@cache
-def _names() -> set[str]:
-    """Returns all words in DeepSpeed's source files that read its configuration."""
-    folder = deepspeed_folder()
-    files = [*folder.glob("runtime/*.py"), *folder.glob("runtime/zero/*.py")] if folder else []
-    return {word for file in files for word in re.findall(r"\w+", file.read_text())}

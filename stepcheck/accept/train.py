@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,111 +43,96 @@ def _baseline(**arguments: Any) -> Baseline:
     return Baseline(**arguments)
 
 
+@dataclass(frozen=True)
+class Training:
+    """What a loop needs to train a case."""
+
+    model: Any  # the engine or the wrapper
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    start: Start
+    set_sync: Callable[[bool], Any]  # whether DDP or FSDP2 averages the gradients of the next backward pass
+
+
 def train(case: Case, device: torch.device, baseline: AuditBaseline | None = None) -> Verdict:
     """Trains a case. Returns the audit's verdict."""
     model = build(case).to(device)
     torch.manual_seed(1000 * case.seed + dist.get_rank())  # dropout
     replay = Replay(copy.deepcopy(model))
-    training = (DeepSpeedTraining if case.strategy in ZERO else TorchTraining)(case, model)
+    training = _start(case, model)
     data = batches(case, dist.get_rank(), device)
-    try:
-        with audit(
-            *training.audited,
-            weights_every=1,
-            on_fault="warn",
-            start=training.start,
-            replay=replay,
-            baseline=baseline,
-        ) as audited:
-            for number in range(1, STEPS * case.accumulate + 1):
-                compute = partial(loss_of_batch, case, next(data))
-                training.prepare(is_last=number % case.accumulate == 0)
-                replay.micro_batch(compute)
-                loss = compute(training.model)
-                replay.loss(loss)
-                training.backward(loss, is_last=number % case.accumulate == 0)
-    finally:
-        training.free()
-        del training, model
-        gc.collect()
-        gc.freeze()  # what lives now need not be searched after the next case
+    audited = audit(
+        training.model,
+        training.optimizer,
+        weights_every=1,
+        on_fault="warn",
+        start=training.start,
+        replay=replay,
+        baseline=baseline,
+    )
+    with audited:
+        for number in range(1, STEPS * case.accumulate + 1):
+            is_last = number % case.accumulate == 0
+            compute = partial(loss_of_batch, case, next(data))
+            training.set_sync(case.syncs_each or is_last)
+            replay.micro_batch(compute)
+            loss = compute(training.model)
+            replay.loss(loss)
+            _backward(case, training, loss, is_last)
+    if case.strategy in ZERO:
+        from stepcheck.engines.deepspeed import free
+
+        free(training.model)
+    del training, model
+    gc.collect()
+    gc.freeze()  # what lives now need not be searched after the next case
     return audited.verdict
 
 
-class TorchTraining:
-    """Trains a case under DistributedDataParallel or FSDP2."""
-
-    def __init__(self, case: Case, model: Any):
-        self.case = case
-        self.model: Any
-        if case.strategy == "ddp":
-            for parameter in model.parameters() if case.precision == "bfloat16" else ():
-                parameter.data = parameter.to(torch.bfloat16)
-            optimizer = build_optimizer(case, model)
-            self.start = Start(model, optimizer)
-            self.model = DistributedDataParallel(model, find_unused_parameters=True)
-            self.set_sync: Callable[[bool], Any] = partial(setattr, self.model, "require_backward_grad_sync")
-        else:
-            self.start = Start(model)
-            precision = MixedPrecisionPolicy(torch.bfloat16 if case.precision == "bfloat16" else None)
-            fully_shard(model.block, mp_policy=precision)
-            self.model = fully_shard(model, mp_policy=precision)
-            self.set_sync = self.model.set_requires_gradient_sync
-            optimizer = build_optimizer(case, model)
-        self.optimizer, self.schedule = optimizer, build_schedule(optimizer)
-        self.audited: Any = self.model, optimizer
-
-    def prepare(self, is_last: bool) -> None:
-        """Decides whether the next backward pass averages the gradients."""
-        self.set_sync(self.case.syncs_each or is_last)
-
-    def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Computes gradients, and at the last micro-batch updates the weights."""
-        loss.backward()
-        if not is_last:
-            return
-        if self.case.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-
-    def free(self) -> None:
-        """Does nothing, because no references outlive the training."""
-
-
-class DeepSpeedTraining:
-    """Trains a case with DeepSpeed's engine."""
-
-    def __init__(self, case: Case, model: nn.Module):
+def _start(case: Case, model: Any) -> Training:
+    """Starts DeepSpeed's engine, or wraps the model in DistributedDataParallel or FSDP2."""
+    if case.strategy in ZERO:
         import deepspeed
 
-        self.case = case
         optimizer = build_optimizer(case, model)
-        self.start = Start(model, optimizer)
-        self.model: Any = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=build_schedule(optimizer), config=deepspeed_config(case)
+        schedule, start = build_schedule(optimizer), Start(model, optimizer)
+        engine = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(case)
         )[0]
-        self.audited: Any = (self.model,)
-        self.managed = case.config.get("managed_gradient_accumulation", True)
+        return Training(engine, optimizer, schedule, start, lambda _: None)  # the engine counts micro-batches
+    low = torch.bfloat16 if case.precision == "bfloat16" else None
+    if case.strategy == "ddp":
+        for parameter in model.parameters() if low else ():
+            parameter.data = parameter.to(low)
+        optimizer = build_optimizer(case, model)
+        start = Start(model, optimizer)
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+        set_sync: Callable[[bool], Any] = partial(setattr, model, "require_backward_grad_sync")
+    else:
+        start = Start(model)
+        fully_shard(model.block, mp_policy=MixedPrecisionPolicy(low))
+        model = fully_shard(model, mp_policy=MixedPrecisionPolicy(low))
+        set_sync = model.set_requires_gradient_sync
+        optimizer = build_optimizer(case, model)
+    return Training(model, optimizer, build_schedule(optimizer), start, set_sync)
 
-    def prepare(self, is_last: bool) -> None:
-        """Does nothing: the engine counts micro-batches."""
 
-    def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Computes gradients, and calls the engine's step."""
-        if self.case.plain_backward:
-            loss.backward()
-        else:
-            self.model.backward(loss)
-        if self.managed or is_last:
-            self.model.step()
-
-    def free(self) -> None:
-        """Destroys the engine, which would otherwise keep its tensors and hooks."""
-        from stepcheck.engines.deepspeed import free
-
-        free(self.model)
+def _backward(case: Case, training: Training, loss: Tensor, is_last: bool) -> None:
+    """Computes gradients, and at the last micro-batch updates the weights."""
+    model = training.model
+    if case.strategy in ZERO and not case.plain_backward:
+        model.backward(loss)
+    else:
+        loss.backward()
+    if case.strategy in ZERO:
+        if is_last or case.config.get("managed_gradient_accumulation", True):
+            model.step()
+    elif is_last:
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        training.optimizer.step()
+        training.schedule.step()
+        training.optimizer.zero_grad()
 
 
 def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
 """Defines what an audit reads from an engine."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 TRANSFORMS: Any = importlib.import_module("torch._C._functorch")
 """The module with the stack of torch.func's transforms, such as `grad` and `vmap`."""
@@ -22,6 +23,12 @@ class NotAuditable(ValueError):
 def plain_name(name: str) -> str:
     """Returns the name of a module or tensor without the prefixes that DDP and torch.compile add."""
     return f"{name}.".replace("_orig_mod.", "").removeprefix("module.")[:-1]
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    """Returns the tensors in nested lists and dictionaries, or in the output of a module of another library."""
+    leaves = tree_leaves(dict(nested) if isinstance(nested, Mapping) else nested)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Hook:
@@ -100,10 +107,13 @@ class EngineAdapter:
         named = dict(module.named_parameters())
         self.names = [plain_name(name) for name in named]
         self.parameters: list[Any] = list(named.values())
-        self.trained = {index for index, each in enumerate(self.parameters) if id(each) in trained}
+        self.index_of = {id(each): index for index, each in enumerate(self.parameters)}
+        self.trained = {self.index_of[each] for each in self.index_of.keys() & trained}
         self.rows = list(range(len(self.parameters)))
         """The row of each parameter in the matrix of sketches. Experts of different ranks have separate rows."""
-        self.row_names = self.names
+        self.row_names, self.index_of_row = [*self.names], [*self.rows]
+        self.targets = {id(each.tensor): each for each in self.find_targets()}
+        """The tensors that this rank's optimizer updates, by their id."""
 
     @property
     def label(self) -> str:
@@ -114,46 +124,38 @@ class EngineAdapter:
     def device(self) -> torch.device:
         return next((each.device for each in self.parameters), torch.device("cpu"))
 
-    def targets(self) -> Iterator[Target]:
+    def find_targets(self) -> Iterator[Target]:
         """Yields each tensor that this rank's optimizer updates."""
         for index in sorted(self.trained):
-            parameter = self.parameters[index]
-            yield Target(parameter, (Part(index, 0, 0, parameter.numel()),))
+            values, start = self.own_part(index)
+            yield Target(self.parameters[index], (Part(index, start, 0, values.numel()),))
 
     def parameter_groups(self) -> dict[int, dict[str, Any]]:
         """Returns the parameter group of each parameter of which this rank's optimizer updates a part, keyed by
         parameter index."""
         groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
-        pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets())
+        pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets.values())
         return {part.index: group for group, parts in pairs if group for part in parts}
 
-    def is_first_gradient(self, index: int) -> bool:
-        """Returns whether the gradient that autograd has just computed is the first one since gradients were reset."""
-        return False
-
-    def accumulated(self, index: int) -> Tensor | None:
-        """Returns the gradient to which autograd will add, or None if the audit adds the gradients itself."""
-        return None
+    def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
+        """Returns whether the sum of a parameter's gradients begins anew with the gradient that autograd has just
+        computed, and the gradient to which autograd will add it, if there is one."""
+        return False, None
 
     def begin_micro_batch(self) -> str | None:
         """Returns why the audit must end on all ranks before this forward pass, or None."""
 
-    def frozen_parts(self, index: int) -> tuple[Tensor, int]:
-        """Returns this rank's part of a parameter that no optimizer updates, and where the part begins in the flattened
-        parameter."""
+    def own_part(self, index: int) -> tuple[Tensor, int]:
+        """Returns this rank's part of a parameter, and where the part begins in the flattened parameter."""
         return self.parameters[index].detach(), 0
 
-    def gradient_replicas(self, index: int) -> int:
-        """Returns the number of ranks that hold the same part of a gradient."""
-        return 1
-
-    def replica(self, index: int) -> int:
-        """Returns this rank's index among the ranks that hold the same part of a gradient."""
-        return self.ranks.rank if self.gradient_replicas(index) == self.ranks.size else 0
+    def replica(self, index: int) -> tuple[int, int]:
+        """Returns this rank's number among the ranks that hold the same part of a gradient, and how many they are."""
+        return 0, 1
 
     def weight_replicas(self, index: int) -> int:
         """Returns the number of ranks that hold the same part of the optimizer's weights."""
-        return 1
+        return self.replica(index)[1]
 
     syncs_buffers = False
     """Whether the forward pass copies the buffers of rank 0 to the other ranks."""
@@ -215,12 +217,13 @@ class EngineAdapter:
         """Returns the indices of the parameters whose gradients have changed between the backward pass and the step."""
         return set()
 
-    def attach(self, audit: Any) -> list[Callable[[], None]]:
-        """Makes the engine call the audit at each step. Returns functions that undo it."""
+    def attach(self, audit: Any) -> None:
+        """Makes the engine call the audit at each step, until the audit is detached."""
         before = self.optimizer.register_step_pre_hook(Hook(partial(_before_update, audit)))
         after = self.optimizer.register_step_post_hook(Hook(partial(_after_update, audit)))
         loading = self.optimizer.register_load_state_dict_pre_hook(lambda *_: audit.reset_history())
-        return [before.remove, after.remove, loading.remove]
+        for handle in (before, after, loading):
+            audit.undo.callback(handle.remove)
 
 
 def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:

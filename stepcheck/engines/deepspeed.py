@@ -5,7 +5,7 @@ DeepSpeed's wrapper of the optimizer (`flat_groups`).
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -27,14 +27,8 @@ class DeepSpeedAdapter(EngineAdapter):
         self._refuse_unreadable()
         super().__init__(engine.module, engine.basic_optimizer)
         self.gathers = self.stage == 3
-        index_of = {id(each): index for index, each in enumerate(self.parameters)}
-        self._target_list: list[Target] = []
-        for tensor, parts in flat_groups(engine):
-            own = [Part(index_of[id(each)], *rest) for each, *rest in parts if id(each) in index_of]
-            self._target_list.append(Target(tensor, tuple(part for part in own if part.length or not self.stage)))
-        groups = _bit16_groups(engine) if self.stage else []
-        self.trained = {index_of[id(each)] for group in groups for each in group if id(each) in index_of}
-        self.trained |= {part.index for target in self._target_list for part in target.parts}
+        ids = {id(each) for _, parts in flat_groups(engine) for each, *_ in parts}
+        self.trained = {self.index_of[each] for each in self.index_of.keys() & ids}
         self._give_experts_rows()
 
     def _refuse_unreadable(self) -> None:
@@ -54,7 +48,7 @@ class DeepSpeedAdapter(EngineAdapter):
     def _give_experts_rows(self) -> None:
         """Gives each expert of each rank a separate row in the matrix of sketches, because ranks have different experts
         under one name."""
-        self.row_names, self._expert_ranks = [*self.names], {}
+        self._expert_ranks = {}
         for index, parameter in enumerate(self.parameters):
             if getattr(parameter, "allreduce", True):
                 continue
@@ -65,6 +59,7 @@ class DeepSpeedAdapter(EngineAdapter):
             self._expert_ranks[index] = size
             self.rows[index] = len(self.row_names) + own
             self.row_names += [f"{self.names[index]} of expert rank {rank}" for rank in range(size)]
+            self.index_of_row += [index] * size
 
     @property
     def label(self) -> str:
@@ -76,15 +71,17 @@ class DeepSpeedAdapter(EngineAdapter):
     def device(self) -> torch.device:
         return torch.device(self.engine.device)
 
-    def targets(self) -> Iterator[Target]:
-        yield from self._target_list
+    def find_targets(self) -> Iterator[Target]:
+        for tensor, parts in flat_groups(self.engine):
+            own = [Part(self.index_of[id(each)], *rest) for each, *rest in parts if id(each) in self.index_of]
+            yield Target(tensor, tuple(part for part in own if part.length))
 
     def parameter_groups(self) -> dict[int, dict[str, Any]]:
         if self.stage < 3:
             return super().parameter_groups()
         # Between two steps, the groups have no tensors.
         numbers = self.engine.optimizer.sub_group_to_group_id
-        groups = ((self.optimizer.param_groups[numbers[n]], target) for n, target in enumerate(self._target_list))
+        groups = ((self.optimizer.param_groups[numbers[n]], target) for n, target in enumerate(self.targets.values()))
         return {part.index: group for group, target in groups for part in target.parts}
 
     def shape(self, index: int) -> torch.Size:
@@ -106,18 +103,16 @@ class DeepSpeedAdapter(EngineAdapter):
             if hasattr(part, "set_deepspeed_parallelism"):
                 part.set_deepspeed_parallelism(getattr(self.engine._config, "use_data_before_expert_parallel_", False))
 
-    def frozen_parts(self, index: int) -> tuple[Tensor, int]:
+    def own_part(self, index: int) -> tuple[Tensor, int]:
         parameter = self.parameters[index]
         if not hasattr(parameter, "ds_tensor"):
             return parameter.detach(), 0
         start, length = stage_3_part(parameter)
         return parameter.ds_tensor.detach()[:length], start
 
-    def gradient_replicas(self, index: int) -> int:
-        return 1 if self.stage else self.ranks.size // self._expert_ranks.get(index, 1)
-
-    def replica(self, index: int) -> int:
-        return self.ranks.rank // self._expert_ranks.get(index, 1) if not self.stage else 0
+    def replica(self, index: int) -> tuple[int, int]:
+        experts = self._expert_ranks.get(index, 1)
+        return (0, 1) if self.stage else (self.ranks.rank // experts, self.ranks.size // experts)
 
     def weight_replicas(self, index: int) -> int:
         sharded = self.stage == 3 or (self.stage and index in self.trained)
@@ -164,8 +159,9 @@ class DeepSpeedAdapter(EngineAdapter):
             given.pop("lr", None)
         return dict.fromkeys(self.trained, given)
 
-    def attach(self, audit: Any) -> list[Callable[[], None]]:
-        return [*super().attach(audit), EngineStep(self, audit).remove]
+    def attach(self, audit: Any) -> None:
+        super().attach(audit)
+        EngineStep(self, audit)
 
 
 def loss_scale(engine: Any) -> float:
@@ -203,16 +199,13 @@ def _stage(engine: Any) -> int:
     return engine.zero_optimization_stage() if any(hasattr(engine.optimizer, name) for name in sharded) else 0
 
 
-def _bit16_groups(engine: Any) -> Any:
-    """Returns the parameters that a ZeRO optimizer trains, by group, including those of which this rank has no part."""
-    names = ("bit16_groups", "bf16_groups", "fp16_groups")  # ZeRO 1 and 2, BF16_Optimizer, ZeRO 3
-    return next(getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name))
+FlatGroups = Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]
+"""Tensors of an optimizer, each with a part for each parameter of its group, in order. A part is the parameter, the
+part's start in the parameter and in the tensor, and its length, which is 0 if only other ranks have the parameter."""
 
 
-def flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
-    """Yields each tensor that this rank's inner optimizer updates, with a part for each parameter of its group, in
-    order. A part is the parameter, the part's start in the parameter and in the tensor, and its length, which is 0 if
-    only other ranks have the parameter."""
+def flat_groups(engine: Any) -> FlatGroups:
+    """Yields each tensor that this rank's inner optimizer updates, with its parts."""
     optimizer, stage = engine.optimizer, _stage(engine)
     if stage == 3:
         yield from _stage_3_groups(optimizer)
@@ -226,7 +219,7 @@ def flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, 
             yield from ((each, [(each, 0, 0, each.numel())]) for each in group["params"])
     elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
         for group, target in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            offsets = _offsets(each.numel() for each in group)
+            offsets = accumulate((each.numel() for each in group), initial=0)
             yield target, [(each, 0, offset, each.numel()) for each, offset in zip(group, offsets, strict=False)]
     elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer
         for group, targets in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -235,27 +228,20 @@ def flat_groups(engine: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, 
         raise NotAuditable(f"{type(optimizer).__name__} is an optimizer that the audit cannot read")
 
 
-def _stage_3_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
+def _stage_3_groups(optimizer: Any) -> FlatGroups:
     for group, target in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-        offsets = _offsets(each.ds_tensor.ds_numel for each in group)
+        offsets = accumulate((each.ds_tensor.ds_numel for each in group), initial=0)
         shards = ((each, offset, *stage_3_part(each)) for each, offset in zip(group, offsets, strict=False))
         yield target, [(each, start, offset, length) for each, offset, start, length in shards]
 
 
-def _offsets(lengths: Iterable[int]) -> Iterator[int]:
-    """Yields the offset at which each tensor begins in a flat tensor that holds all of them, given their lengths. The
-    last offset is the total length."""
-    return accumulate(lengths, initial=0)
-
-
-def _partitions(
-    optimizer: Any, groups: Any, targets: Any
-) -> Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]:
+def _partitions(optimizer: Any, groups: Any, targets: Any) -> FlatGroups:
     """Yields this rank's partition of each flat group at ZeRO 1 and 2."""
     paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(group) for group in groups]
     for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
         first = dist.get_rank(optimizer.real_dp_process_group[number]) * target.numel()
-        offsets = _offsets(each.numel() + padding for each, padding in zip(group, paddings[number], strict=True))
+        lengths = (each.numel() + padding for each, padding in zip(group, paddings[number], strict=True))
+        offsets = accumulate(lengths, initial=0)
         parts = []
         for each, offset in zip(group, offsets, strict=False):
             begin, end = max(offset, first), min(offset + each.numel(), first + target.numel())

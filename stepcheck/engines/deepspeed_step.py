@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from stepcheck.engines.adapter import Hook
+from stepcheck.engines.adapter import Hook, tensors_in
+from stepcheck.patch import wrap_function
 
 LOSS = 1e-5
 """Relative error of the loss's scale: a few roundings of float32."""
@@ -27,14 +27,10 @@ class EngineStep:
         self.outgoing: list[Tensor] = []  # and after them
         self.outputs: list[Tensor] = []
         watch = Hook(lambda module, inputs, output: self._watch(output, self.incoming))
-        self._handle = self.engine.module.register_forward_hook(watch)
+        audit.undo.callback(self.engine.module.register_forward_hook(watch).remove)
         for name in METHODS:
-            setattr(self.engine, name, partial(getattr(self, name), getattr(self.engine, name)))
-
-    def remove(self) -> None:
-        self._handle.remove()
-        for name in METHODS:
-            vars(self.engine).pop(name, None)
+            wrap_function(self.engine, name, getattr(self, name))
+            audit.undo.callback(vars(self.engine).pop, name, None)
 
     def forward(self, real: Any, *args: Any, **kwargs: Any) -> Any:
         self._judge_plain_backward()
@@ -43,8 +39,8 @@ class EngineStep:
         return output
 
     def _watch(self, output: Any, seen: list[Tensor]) -> None:
-        for tensor in tree_leaves(dict(output) if hasattr(output, "keys") else output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: seen.append(_norm(gradient)))
                 self.outputs.append(tensor)
 

@@ -1,7 +1,6 @@
 """Defines the adapter of PyTorch's FSDP2 (`fully_shard`)."""
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
-from stepcheck.engines.adapter import NotAuditable, Part, Target
+from stepcheck.engines.adapter import NotAuditable
 from stepcheck.engines.plain import PlainAdapter
 
 
@@ -49,11 +48,6 @@ class FSDP2Adapter(PlainAdapter):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def targets(self) -> Iterator[Target]:
-        for index in sorted(self.trained):
-            parameter = self.parameters[index]
-            yield Target(parameter, (Part(index, self._start(parameter), 0, self.local(parameter).numel()),))
-
     def full_weight(self, index: int) -> Tensor:
         parameter = self.parameters[index]
         full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -74,29 +68,25 @@ class FSDP2Adapter(PlainAdapter):
                 out = partial(_cast, policy.output_dtype)
                 own.register_forward_hook(lambda _, args, output, out=out: tree_map(out, output))
 
-    def frozen_parts(self, index: int) -> tuple[Tensor, int]:
-        return self.local(self.parameters[index]).detach(), self._start(self.parameters[index])
+    def own_part(self, index: int) -> tuple[Tensor, int]:
+        parameter = self.parameters[index]
+        local, start = self.local(parameter).detach(), 0
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+            start = offset[0] * math.prod(parameter.shape[1:]) if offset else 0
+        return local, start
 
-    def gradient_replicas(self, index: int) -> int:
+    def replica(self, index: int) -> tuple[int, int]:
         parameter = self.parameters[index]
         if not isinstance(parameter, DTensor):
-            return self.ranks.size
-        shards = math.prod(
-            parameter.device_mesh.size(dim) for dim, each in enumerate(parameter.placements) if isinstance(each, Shard)
-        )
-        return self.ranks.size // shards
-
-    weight_replicas = gradient_replicas
-
-    def replica(self, index: int) -> int:
-        parameter = self.parameters[index]
-        if not isinstance(parameter, DTensor):
-            return self.ranks.rank
-        mesh, number = parameter.device_mesh, 0
+            return self.ranks.rank, self.ranks.size
+        mesh, number, count = parameter.device_mesh, 0, 1
         for dim, each in enumerate(parameter.placements):
             if not isinstance(each, Shard):
                 number = number * mesh.size(dim) + mesh.get_local_rank(dim)
-        return number
+                count *= mesh.size(dim)
+        return number, count
 
     def begin_micro_batch(self) -> None:
         """Records whether this micro-batch is the first one since the gradients were reset. It is the first one if no
@@ -105,13 +95,12 @@ class FSDP2Adapter(PlainAdapter):
         kept = kept or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
         self.fresh = set() if kept else {*self.trained}
 
-    def is_first_gradient(self, index: int) -> bool:
+    def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
+        if id(self.parameters[index]) not in self.groups:
+            return super().earlier_gradient(index)
         fresh = index in self.fresh
         self.fresh.discard(index)
-        return fresh
-
-    def accumulated(self, index: int) -> Tensor | None:
-        return None if id(self.parameters[index]) in self.groups else super().accumulated(index)
+        return fresh, None
 
     def compute_dtype(self, index: int) -> torch.dtype:
         own = self.groups.get(id(self.parameters[index]))
@@ -127,12 +116,6 @@ class FSDP2Adapter(PlainAdapter):
 
     def local(self, tensor: Any) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-    def _start(self, parameter: Any) -> int:
-        if not isinstance(parameter, DTensor):
-            return 0
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        return offset[0] * math.prod(parameter.shape[1:]) if offset else 0
 
 
 def _sum_dtype(parameter: Any) -> torch.dtype | None:

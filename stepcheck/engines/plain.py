@@ -1,7 +1,9 @@
 """Defines the adapters of plain PyTorch and of DistributedDataParallel."""
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -29,37 +31,31 @@ class PlainAdapter(EngineAdapter):
         super().__init__(module, optimizer)
         if self.ranks.size > 1 and type(self) is PlainAdapter:
             raise NotAuditable("several ranks train without DDP or FSDP, so it is unknown which ranks average")
-
-    def attach(self, audit: Any) -> list[Callable[[], None]]:
-        """Also ends the audited step after each call of the optimizer's step, and receives the reports of torch's
-        functions that clip or unscale gradients (see `watch`)."""
-        watch()
-        handles = super().attach(audit)
-        ends = self.optimizer.register_step_post_hook(Hook(lambda *_: audit.depth or audit.end_step()))
         # References to the gradients that the last backward pass has left, and their versions, by index.
         self.left: dict[int, tuple[Any, int]] = {}
         self.reshaped: set[int] = set()  # gradients that torch has clipped in a way that the audit does not repeat
-        WATCHED[id(self.optimizer)] = self
-        return [*handles, ends.remove, self._unregister]
 
-    def _unregister(self) -> None:
-        WATCHED.pop(id(self.optimizer), None)
+    def attach(self, audit: Any) -> None:
+        """Also ends the audited step after each call of the optimizer's step, and receives the reports of torch's
+        functions that clip or unscale gradients (see `watch`)."""
+        watch()
+        super().attach(audit)
+        ends = self.optimizer.register_step_post_hook(Hook(lambda *_: audit.depth or audit.end_step()))
+        WATCHED[id(self.optimizer)] = self
+        audit.undo.callback(ends.remove)
+        audit.undo.callback(WATCHED.pop, id(self.optimizer), None)
 
     scaled_by: float | None = None
     """The factor of a GradScaler that has divided the gradients by it."""
 
     clipped_to: float | None = None
-    """The norm to which torch.nn.utils.clip_grad_norm_ has clipped gradients of this step."""
+    """The norm to which torch.nn.utils.clip_grad_norm_ has clipped the gradients of this step."""
 
-    def is_first_gradient(self, index: int) -> bool:
-        return self.parameters[index].grad is None
-
-    def accumulated(self, index: int) -> Tensor | None:
-        return self.parameters[index].grad
+    def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
+        return True, self.parameters[index].grad
 
     def loss_scale(self) -> float:
-        fused = getattr(self.optimizer, "grad_scale", None) is not None  # the optimizer divides by the scale itself
-        return self.scaled_by if self.scaled_by and not fused else 1.0
+        return self.scaled_by or 1.0
 
     def clip_limit(self) -> float:
         return self.clipped_to or 0.0
@@ -69,14 +65,18 @@ class PlainAdapter(EngineAdapter):
         gradients = ((index, self.parameters[index].grad) for index in self.trained)
         self.left = {index: (weakref.ref(each), each._version) for index, each in gradients if each is not None}
 
-    def accept_gradients(self) -> None:
-        """Records that torch has clipped or unscaled the gradients, so that they do not count as modified."""
-        for index, (left, _) in self.left.items():
-            if left() is not None:
-                self.left[index] = left, left()._version
+    @contextmanager
+    def changes_accepted(self) -> Iterator[None]:
+        """Context manager in which torch changes gradients. They do not count as modified, unless they already did."""
+        unmodified = self.left.keys() - self.modified_gradients()
+        yield
+        for index in unmodified:
+            left, _ = self.left[index]
+            if (gradient := left()) is not None:
+                self.left[index] = left, gradient._version
 
     def modified_gradients(self) -> set[int]:
-        modified = set(self.reshaped)
+        modified = set(self.reshaped)  # whose versions may be the same, if they are DTensors
         for index in self.trained:
             parameter, (left, version) = self.parameters[index], self.left.get(index, (None, 0))
             if parameter.grad is None:
@@ -103,6 +103,10 @@ class DDPAdapter(PlainAdapter):
         unknown = [hook.__name__ for hook in self.hooks if hook not in SENT_IN]
         if unknown:
             raise NotAuditable(f"DDP's communication hook {unknown[0]} may send other values than the gradients")
+        # torch 2.15 has renamed broadcast_buffers.
+        self.syncs_buffers = any(
+            getattr(each, "forward_sync_buffers", getattr(each, "broadcast_buffers", False)) for each in wrappers
+        )
 
     def begin_micro_batch(self) -> str | None:
         if any(wrapper._join_config.enable for wrapper in self.wrappers):
@@ -113,19 +117,8 @@ class DDPAdapter(PlainAdapter):
     def label(self) -> str:
         return f"DDP, {self.ranks}"
 
-    @property
-    def syncs_buffers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # torch 2.15 has renamed broadcast_buffers.
-        options = (
-            getattr(each, "forward_sync_buffers", getattr(each, "broadcast_buffers", False)) for each in self.wrappers
-        )
-        return any(options)
-
-    def gradient_replicas(self, index: int) -> int:
-        return self.ranks.size
-
-    def weight_replicas(self, index: int) -> int:
-        return self.ranks.size
+    def replica(self, index: int) -> tuple[int, int]:
+        return self.ranks.rank, self.ranks.size
 
     def rounding_dtypes(self) -> set[torch.dtype]:
         return super().rounding_dtypes() | {dtype for hook in self.hooks if (dtype := SENT_IN[hook]) is not None}
@@ -138,60 +131,34 @@ WATCHED: MutableMapping[int, PlainAdapter] = weakref.WeakValueDictionary()
 @cache
 def watch() -> None:
     """Makes torch's functions that clip or unscale gradients report to the adapters. A second call does nothing."""
-    utils: Any = nn.utils
-    for module in (utils, utils.clip_grad):
-        wrap_function(module, "clip_grad_norm_", _clip_grad_norm)
-    for module, name in (
-        (utils, "clip_grad_value_"),
-        (utils.clip_grad, "clip_grad_value_"),
-        (utils, "clip_grads_with_norm_"),
-    ):
-        if hasattr(module, name):
-            wrap_function(module, name, _clip_otherwise)
+    for module in (nn.utils, nn.utils.clip_grad):
+        for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+            if hasattr(module, name):
+                wrap_function(module, name, _clip)
     wrap_function(torch.amp.GradScaler, "unscale_", _unscale)
-    wrap_function(torch.amp.GradScaler, "step", _scaler_step)
 
 
-def _clip_grad_norm(
-    clip: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
-) -> Any:
+def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Clips, and tells the adapters whether this is by the norm of all their gradients, which the audit repeats."""
     parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-    adapters = [*_adapters_of(parameters)]
-    for adapter, clipped in adapters:
-        if norm_type == 2 and clipped == adapter.trained and adapter.clipped_to is None:
-            adapter.clipped_to = float(max_norm)
-        else:
-            adapter.reshaped |= clipped
-    result = clip(parameters, max_norm, norm_type, *args, **kwargs)
-    for adapter, _ in adapters:
-        adapter.accept_gradients()
-    return result
-
-
-def _clip_otherwise(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-    for adapter, clipped in _adapters_of(parameters):
-        adapter.reshaped |= clipped
-    return clip(parameters, *args, **kwargs)
+    given = {id(each) for each in parameters}
+    arguments = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments
+    by_norm = clip.__name__ == "clip_grad_norm_" and arguments.get("norm_type", 2) == 2
+    with ExitStack() as stack:
+        for adapter in [*WATCHED.values()]:
+            clipped = {index for index in adapter.trained if id(adapter.parameters[index]) in given}
+            if by_norm and clipped == adapter.trained and adapter.clipped_to is None:
+                adapter.clipped_to = float(arguments["max_norm"])
+                stack.enter_context(adapter.changes_accepted())
+            else:
+                adapter.reshaped |= clipped
+        return clip(parameters, *args, **kwargs)
 
 
 def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
-    unscale(scaler, optimizer)
-    if id(optimizer) in WATCHED and scaler.is_enabled():
-        WATCHED[id(optimizer)].scaled_by = scaler.get_scale()
-        WATCHED[id(optimizer)].accept_gradients()
-
-
-def _scaler_step(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    if id(optimizer) in WATCHED and scaler.is_enabled():
-        WATCHED[id(optimizer)].scaled_by = scaler.get_scale()
-    return step(scaler, optimizer, *args, **kwargs)
-
-
-def _adapters_of(parameters: list[Any]) -> Iterator[tuple[PlainAdapter, set[int]]]:
-    """Yields each adapter that trains some of the given parameters, with the indices of these parameters."""
-    given = {id(each) for each in parameters}
-    for adapter in [*WATCHED.values()]:
-        own = {index for index in adapter.trained if id(adapter.parameters[index]) in given}
-        if own:
-            yield adapter, own
+    adapter = WATCHED.get(id(optimizer))
+    if adapter is None or not scaler.is_enabled():
+        return unscale(scaler, optimizer)
+    with adapter.changes_accepted():
+        unscale(scaler, optimizer)
+    adapter.scaled_by = scaler.get_scale()

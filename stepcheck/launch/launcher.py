@@ -1,9 +1,8 @@
-"""Starts ranks on this machine, and reads the verdicts of the cases that they train."""
+"""Starts ranks on this machine, and judges the cases that they train."""
 
 import json
 import os
 import re
-import selectors
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
+
+from stepcheck.report import Result
+from stepcheck.verdict import Finding, Verdict
 
 HANG_SECONDS = 180
 """How long ranks may be silent. On an idle machine their imports take less than 10 seconds, and a case less than 1."""
@@ -26,90 +28,114 @@ Processes = list[subprocess.Popen[bytes]]
 def train_cases(
     cases: Sequence[AnyCase],
     ranks: int,
-    report: Callable[[AnyCase, dict[str, Any]], None],
     train: str,
+    judge: Callable[[AnyCase, dict[str, Any]], Result],
     hang_seconds: float = HANG_SECONDS,
     **settings: Any,
-) -> None:
-    """Trains cases, and reports the verdict of each as it ends. A case in which a rank fails or hangs is reported with
-    an `error`, and new ranks train the rest.
+) -> list[Result]:
+    """Trains cases, prints a line for each as it ends, and returns their results. A case in which a rank fails or hangs
+    has an `error`, and new ranks train the rest.
 
     Args:
         cases: Trained one after the other.
         ranks: Number of ranks, all of which train each case.
-        report: Is called with each case and its verdict.
         train: Name of the function that trains a case on a rank. It takes the fields of the case, the rank's device,
             a folder that all ranks share, and `settings`. It returns the verdict as plain data.
+        judge: Returns the result of a case from its verdict (see `result_of`).
         hang_seconds: How long the ranks may be silent.
         **settings: More arguments of `train`, as plain data.
     """
-    done = 0
-    while done < len(cases):
-        ready = False
-        with _started(cases[done:], ranks, train, settings) as (processes, pipe, folder):
-            for result in _lines(processes, pipe, hang_seconds):
-                if ready:
-                    report(cases[done], result)
-                    done += 1
-                ready = True  # the first line says that the imports have ended
+    results: list[Result] = []
+
+    def add(verdict: dict[str, Any]) -> None:
+        case = cases[len(results)]
+        results.append(judge(case, verdict))
+        print(f"{results[-1]['outcome']:10}  {case}: {results[-1]['summary']}", flush=True)
+
+    while len(results) < len(cases):
+        with _started(cases[len(results) :], ranks, train, settings) as (processes, folder):
+            verdicts = _lines(processes, folder / "verdicts", hang_seconds)
+            is_ready = next(verdicts, None)  # the first line says that the imports have ended
+            for verdict in verdicts:
+                add(verdict)
             error = _error(processes, folder, hang_seconds)
-        for case in cases[done : done + 1] if ready else cases[done:]:
-            report(case, {"error": error})
-            done += 1
+        for _ in cases[len(results) :][: 1 if is_ready else None]:
+            add({"error": error})
+    return results
+
+
+def result_of(case: Any, verdict: dict[str, Any], steps: int, *reasons: str) -> Result:
+    """Returns the result of a case. It passes if it has no fault, and if everything was judged.
+
+    Args:
+        case: Its text becomes the result's name.
+        verdict: What a rank has returned, or the `error` with which it has failed.
+        steps: Number of steps that must have been audited.
+        reasons: More reasons why the case is not judged. An empty text is none.
+    """
+    result = {**Verdict().as_dict(), **verdict, "engine": str(case), "outcome": "agrees"}
+    unjudged = [f"not judged: {what}, because {why}" for what, why in result["not_judged"].items()]
+    if result["steps"] < steps:
+        unjudged.append(f"only {result['steps']} of {steps} steps were audited")
+    errors = [text for text in (result.get("error"), *unjudged, *reasons) if text]
+    if result["findings"]:
+        result |= {"outcome": "different", "summary": str(Finding(**result["findings"][0]))}
+    elif errors:
+        result |= {"outcome": "not judged", "error": errors[0], "summary": errors[0]}
+    else:
+        share = max(result["shares"].values(), default=0.0)
+        result["summary"] = (
+            f"{result['steps']} steps audited, {result['replayed']} replayed, {result['identical']} of them "
+            f"bit-identical, {share:.2g} of a tolerance, {result['took']:.1f} s"
+        )
+    return result | {"passed": result["outcome"] == "agrees"}
 
 
 @contextmanager
 def _started(
     cases: Sequence[Any], ranks: int, train: str, settings: dict[str, Any]
-) -> Iterator[tuple[Processes, int, Path]]:
-    """Starts ranks that train cases. Yields them, the pipe to which the first writes, and the folder of their logs."""
+) -> Iterator[tuple[Processes, Path]]:
+    """Starts ranks that train cases. Yields them, and the folder of their logs and verdicts."""
     temporary = tempfile.TemporaryDirectory(prefix="stepcheck-")
     folder = Path(temporary.name)
     work = {"train": train, "cases": [asdict(case) for case in cases], "settings": settings}
     (folder / "work.json").write_text(json.dumps(work))
+    (folder / "verdicts").touch()
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package]))
     # No case compiles. Otherwise importing DeepSpeed's Muon would import the compiler.
     shared = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **os.environ}
     # Without LOCAL_SIZE, DeepSpeed starts numactl to count the devices.
     shared |= {"PYTHONPATH": path, **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(ranks))}
-    reading, writing = os.pipe()
-    command = [sys.executable, "-m", "stepcheck.launch.rank", str(folder), str(writing)]
+    command = [sys.executable, "-m", "stepcheck.launch.rank", str(folder / "verdicts")]
     processes = []
     try:
         for rank in range(ranks):
             with (folder / f"{rank}.log").open("wb") as log:
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                pipes = [writing] if rank == 0 else []
-                processes.append(
-                    subprocess.Popen(command, env=own, pass_fds=pipes, stdout=log, stderr=subprocess.STDOUT)
-                )
-        os.close(writing)
-        yield processes, reading, folder
+                processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+        yield processes, folder
     finally:
-        os.close(reading)
         for process in processes:
             process.kill()
             process.wait()
         temporary.cleanup()
 
 
-def _lines(processes: Processes, pipe: int, hang_seconds: float) -> Iterator[dict[str, Any]]:
+def _lines(processes: Processes, file: Path, hang_seconds: float) -> Iterator[Any]:
     """Yields what the first rank writes, until it ends, or another rank fails, or all are silent for too long."""
-    waiting = selectors.DefaultSelector()
-    waiting.register(pipe, selectors.EVENT_READ)
-    text, heard = b"", time.monotonic()
-    while time.monotonic() - heard < hang_seconds:
-        failed = any(process.poll() for process in processes)
-        if waiting.select(0.1):
-            read = os.read(pipe, 1 << 16)
-            if not read:
-                return
-            *lines, text = (text + read).split(b"\n")
+    text, heard = "", time.monotonic()
+    with file.open() as written:
+        while time.monotonic() - heard < hang_seconds:
+            ended = processes[0].poll() is not None or any(process.poll() for process in processes)
+            *lines, text = (text + written.read()).split("\n")
             yield from map(json.loads, lines)
-            heard = time.monotonic()
-        elif failed:
-            return
+            if lines:
+                heard = time.monotonic()
+            elif ended:
+                return
+            else:
+                time.sleep(0.1)
 
 
 def _error(processes: Processes, folder: Path, hang_seconds: float) -> str:

@@ -15,9 +15,10 @@ from stepcheck.engines.plain import watch
 from stepcheck.strategies import ZERO
 
 
-def main(folder: Path, pipe: int) -> None:
-    """Trains the cases in work.json. The first rank writes a line to the pipe when its imports have ended, and then
-    the verdict of each case. An exception ends the rank."""
+def main(verdicts: Path) -> None:
+    """Trains the cases in work.json. The first rank writes to the file `verdicts`, next to it, a line as JSON when its
+    imports have ended, and a line for each case. An exception ends the rank."""
+    folder = verdicts.parent
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     work = json.loads((folder / "work.json").read_text())
     torch.set_num_threads(1)
@@ -40,7 +41,7 @@ def main(folder: Path, pipe: int) -> None:
     watch()
     train = resolve_name(work["train"])
 
-    with open(pipe if rank == 0 else os.devnull, "w") as lines:
+    with open(verdicts if rank == 0 else os.devnull, "a") as lines:
         print(json.dumps("ready"), file=lines, flush=True)
         dist.barrier()  # a rank that fails from now on has failed in a case
         for case in work["cases"]:
@@ -52,7 +53,7 @@ def main(folder: Path, pipe: int) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]), int(sys.argv[2]))
+        main(Path(sys.argv[1]))
     except Exception:
         traceback.print_exc()
         os._exit(1)  # a usual exit may wait for other ranks

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -58,13 +57,8 @@ class StepCheck(Callback):
             on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and continue.
             file: JSON file to which rank 0 writes the verdict at the end.
         """
-        self.replay_every, self.steps, self.count, self.only, self.outputs = (
-            replay_every,
-            {*steps},
-            count,
-            only,
-            outputs,
-        )
+        self.replays: dict[str, Any] = {"every": replay_every, "steps": {*steps}, "only": only, "outputs": outputs}
+        self.count = count
         self.on_fault: Literal["raise", "warn"] = on_fault
         self.file = file
         self.verdicts: list[Verdict] = []  # of each optimizer
@@ -74,6 +68,7 @@ class StepCheck(Callback):
         self._replay: Replay | None = None
         self._seen = 0  # the last step in which the schedules were compared
         self._positions: dict[int, int] = {}  # of the schedules, by their number
+        self._unjudged: dict[str, str] = {}  # what is not judged of any optimizer, and why
 
     @property
     def verdict(self) -> Verdict:
@@ -85,13 +80,13 @@ class StepCheck(Callback):
         """Copies the module before the strategy shards it."""
         if stage != "fit":
             return
-        self.verdicts, self._audits, self._replay, self._copy = [Verdict()], [], None, None
-        self._positions = {}
-        if self.replay_every or self.steps or self.count:
+        self.verdicts, self._audits, self._replay, self._copy = [], [], None, None
+        self._positions, self._unjudged = {}, {}
+        if self.count or self.replays["every"] or self.replays["steps"]:
             try:
                 self._copy = copy.deepcopy(pl_module)  # Lightning leaves the trainer out
             except Exception as error:  # an attribute of the user's may raise anything
-                self._note("replays", f"the module cannot be copied ({type(error).__name__}: {error})")
+                self._unjudged["replays"] = f"the module cannot be copied ({type(error).__name__}: {error})"
         wrap_function(pl_module, "configure_optimizers", partial(self._configure_optimizers, pl_module))
 
     def _configure_optimizers(self, module: LightningModule, configure: Callable[[], Any]) -> Any:
@@ -104,23 +99,17 @@ class StepCheck(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the audits. Lightning calls this method after the strategy has built its engine."""
         vars(pl_module).pop("configure_optimizers", None)
-        strategy: Any = trainer.strategy
-        engine = strategy.model if isinstance(strategy, DeepSpeedStrategy) else None
         if not pl_module.automatic_optimization and self._copy is not None:
-            self._note("replays", "the module steps its optimizers itself")
+            self._unjudged["replays"] = "the module steps its optimizers itself"
             self._copy = None
         if self._copy is not None:
             self._replay = self._build_replay(trainer)
-        notes, self.verdicts = self.verdict.not_judged, []
-        if engine is not None:
-            self._audit(trainer, pl_module, engine)
-        for optimizer in trainer.optimizers if engine is None else ():
-            self._audit(trainer, pl_module, strategy.model, optimizer)
-        for what, why in notes.items():
-            self._note(what, why)
+        for optimizer in trainer.optimizers:
+            self._audit(trainer, pl_module, optimizer)
 
-    def _audit(self, trainer: Trainer, module: LightningModule, model: Any, optimizer: Any = None) -> None:
+    def _audit(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         replay = self._replay if len(trainer.optimizers) == 1 else None
+        model: Any = trainer.strategy.model  # DeepSpeed's engine has its optimizer itself
         try:
             audited = audit(model, optimizer, on_fault=self.on_fault, start=self._start, replay=replay)
         except Exception as error:  # NotAuditable, or the check's own: it must not end the training
@@ -157,9 +146,9 @@ class StepCheck(Callback):
         try:
             build_copy(plain, trainer)
         except Exception as error:  # the module's code may raise anything
-            self._note("replays", f"building a copy of the module fails ({type(error).__name__}: {error})")
+            self._unjudged["replays"] = f"building a copy of the module fails ({type(error).__name__}: {error})"
             return None
-        return Replay(plain, self.replay_every, self.steps, self.only, self.outputs, INTERNAL)
+        return Replay(plain, **self.replays, internal=INTERNAL)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Numbers the steps as the run does, also if it is resumed, and spreads the `count` replays over the run."""
@@ -173,7 +162,7 @@ class StepCheck(Callback):
             parts = max(self.count - 1, 1)
             self._replay.steps |= {first + round(part * (total - first) / parts) for part in range(self.count)}
         elif self.count:
-            self._note("replays", "the number of steps is unknown: give replay_every or steps")
+            self._unjudged["replays"] = "the number of steps is unknown: give replay_every or steps"
 
     def _on_micro_batch(self, trainer: Trainer, start: Callable[..., None], batch: Any, batch_idx: int) -> None:
         """Passes a micro-batch to the replay. Lightning calls this method of the strategy after all hooks that may
@@ -218,13 +207,11 @@ class StepCheck(Callback):
         for each in self._audits:
             each.detach()
         self._audits = []
+        for each in self.verdicts:
+            each.not_judged |= self._unjudged
         if self.file is not None and trainer.is_global_zero:
             with suppress(OSError):  # a full disk must not end the training
                 self.file.write_text(json.dumps(self.verdict.as_dict(), indent=1))
-
-    def _note(self, what: str, why: str) -> None:
-        for each in self.verdicts:
-            each.not_judged[what] = why
 
 
 def build_copy(copied: Any, trainer: Trainer) -> None:

@@ -9,6 +9,11 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
 PARTS = ("module", "datamodule")
 
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+"""Options of Lightning's Trainer for a training without output."""
+
 
 @dataclass(frozen=True)
 class ModuleCase:

@@ -1,15 +1,13 @@
 """Reads a user's own configuration of DeepSpeed."""
 
 import json
-import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepcheck.strategies import config_keys, deepspeed_folder
+from stepcheck.strategies import config_keys, deepspeed_words
 from stepcheck.usage import UsageError, nearest, short
 
-DEFINED = re.compile(r"""^    (\w+) ?:|["'](\w+)["']""", re.MULTILINE)
+DEFINED = r"""(?<=^    )\w+(?= ?:)|(?<=["'])\w+(?=["'])"""
 """A field of a class, or a word in quotation marks."""
 
 REFUSED = {
@@ -41,11 +39,12 @@ def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for key, why in REFUSED.items():
         if config.get(key):
             raise UsageError(f"{what}: {key}: {why}")
+    keys = deepspeed_words(DEFINED, "**/*config*.py", "**/*constants.py")
     for key in config_keys(config):
-        if key not in _keys():
+        if key not in keys:
             raise UsageError(
                 f"{what}: DeepSpeed does not read {key!r}, so it has no effect: "
-                f"{nearest(key, _keys(), cutoff=0.65, otherwise='remove it')}"
+                f"{nearest(key, keys, cutoff=0.65, otherwise='remove it')}"
             )
     fields: dict[str, Any] = {}
     for key, name in (("gradient_accumulation_steps", "accumulate"), ("gradient_clipping", "clip")):
@@ -65,11 +64,3 @@ def _without_auto(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: _without_auto(inner) for key, inner in value.items() if inner not in ("auto", None)}
-
-
-@cache
-def _keys() -> set[str]:
-    """Returns the words in the files of the installed DeepSpeed that define the keys of its configuration."""
-    folder = deepspeed_folder()
-    files = [*folder.rglob("*config*.py"), *folder.rglob("*constants.py")] if folder else []
-    return {word for file in files for pair in DEFINED.findall(file.read_text()) for word in pair if word}

@@ -9,17 +9,16 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from stepcheck.launch.launcher import train_cases
+from stepcheck.launch.launcher import result_of, train_cases
 from stepcheck.lightning import user_code
 from stepcheck.lightning.case import PARTS, PRECISIONS, ModuleCase
 from stepcheck.lightning.deepspeed_file import read_config
-from stepcheck.report import Result, add_flags, refuse_folders, unjudged, write_files
-from stepcheck.strategies import ZERO, deepspeed_folder
+from stepcheck.report import Result, add_flags, write_files
+from stepcheck.strategies import ZERO, deepspeed_folder, has_gpu
 from stepcheck.usage import UsageError, nearest, positive
-from stepcheck.verdict import Finding
+from stepcheck.verdict import ENOUGH
 
 STRATEGIES = ("ddp", *ZERO)
 
@@ -70,7 +69,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trains the cases and prints the verdict. Returns the exit code."""
-    refuse_folders(options)
     results = train(parse_cases(options))
     failed = [each for each in results if not each["passed"]]
     for each in failed:
@@ -157,45 +155,26 @@ def _check_strategy(name: str) -> None:
 
 def _default_ranks() -> int:
     """Returns the number of GPUs, or 2. Imports torch only where there is a driver of GPUs."""
-    if any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")):
-        import torch
+    if not has_gpu():
+        return 2
+    import torch
 
-        return torch.cuda.device_count() or 2
-    return 2
+    return torch.cuda.device_count() or 2
 
 
 def train(cases: Sequence[ModuleCase]) -> list[Result]:
     """Trains the cases and prints a line for each. Returns their results. Raises UsageError if the ranks refuse the
     user's code."""
-    results: list[Result] = []
-
-    def report(case: ModuleCase, verdict: dict[str, Any]) -> None:
-        if "refused" in verdict:
-            raise UsageError(verdict["refused"])
-        results.append(_result(case, verdict))
-        print(f"{results[-1]['outcome']:10}  {case}: {results[-1]['summary']}", flush=True)
-
-    train_cases(cases, cases[0].ranks, report, "stepcheck.lightning.train:train_case", HANG_SECONDS)
-    return results
+    return train_cases(cases, cases[0].ranks, "stepcheck.lightning.train:train_case", _judge, HANG_SECONDS)
 
 
-def _result(case: ModuleCase, verdict: dict[str, Any]) -> Result:
-    """Judges a case. A case agrees only if every step was audited and replays took place."""
-    result = {"outcome": "not trained", "steps": 0, "findings": [], "shares": {}, "not_judged": {}, **verdict}
+def _judge(case: ModuleCase, verdict: dict[str, Any]) -> Result:
+    """Returns the result of a case. A case agrees only if every step was audited and replays took place."""
+    if "refused" in verdict:
+        raise UsageError(verdict["refused"])
+    steps = case.steps - case.resume_at - verdict.get("skipped", 0)
+    unreplayed = "no step was replayed" if case.replayed and not verdict.get("replayed") else ""
+    few = f"less than {ENOUGH:.0%} of the gradients' values were judged" if verdict.get("coverage", 0) < ENOUGH else ""
     # argparse takes the last of an option that is given twice.
     alone = ["--strategies", case.strategy, "--accumulate", str(case.accumulate)]
-    result |= {"engine": str(case), "command": ["stepcheck", *sys.argv[1:], *alone]}
-    if result["outcome"] == "agrees":
-        left_out = unjudged(result)
-        if result["steps"] + result["skipped"] < case.steps - case.resume_at:
-            left_out.append(f"only {result['steps']} of {case.steps} steps were audited")
-        if case.replayed and not result["replayed"]:
-            left_out.append("no step was replayed")
-        if left_out:
-            result |= {"outcome": "not judged", "error": left_out[0]}
-    result["passed"] = result["outcome"] == "agrees"
-    if result["findings"]:
-        result["error"] = str(Finding(**result["findings"][0]))
-    agreement = "{steps} steps audited, {replayed} replayed, {identical} of them bit-identical, {took:.1f} s"
-    result["summary"] = result.get("error") or agreement.format(**result)
-    return result
+    return {**result_of(case, verdict, steps, unreplayed, few), "command": ["stepcheck", *sys.argv[1:], *alone]}

@@ -17,9 +17,8 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 from stepcheck.engines import adapter_of
 from stepcheck.engines.adapter import RankInfo
 from stepcheck.replay.random_state import random_state, set_random_state
+from stepcheck.start import PLAIN
 from stepcheck.verdict import Finding, Kind
-
-PLAIN = (bool, int, float, str)
 
 NOT_RESTORED = "Lightning restores a position in an epoch only for loaders with state_dict, and never a shuffled order"
 
@@ -28,29 +27,25 @@ Checksums = dict[tuple[Kind, str], Any]
 
 
 class StateRecorder(Callback):
-    """Records the state before the step that follows `step`, and the last weights and optimizer state."""
+    """Records the state in which the first step after `step` begins, and the last weights and optimizer state."""
 
-    def __init__(self, step: int):
-        self.step = step
+    def __init__(self, step: int = 0, checkpoint: Path | None = None, random: dict[str, Any] | None = None):
+        """Takes the step, and what else to do.
+
+        Args:
+            step: The number of a step.
+            checkpoint: Where to save a checkpoint after this step. The training continues.
+            random: Random states with which the first recorded step begins. By default they are recorded.
+        """
+        self.step, self.checkpoint, self.random = step, checkpoint, random
         self.first: Checksums = {}
-        self.random: dict[str, Any] = {}
         self.last: Checksums = {}
+        self._is_saved = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step >= self.step and not self.first:
-            self.first, self.random = _state(trainer, pl_module, batch), random_state()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.last = _weights(trainer, pl_module)
-
-
-class CheckpointSaver(StateRecorder):
-    """Also saves a checkpoint after `step`. The training continues."""
-
-    def __init__(self, step: int, folder: Path):
-        super().__init__(step)
-        self.checkpoint = folder / "checkpoint.ckpt"
-        self._is_saved = False
+            self.first, self.random = _state(trainer, pl_module, batch), self.random or random_state()
+            set_random_state(self.random)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if not trainer.is_last_batch:  # a checkpoint saved now would not count the epoch as done
@@ -60,29 +55,20 @@ class CheckpointSaver(StateRecorder):
         self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        if trainer.global_step == self.step and not self._is_saved:
+        if self.checkpoint and trainer.global_step == self.step and not self._is_saved:
             trainer.save_checkpoint(self.checkpoint, weights_only=False)
             self._is_saved = True
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.last = _weights(trainer, pl_module)
 
-class ResumeCheck(StateRecorder):
-    """Compares the resumed training with the training that saved the checkpoint."""
 
-    def __init__(self, saved: CheckpointSaver):
-        super().__init__(0)  # its first step, whatever its number
-        self.saved = saved
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        is_first = not self.first
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if is_first:
-            set_random_state(self.saved.random)
-
-    def findings(self) -> list[Finding]:
-        """Returns what differs, on any rank. Every rank must call it."""
-        found = _differences(self.saved.step, self.saved.first, self.first, "in the first resumed step")
-        found = found or _differences(0, self.saved.last, self.last, "at the end")
-        return [each for of_rank in RankInfo.current().all_gather(found) for each in of_rank][:100]
+def differences(saved: StateRecorder, resumed: StateRecorder) -> list[Finding]:
+    """Returns what differs between a run that continued and the run that was resumed, on any rank. Every rank must call
+    it."""
+    found = _differences(saved.step, saved.first, resumed.first, "in the first resumed step")
+    found = found or _differences(0, saved.last, resumed.last, "at the end")
+    return [each for of_rank in RankInfo.current().all_gather(found) for each in of_rank][:100]
 
 
 def _differences(step: int, expected: Checksums, actual: Checksums, when: str) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from stepcheck.lightning import user_code
 from stepcheck.lightning.callback import StepCheck
-from stepcheck.lightning.case import PARTS, ModuleCase
-from stepcheck.lightning.resume import CheckpointSaver, ResumeCheck
-from stepcheck.lightning.user_classes import check_classes, fit, instantiate
+from stepcheck.lightning.case import QUIET, ModuleCase
+from stepcheck.lightning.resume import StateRecorder, differences
+from stepcheck.lightning.user_classes import build_parts, fit
 from stepcheck.strategies import ZERO
 from stepcheck.usage import UsageError, short
 from stepcheck.verdict import Verdict
@@ -36,23 +35,22 @@ def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> di
         verdict = train_and_judge(ModuleCase(**fields), device, folder)
     except UsageError as error:
         return {"refused": str(error)}
-    return {**verdict.as_dict(), "summary": str(verdict)}
+    return verdict.as_dict()
 
 
 def train_and_judge(case: ModuleCase, device: torch.device, folder: Path) -> Verdict:
     """Trains a case, and resumes it if the case says so. If a replay differs, trains once more, to find the first
     module whose output differs."""
-    check_classes(case.options)
     if case.resume_at:
-        saved = CheckpointSaver(case.resume_at, folder / str(case).replace("/", "_"))
-        before = _train(case, device, folder, [saved])
+        saved = StateRecorder(case.resume_at, folder / f"{str(case).replace('/', '_')}.ckpt")
+        before = _train(case, device, folder, saved)
         if not saved.first:
             before.not_judged["the resumed run"] = f"the training ended before step {case.resume_at + 1}"
         if before.outcome == "different" or before.not_judged:
             return before
-        resumed = ResumeCheck(saved)
-        verdict = _train(case, device, folder, [resumed], saved.checkpoint)
-        verdict.findings = resumed.findings() + verdict.findings
+        resumed = StateRecorder(random=saved.random)
+        verdict = _train(case, device, folder, resumed, checkpoint=saved.checkpoint)
+        verdict.findings = differences(saved, resumed) + verdict.findings
         return verdict
     verdict = _train(case, device, folder)
     if any(each.kind.startswith("replayed") for each in verdict.findings):
@@ -65,7 +63,7 @@ def _train(
     case: ModuleCase,
     device: torch.device,
     folder: Path,
-    callbacks: Sequence[Callback] = (),
+    *callbacks: Callback,
     checkpoint: Path | None = None,
     outputs: bool = False,
 ) -> Verdict:
@@ -75,7 +73,7 @@ def _train(
         replays = {"steps": (1, case.resume_at + 1)}
     step_check = StepCheck(**replays, outputs=outputs, on_fault="warn")
     seed_everything(case.seed, verbose=False)
-    module, data = _instances(case)
+    module, data = build_parts(case.options)
     trainer = _trainer(case, module, device, folder, [*callbacks, step_check, StopAfterSteps(case)])
     seed_everything(case.seed, verbose=False)
     with reproducible_kernels():
@@ -103,15 +101,6 @@ def reproducible_kernels() -> Iterator[None]:
                 each.fp32_precision = value
 
 
-def _instances(case: ModuleCase) -> list[Any]:
-    try:
-        return [instantiate(part, case.options) for part in PARTS]
-    except UsageError:
-        raise
-    except Exception as error:  # a user's code may raise anything
-        raise UsageError(f"--module: {user_code.where(error)}{type(error).__name__}: {short(error, 300)}") from error
-
-
 def _trainer(case: ModuleCase, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
     """Returns a Trainer without output. It has a logger, which a module may need, and validates on one batch, because a
     schedule may need a metric of the validation."""
@@ -128,17 +117,15 @@ def _trainer(case: ModuleCase, module: Any, device: torch.device, folder: Path, 
         **({"max_epochs": EPOCHS} if case.resume_at else {"max_steps": case.steps}),
         "callbacks": callbacks,
     }
-    quiet: dict[str, Any] = {
+    usual = {
+        **QUIET,
         "logger": DummyLogger(),
         "limit_val_batches": 1,
         "num_sanity_val_steps": 0,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "default_root_dir": folder,
     }
     try:
-        return Trainer(**own, **quiet | case.trainer)
+        return Trainer(**own, **usual | case.trainer)
     except (TypeError, ValueError) as error:  # also of an option that has a flag of its own
         raise UsageError(f"--trainer: {short(error, 300)}") from error
 

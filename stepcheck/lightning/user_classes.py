@@ -11,6 +11,8 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from jsonargparse._typehints import ActionTypeHint
 from jsonargparse.typing import path_type
+from lightning import pytorch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves
 
 from stepcheck.lightning import user_code
@@ -23,38 +25,24 @@ ONE_OPTIMIZER = (
 )
 
 
-def check_classes(options: Mapping[str, str], needs_data: bool = True) -> None:
-    """Checks the user's classes and their arguments.
+def build_parts(options: Mapping[str, str], needs_data: bool = True) -> list[Any]:
+    """Builds the user's module and data module (None if none is named) with their arguments, as LightningCLI does.
 
     Args:
-        options: See `instantiate`.
+        options: The names of the classes, and their arguments: module, module.lr, datamodule, ...
         needs_data: Whether the module must have training data. False if a script provides the data.
 
     Raises:
-        UsageError: If `instantiate` would refuse a class or an argument, or if the module needs data and has none.
+        UsageError: If a class or an argument does not exist, if an argument is missing or has the wrong type, if a
+            class is not a LightningModule or a LightningDataModule or fails, or if the module needs data and has none.
     """
-    module, datamodule = (instantiate(part, options, build=False) for part in PARTS)
-    from lightning.pytorch import LightningModule
-
-    loader = getattr(module, "train_dataloader", None)
-    if needs_data and datamodule is None and loader is LightningModule.train_dataloader:
+    module, datamodule = (_build(part, options) if part in options else None for part in PARTS)
+    if needs_data and datamodule is None and not is_overridden("train_dataloader", module):
         raise UsageError("--module has no train_dataloader: name its data with --datamodule FILE.py:NAME")
+    return [module, datamodule]
 
 
-def instantiate(part: str, options: Mapping[str, str], build: bool = True) -> Any:
-    """Builds the user's module or data module with its arguments, as LightningCLI does. Returns None if none is named.
-
-    Args:
-        part: module or datamodule.
-        options: The names of the classes, and their arguments: module, module.lr, datamodule, ...
-        build: Whether to build it. If false, the arguments are only checked, and the class is returned.
-
-    Raises:
-        UsageError: If the class or an argument does not exist, if an argument is missing or has the wrong type, or if
-            the class is not a LightningModule or a LightningDataModule.
-    """
-    if part not in options:
-        return None
+def _build(part: str, options: Mapping[str, str]) -> Any:
     name = options[part]
     user_class = user_code.load(name, f"--{part}")
     _check_kind(part, user_class)
@@ -72,7 +60,10 @@ def instantiate(part: str, options: Mapping[str, str], build: bool = True) -> An
         parsed = parser.parse_args([f"--{option}={value}" for option, value in given.items()])
     except (ArgumentError, TypeError, ValueError) as error:
         raise UsageError(f"--{part}: {short(error, 300)}") from error
-    return parser.instantiate(parsed)[part] if build else user_class
+    try:
+        return parser.instantiate(parsed)[part]
+    except Exception as error:  # a user's code may raise anything
+        raise UsageError(f"--{part}: {user_code.where(error)}{type(error).__name__}: {short(error, 300)}") from error
 
 
 def _refuse_unknown(given: Mapping[str, str], known: Sequence[str], user_class: str) -> None:
@@ -107,8 +98,6 @@ def _is_file(text: Any) -> bool:
 
 
 def _check_kind(part: str, user_class: Any) -> None:
-    from lightning import pytorch
-
     base = {"module": pytorch.LightningModule, "datamodule": pytorch.LightningDataModule}[part]
     if not (isinstance(user_class, type) and issubclass(user_class, base)):
         name = getattr(user_class, "__name__", user_class)

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+from torch import Tensor
 
 LIBRARIES = {"lightning", "pytorch_lightning", "torch", "stepcheck"}
 
@@ -35,7 +37,7 @@ class UserHooks:
         found = []
         with _without_gradients(self.module):
             for (owner, name), text in zip(self.hooks, self.names, strict=True):
-                before = {key: each.grad.clone() for key, each in plain.named_parameters() if each.grad is not None}
+                before = _gradients(plain)
                 arguments: dict[str, list[Any]] = {
                     "on_after_backward": [],
                     "on_before_optimizer_step": [optimizer],
@@ -45,8 +47,8 @@ class UserHooks:
                     getattr(_copy_of(owner), name)(self.trainer, plain, *arguments[name])
                 else:
                     getattr(plain, name)(*arguments[name])
-                after = {key: each.grad for key, each in plain.named_parameters() if each.grad is not None}
-                if before.keys() != after.keys() or any(bool((after[key] != before[key]).any()) for key in before):
+                after = _gradients(plain)
+                if before.keys() != after.keys() or not all(torch.equal(after[key], before[key]) for key in before):
                     found.append(text)
         return found
 
@@ -54,6 +56,10 @@ class UserHooks:
         limit = gradient_clip_val or self.trainer.gradient_clip_val or 0.0
         kind = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
         Precision().clip_gradients(optimizer, limit, GradClipAlgorithmType(kind))
+
+
+def _gradients(module: Any) -> dict[str, Tensor]:
+    return {name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None}
 
 
 def optimizer_of(configured: Any) -> Any:

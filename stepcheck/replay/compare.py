@@ -8,8 +8,8 @@ small tensor counts as no less than the root mean square of the rounding errors 
 
 import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,27 +46,27 @@ class Compared:
 
     @property
     def share(self) -> float:
-        """Returns the share of the tolerance that the error uses."""
-        return self.error / self.tolerance if self.tolerance else (math.inf if self.error else 0.0)
+        """Returns the share of the tolerance that the error uses. It is infinite if the error is NaN."""
+        if math.isnan(self.error) or not self.tolerance:
+            return math.inf if self.error else 0.0
+        return self.error / self.tolerance
 
     def __str__(self) -> str:
-        what = f"{self.kind.removeprefix('replayed ')} of {self.name}".removeprefix("output of ")
         size = "is missing" if self.error == math.inf else f"is off by {self.error:.2g} of its norm"
         how = f"{size} (tolerance {self.tolerance:.1e}){self.explanation}"
-        return (
-            f"the {what}, computed again by plain PyTorch, {how}"
-            if self.kind != "output"
-            else f"the output of {what} {how}"
-        )
+        if self.kind == "output":
+            return f"the output of {self.name} {how}"
+        return f"the {self.kind.removeprefix('replayed ')} of {self.name}, computed again by plain PyTorch, {how}"
 
 
 def identical(actual: Computed, replay: Computed) -> bool:
     """Returns whether a step is bit-identical with a replay."""
+    buffers = actual.buffers.keys() & replay.buffers.keys()
     return (
         _same(actual.losses, replay.losses)
         and actual.gradients.keys() == replay.gradients.keys()
         and _same((actual.gradients[name] for name in replay.gradients), replay.gradients.values())
-        and _same((actual.buffers[name] for name in replay.buffers if name in actual.buffers), replay.buffers.values())
+        and _same((actual.buffers[name] for name in buffers), (replay.buffers[name] for name in buffers))
         and _same((each for _, each in actual.outputs), (each for _, each in replay.outputs))
     )
 
@@ -87,8 +87,8 @@ def compare(
     for (name, value), (_, own), (_, high) in zip(actual.outputs, low.outputs, exact.outputs, strict=True):
         yield _compared("output", name, value, own, high, eps)
     for number, (loss, own, high) in enumerate(zip(actual.losses, low.losses, exact.losses, strict=True), 1):
-        least = max(LEAST * torch.finfo(loss.dtype).eps, eps / 4)
-        yield _compared("replayed loss", f"micro-batch {number}", loss, own, high, least / LEAST, rounding=rounding)
+        own_eps = max(torch.finfo(loss.dtype).eps, eps / 16)
+        yield _compared("replayed loss", f"micro-batch {number}", loss, own, high, own_eps, rounding=rounding)
     yield from _gradients(actual, low, exact, eps)
     for name, buffer in low.buffers.items():
         if name in actual.buffers and actual.buffers[name].shape == buffer.shape:
@@ -96,9 +96,20 @@ def compare(
             yield _compared("replayed buffer", name, actual.buffers[name], buffer, exact.buffers[name], own_eps)
 
 
+def worst(compared: Iterable[Compared]) -> Collection[Compared]:
+    """Returns for each kind the first value that exceeds its tolerance, or else the one that is nearest to it."""
+    found: dict[Kind, Compared] = {}
+    for each in compared:
+        last = found.get(each.kind)
+        if last is None or (each.share > last.share and last.share <= 1):
+            found[each.kind] = each
+    return found.values()
+
+
 def loss_errors(low: Computed, exact: Computed) -> list[float]:
     """Returns the relative rounding errors of this rank's losses."""
-    return [_relative(a, b) for a, b in zip(low.losses, exact.losses, strict=True)]
+    pairs = zip(low.losses, exact.losses, strict=True)
+    return [_distance(own, high) / (float(high.double().norm()) + 1e-300) for own, high in pairs]
 
 
 def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> Iterator[Compared]:
@@ -121,7 +132,7 @@ def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> 
         factor = common_factor(value.double(), own.double()) if result.share > 1 else None
         is_scaled = factor is not None and abs(factor - 1) > CONSTANT
         explanation = f": it is {factor:.3g} times the correct value" if is_scaled else ""
-        yield Compared(result.kind, name, result.error, result.tolerance, result.elements, explanation)
+        yield replace(result, explanation=explanation)
     for name in actual.gradients.keys() - (exact.gradients.keys() & low.gradients.keys()):
         size = actual.gradients[name].numel()
         if actual.gradients[name].any():
@@ -170,10 +181,6 @@ def _distance(one: Tensor, other: Tensor) -> float:
     one, other = one.double(), other.double()
     equal = (one == other) | (one.isnan() & other.isnan())
     return float((one - other).masked_fill(equal, 0).norm())
-
-
-def _relative(one: Tensor, other: Tensor) -> float:
-    return _distance(one, other) / (float(other.double().norm()) + 1e-300)
 
 
 def mean_square(values: Iterable[float]) -> float:

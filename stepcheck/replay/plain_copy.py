@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stepcheck.engines.adapter import plain_name
+from stepcheck.engines.adapter import plain_name, tensors_in
 from stepcheck.replay.exact import Exact, to_float64
 from stepcheck.replay.random_state import set_random_state
 
@@ -63,7 +63,7 @@ class PlainCopy:
         self._buffers: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = {torch.float32}
         self.trained: set[str] = set()
-        self.free()
+        drop_weights(self.module)
 
     def keep(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], trained: Collection[str]) -> None:
         """Saves the weights, unsharded and in the dtype of the forward pass, and the buffers before a step."""
@@ -118,11 +118,11 @@ class PlainCopy:
                 for name, parameter in self.module.named_parameters():
                     parameter.grad = computed.gradients[name].to(parameter) if name in computed.gradients else None
                 then(self.module)
-            computed.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+            computed.buffers = buffers_of(self.module)
         finally:
             for handle in handles:
                 handle.remove()
-            self.free()
+            drop_weights(self.module)
         return computed
 
     @property
@@ -134,10 +134,6 @@ class PlainCopy:
     def autocasts(self) -> bool:
         """Whether the last step was computed under autocast."""
         return bool(self._autocast)
-
-    def free(self) -> None:
-        """Frees the memory of the weights. Their shapes stay."""
-        drop_weights(self.module)
 
     def drop_saved(self) -> None:
         """Frees the values that `keep` has saved."""
@@ -157,9 +153,14 @@ class PlainCopy:
         cast_batch_norm_weights(self.module)
 
     def _note_autocast(self, part: nn.Module, inputs: Any) -> None:
-        device = next((each.device.type for each in tree_leaves(inputs) if isinstance(each, Tensor)), "cpu")
+        device = next((each.device.type for each in tensors_in(inputs)), "cpu")
         if torch.is_autocast_enabled(device):
             self._autocast.add(torch.get_autocast_dtype(device))
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of the buffers of a module, by their names in the plain module."""
+    return {plain_name(name): each.detach().clone() for name, each in module.named_buffers()}
 
 
 def drop_weights(module: nn.Module, device: torch.device | None = None) -> None:

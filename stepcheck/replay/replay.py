@@ -3,17 +3,16 @@
 import importlib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from stepcheck.engines.adapter import plain_name
+from stepcheck.engines.adapter import plain_name, tensors_in
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
-from stepcheck.replay.plain_copy import Computed, PlainCopy
+from stepcheck.replay.plain_copy import Computed, PlainCopy, buffers_of
 from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state
 
 BYTES = 36
@@ -134,9 +133,7 @@ class Replay:
 
         def keep(*_: Any) -> None:
             if not synced:
-                synced.update(
-                    {plain_name(name): each.detach().clone() for name, each in adapter.module.named_buffers()}
-                )
+                synced.update(buffers_of(adapter.module))
 
         def compute_from_synced(module: nn.Module) -> Tensor:
             for name, buffer in module.named_buffers():
@@ -167,9 +164,10 @@ class Replay:
         missing = [name for name, _ in self.copy.module.named_parameters() if name not in weights]
         if missing:
             raise ValueError(f"the trained module has no weight {missing[0]}")
-        buffers = {plain_name(name): buffer.detach().clone() for name, buffer in adapter.module.named_buffers()}
         trained = {adapter.names[index] for index in adapter.trained if adapter.parameters[index].requires_grad}
-        self.copy.keep(weights, buffers, {name for name in trained if self.only.search(name)} or trained)
+        self.copy.keep(
+            weights, buffers_of(adapter.module), {name for name in trained if self.only.search(name)} or trained
+        )
         self.actual = Computed()
         self._handles = self._watch(adapter.module, self.actual)
 
@@ -200,9 +198,7 @@ class Replay:
 
     def _is_identical(self, low: Computed) -> bool:
         assert self.actual is not None
-        self.actual.buffers = {
-            plain_name(name): each.detach() for name, each in self.audit.adapter.module.named_buffers()
-        }
+        self.actual.buffers = buffers_of(self.audit.adapter.module)
         self._leave_out_unknown(self.actual, low)
         return compare.identical(self.actual, low) and not self._may_lack_gradients(low)
 
@@ -234,12 +230,9 @@ class Replay:
         exact.gradients = {name: each for name, each in exact.gradients.items() if name not in self.hooked}
         exact.losses = exact.losses if low.losses else []
         exact.outputs = exact.outputs if low.outputs else []
-        worst: dict[str, compare.Compared] = {}
         errors = [each for own in audit.adapter.ranks.all_gather(compare.loss_errors(low, exact)) for each in own]
-        for each in compare.compare(actual, low, exact, self.copy.lowest, compare.mean_square(errors)):
-            if each.kind not in worst or (each.share > worst[each.kind].share and worst[each.kind].share <= 1):
-                worst[each.kind] = each  # the first that is wrong, or the one that is nearest to it
-        for each in worst.values():
+        rounding = compare.mean_square(errors)
+        for each in compare.worst(compare.compare(actual, low, exact, self.copy.lowest, rounding)):
             audit.add(each.kind, each.share, str(each))
 
     def _watch(self, module: nn.Module, computed: Computed) -> list[Any]:
@@ -265,6 +258,6 @@ def _compiles_random_numbers(module: nn.Module) -> bool:
 
 
 def _keep_output(computed: Computed, name: str, part: Any, inputs: Any, output: Any) -> None:
-    for each in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
-        if isinstance(each, Tensor) and each.is_floating_point():
+    for each in tensors_in(output):
+        if each.is_floating_point():
             computed.outputs.append((name, each.detach().clone()))

@@ -11,10 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from stepcheck.lightning.callback import INTERNAL, build_copy, cloned, loss_of
+from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import fit
 from stepcheck.patch import wrap_function
-from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square
-from stepcheck.replay.plain_copy import Computed, PlainCopy
+from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square, worst
+from stepcheck.replay.plain_copy import Computed, PlainCopy, buffers_of
 from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state, set_random_state
 from stepcheck.script.data import RecordedBatches, compare_batches
 from stepcheck.script.explain import explain_gradient, explain_loss
@@ -28,7 +29,7 @@ from stepcheck.script.recording import (
 )
 from stepcheck.updates import update_errors
 from stepcheck.usage import UsageError
-from stepcheck.verdict import Finding, Kind, Verdict
+from stepcheck.verdict import Verdict
 
 VISIBLE = 0.5
 """Largest tolerance of a gradient that counts as judged, relative to its norm."""
@@ -45,11 +46,10 @@ class ScriptCheck(Callback):
         self.number = 0  # of this step, from 1
         self._trainer: Any = None
         self._module: Any = None
-        self._copy: Any = None
+        self._copy: Any = None  # computes steps in float64
         self._names: dict[str, str] = {}  # the module's names of weights and buffers, by the script's
         self._computed = Computed()  # what the module computes in this step
         self._micro_batches: list[Any] = []
-        self._faults: set[tuple[str, str]] = set()  # kinds of faults in this step
         self._draws_alike = True  # whether the module has drawn the script's random numbers in this step
         # Weights and buffers of the script in this step, by the module's names.
         self._values: dict[str, RecordedTensor] = {}
@@ -96,12 +96,14 @@ class ScriptCheck(Callback):
         self._before, self.step = self._values, self.recording.step(self.number)
         self._values = {self._names[name]: each for name, each in self.step.values.items() if name in self._names}
         self._computed, self._micro_batches, self._draws_alike = Computed(), [], True
-        self._faults = set()
-        weights, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
+        weights = dict(self._module.named_parameters())
+        tensors = {**weights, **dict(self._module.named_buffers())}
         for name, value in self._values.items():
-            {**weights, **buffers}[name].data.copy_(value.before)
+            tensors[name].data.copy_(value.before)
         trained = [name for name, weight in weights.items() if weight.requires_grad]
-        self._copy.keep(_snapshot(weights), _snapshot(buffers), trained)
+        self._copy.keep(
+            {name: each.detach().clone() for name, each in weights.items()}, buffers_of(self._module), trained
+        )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Records the loss of a micro-batch without the loss scale, and whether its forward pass drew the script's
@@ -120,8 +122,7 @@ class ScriptCheck(Callback):
         }
         for name, weight in weights.items():
             self._computed.add(name, weight.grad.to_dense())
-        buffers = {name: each for name, each in self._module.named_buffers() if name in self._values}
-        self._computed.buffers = _snapshot(buffers)
+        self._computed.buffers = buffers_of(self._module)
         self.verdict.steps += 1
         self._compare_gradients()
         self._micro_batches = []
@@ -133,13 +134,6 @@ class ScriptCheck(Callback):
         """Ends the training after the last recorded step."""
         ended = len(self._micro_batches) in (0, self.recording.accumulate)  # 0 unless a gradient overflowed
         trainer.should_stop = ended and self.number == self.recording.steps
-
-    def _add(self, kind: Kind, share: float, text: str, key: str = "") -> None:
-        """Records a comparison in the verdict. Of the faults in a step, only the first of each kind and key is kept."""
-        self.verdict.record(kind, share)
-        if not share <= 1 and (kind, key) not in self._faults:
-            self._faults.add((kind, key))
-            self.verdict.findings.append(Finding(self.number, kind, text, share))
 
     # Losses, gradients and buffers
     def _compare_gradients(self) -> None:
@@ -165,10 +159,10 @@ class ScriptCheck(Callback):
                 f"the module draws other random numbers than the script in step {self.number}"
             )
             return
-        for each in compared:
-            if each.kind == "replayed gradient" and each.tolerance < VISIBLE:
-                self.verdict.values += each.elements
-            self._add(each.kind, each.share, self._describe(each, script))
+        judged = [each for each in compared if each.kind == "replayed gradient" and each.tolerance < VISIBLE]
+        self.verdict.values += sum(each.elements for each in judged)
+        for each in worst(compared):
+            self.verdict.add(self.number, each.kind, each.share, self._describe(each, script))
 
     def _exact(self) -> Computed:
         """Returns the step, computed in float64. Its gradients are clipped and changed by hooks as the module's are."""
@@ -198,20 +192,24 @@ class ScriptCheck(Callback):
 
     # The optimizer
     def _compare_options(self, optimizer: Any, names: Mapping[int, str]) -> None:
+        """Compares the options of the parameter groups. Of each option, the first wrong value is reported."""
+        wrong: dict[str, str] = {}
         for group in optimizer.param_groups:
             module = update_options(group)
             for name in (names[id(each)] for each in group["params"] if id(each) in names):
                 script = self._values[name].options
                 for key in module.keys() & script.keys():
-                    own, other = module[key], script[key]
-                    agrees = len(own) == len(other) and all(map(partial(math.isclose, rel_tol=1e-6), own, other))
-                    text = f"{key} of {name} is {_format(own)} in the module, and {_format(other)} in the script"
                     if key == "lr" and self.recording.skipped:
                         self.verdict.not_judged["learning rates"] = "the script skipped steps that overflowed"
                         continue
-                    if key == "lr":
-                        text += self._explain_rate(name, (own[0], other[0]))
-                    self._add("options", 0.0 if agrees else math.inf, text, key)
+                    own, other = module[key], script[key]
+                    why = self._explain_rate(name, (own[0], other[0])) if key == "lr" else ""
+                    if len(own) != len(other) or not all(map(partial(math.isclose, rel_tol=1e-6), own, other)):
+                        text = f"{key} of {name} is {_format(own)} in the module, and {_format(other)} in the script"
+                        wrong.setdefault(key, text + why)
+        self.verdict.record("options", 0.0)
+        for text in wrong.values():
+            self.verdict.add(self.number, "options", math.inf, text)
 
     def _explain_rate(self, name: str, rates: tuple[float, float]) -> str:
         before, self._rates[name] = self._rates.get(name, rates), rates
@@ -243,7 +241,7 @@ class ScriptCheck(Callback):
         text = f"the script's update of {updated[worst]} is off by {float(errors[worst]):.2g} of its norm"
         if type(optimizer).__name__ != self.recording.optimizer:
             text += f"; the module uses {type(optimizer).__name__}, and the script {self.recording.optimizer}"
-        self._add("update", float(shares[worst]), text)
+        self.verdict.add(self.number, "update", float(shares[worst]), text)
 
     def _state_for(self, optimizer: Any, weight: Any, name: str) -> dict[str, Any] | None:
         """Returns the script's state of a weight for the module's optimizer, or None if it has other entries."""
@@ -292,11 +290,8 @@ def check_script(
         max_steps=max(max_steps, recording.steps),
         limit_val_batches=0,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[check],
+        **QUIET,
     )
     before = settings()
     try:
@@ -305,10 +300,6 @@ def check_script(
         use_settings(before)
     check.verdict.engine = f"{type(module).__name__} and {recording.model} of the script"
     return check.verdict
-
-
-def _snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _format(values: tuple[float, ...]) -> str:

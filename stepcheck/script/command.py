@@ -12,7 +12,7 @@ from typing import Any
 
 from stepcheck.lightning.case import PARTS
 from stepcheck.lightning.module import require_lightning
-from stepcheck.report import add_flags, refuse_folders, write_files
+from stepcheck.report import add_flags, write_files
 from stepcheck.usage import UsageError, positive
 
 
@@ -41,7 +41,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compares the script with the module. Returns the exit code."""
-    refuse_folders(options)
     verdict = _compare(options)
     for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
         print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")
@@ -62,12 +61,11 @@ def _compare(options: argparse.Namespace) -> Any:
     from stepcheck.lightning import user_classes, user_code
 
     user_code.check_parts(classes)
-    user_classes.check_classes(classes, needs_data=options.own_data)
+    module, datamodule = user_classes.build_parts(classes, needs_data=options.own_data)
     with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
         recording = record(script, options.steps, Path(folder))
         from stepcheck.script.check import check_script
 
-        module, datamodule = (user_classes.instantiate(part, classes) for part in PARTS)
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         try:
             return check_script(recording, module, datamodule, renames, options.own_data, options.max_steps)

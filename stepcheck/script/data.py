@@ -7,7 +7,7 @@ from typing import Any
 from stepcheck.replay.random_state import set_random_state
 from stepcheck.script.explain import explain_batch
 from stepcheck.script.recording import Recording
-from stepcheck.verdict import Finding, Verdict
+from stepcheck.verdict import Verdict
 
 
 class RecordedBatches:
@@ -38,9 +38,7 @@ def compare_batches(recording: Recording, loader: Iterable[Any], verdict: Verdic
             own = iter(loader)
         for part, batch in enumerate(step.batches, 1):
             why = explain_batch(batch, next(own, None))
-            share = math.inf if why else 0.0
-            verdict.record("batch", share)
+            text = f"micro-batch {part} of the module's own loader: {why}"
+            verdict.add(number, "batch", math.inf if why else 0.0, text)
             if why:
-                text = f"micro-batch {part} of the module's own loader: {why}"
-                verdict.findings.append(Finding(number, "batch", text, share))
                 return

@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from stepcheck.engines.adapter import tensors_in
 from stepcheck.replay.compare import CONSTANT, common_factor
-from stepcheck.script.recording import RecordedStep, samples_in, tensors_in
+from stepcheck.script.recording import RecordedStep, samples_in
 
 
 def explain_loss(script: Tensor, module: Tensor, step: RecordedStep) -> str:

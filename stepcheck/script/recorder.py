@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from stepcheck.attach import find_model
+from stepcheck.engines.adapter import tensors_in
 from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
-from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, tensors_in, update_options
+from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, update_options
 
 FETCHED_AHEAD = 64
 """Most batches that a script may hold before it trains on them. Accelerate (1.15) fetches one batch ahead, and

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from stepcheck.engines.adapter import tensors_in
 from stepcheck.usage import UsageError
 
 OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "rho", "amsgrad")
@@ -108,11 +108,6 @@ def update_options(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
         key: tuple(float(each) for each in (value if isinstance(value, (tuple, list)) else [value]))
         for key, value in found.items()
     }
-
-
-def tensors_in(nested: Any) -> list[Tensor]:
-    """Returns the tensors in nested lists and dictionaries."""
-    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def samples_in(batch: Any) -> int:

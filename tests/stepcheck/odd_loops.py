@@ -314,6 +314,14 @@ def sharded_optimizer() -> list[float]:
     return fit(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2))
 
 
+def sharded_and_clipped_by_value() -> list[float]:
+    """Clips DTensors, whose versions do not show it."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(network())
+    return fit(model, adam(model), lambda: clip_grad_value_(model.parameters(), 1e-3))
+
+
 def probe_of_one_rank() -> list[float]:
     model = wrapped(network())
     losses = fit(model, adam(model))
@@ -351,6 +359,7 @@ SCRIPTS_OF_SEVERAL_RANKS: list[Callable[[], list[float]]] = [
     uneven_inputs,
     groups_of_one_rank,
     sharded_optimizer,
+    sharded_and_clipped_by_value,
     probe_of_one_rank,
 ]
 

@@ -17,7 +17,7 @@ from stepcheck.__main__ import main, parse
 from stepcheck.launch.launcher import train_cases
 from stepcheck.lightning.case import ModuleCase
 from stepcheck.lightning.module import cases_of, parse_cases, train
-from stepcheck.lightning.user_classes import check_classes
+from stepcheck.lightning.user_classes import build_parts
 from stepcheck.testing import assert_agrees
 from stepcheck.usage import UsageError
 from tests.support.suite import HANG_SECONDS, of_test_all, run_python
@@ -137,10 +137,7 @@ def verdicts(file: str) -> list[dict[str, Any]]:
         ModuleCase(classes(file, name), strategy, ranks=2, steps=16, resume_at=step) for name, strategy, step in RESUMED
     ]
     cases += [ModuleCase(classes(file, **own), ranks=2, **fields) for own, fields in REFUSED.values()]
-    found: list[dict[str, Any]] = []
-    train_case = "stepcheck.lightning.train:train_case"
-    train_cases(cases, 2, lambda case, verdict: found.append(verdict), train_case, HANG_SECONDS)
-    return found
+    return train_cases(cases, 2, "stepcheck.lightning.train:train_case", lambda case, verdict: verdict, HANG_SECONDS)
 
 
 @pytest.mark.distributed
@@ -250,7 +247,7 @@ def test_without_lightning_the_command_names_the_packages(
 )
 def test_a_class_that_cannot_be_trained_is_refused(name: str, options: dict[str, str], expected: str, file: str):
     with pytest.raises(UsageError, match=re.escape(expected)):
-        check_classes(classes(file, name, **options))
+        build_parts(classes(file, name, **options))
 
 
 def test_a_file_of_deepspeed_sets_the_maths(file: str, tmp_path: Path):

@@ -1,6 +1,7 @@
 """A replay judges the loss, gradients and buffers that the training's own forward and backward passes compute."""
 
 import copy
+import math
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -197,6 +198,14 @@ def test_the_state_of_a_wrapped_module_is_kept_as_its_own():
     state = PlainCopy(copy.deepcopy(model)).state_of(nn.DataParallel(model))
     assert (state[""]["count"], state["dropout"]["count"]) == (3, 3)
     assert [plain_name(name) for name in ("_orig_mod", "module._orig_mod", "module._orig_mod.a.b")] == ["", "", "a.b"]
+
+
+def test_a_value_that_is_not_a_number_is_the_worst_of_its_kind():
+    first, wrong = (
+        compare.Compared("replayed gradient", name, error, 1e-3, 1) for name, error in (("a", 0.0), ("b", math.nan))
+    )
+    assert [*compare.worst([first, wrong])] == [wrong]
+    assert wrong.share > 1
 
 
 def test_only_chosen_weights_are_compared():

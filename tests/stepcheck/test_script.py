@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("lightning", reason="needs Lightning")
 
 from stepcheck.__main__ import main
-from stepcheck.lightning.user_classes import instantiate
+from stepcheck.lightning.user_classes import build_parts
 from stepcheck.script.check import check_script
 from stepcheck.script.command import record
 from stepcheck.script.recording import Recording, match_names, settings
@@ -43,7 +43,7 @@ def verdict_of(
 ) -> Verdict:
     """Returns the verdict on a module, trained in this process. `given` are its arguments."""
     options = {"module": module, **{f"module.{name}": value for name, value in given.items()}}
-    return check_script(recording, instantiate("module", options), None, {}, own_data, max_steps)
+    return check_script(recording, build_parts(options, needs_data=False)[0], None, {}, own_data, max_steps)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], recorde
 
 
 def test_a_module_computes_with_the_threads_and_the_precision_of_the_script(recorded: Callable[[str], Recording]):
-    module = instantiate("module", {"module": MODULE})
+    module = build_parts({"module": MODULE}, needs_data=False)[0]
     seen: list[dict[str, Any]] = []
     before = settings()
     module.model.register_forward_pre_hook(lambda *_: seen.append(settings()))

@@ -40,9 +40,10 @@ ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
     ("one_optimizer_for_two_wrappers", 4, set()),
     ("sharded_optimizer, as a whole", 4, {"updates"}),
     ("sharded_optimizer", 4, {"gradients"}),
+    ("sharded_and_clipped_by_value", 4, {FOREIGN}),
     ("probe_of_one_rank", 4, set()),
-    ("DistributedDataParallel", 0, set()),  # refused: groups_of_one_rank
-    ("Linear", 0, set()),  # refused: the probe
+    ("DistributedDataParallel", 0, {"all steps"}),  # refused: groups_of_one_rank
+    ("Linear", 0, {"all steps"}),  # refused: the probe
 ]
 
 
@@ -59,7 +60,7 @@ def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: st
     assert all(f"stepcheck: {each['engine']}: {each['summary']}\n" in audited.stdout for each in engines)
     assert len(engines) == len(expected), [each["engine"] for each in engines]
     for (name, steps, not_judged), each in zip(expected, engines, strict=True):
-        assert (name, each["steps"], set(each.get("not_judged", ()))) == (name, steps, not_judged), each["summary"]
+        assert (name, each["steps"], set(each["not_judged"])) == (name, steps, not_judged), each["summary"]
     assert not any(each["findings"] for each in engines)
     return engines
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("lightning", reason="needs Lightning")
 
-from stepcheck.lightning.user_classes import instantiate
+from stepcheck.lightning.user_classes import build_parts
 from stepcheck.usage import UsageError
 
 TYPES = (
@@ -106,8 +106,8 @@ def built(folder: Path, kind: str, given: dict[str, str]) -> Any:
     """Builds a module that has an argument of a type."""
     own = folder / f"own_{TYPES.index(kind)}.py"
     own.write_text(OWN.format(kind=kind))
-    (folder / "inner.yaml").write_text(INNER)
-    return instantiate("module", {"module": f"{own}:Own", **{f"module.{name}": text for name, text in given.items()}})
+    options = {"module": f"{own}:Own", **{f"module.{name}": text for name, text in given.items()}}
+    return build_parts(options, needs_data=False)[0]
 
 
 @pytest.mark.parametrize("kind", TYPES)
