@@ -128,7 +128,7 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
         for what, why in each["notes"].items()
         if "changed" in what or "baseline" in what
     )
-    yield from (f"{count} cases: {note}" for note, count in notes.items())
+    yield from (f"in {count} of them: {note}" for note, count in notes.items())
     for name in dict.fromkeys(each["precision"] for each in right):
         yield f"{name}: {_total([each for each in right if each['precision'] == name])}"
 

@@ -17,7 +17,6 @@ FILES = {
 }
 
 MESSAGES = {
-    "compare --module own.py:X --devices 2": "--module is now: stepcheck module FILE.py:MODULE",
     "compare --strategies baseline typo.json": "did you mean zero_optimization?",
     "train --ds_config typo.json": "did you mean zero_optimization?",
     "train --weights nowhere": "nowhere does not exist",

@@ -137,7 +137,13 @@ def verdicts(file: str) -> list[dict[str, Any]]:
         ModuleCase(classes(file, name), strategy, ranks=2, steps=16, resume_at=step) for name, strategy, step in RESUMED
     ]
     cases += [ModuleCase(classes(file, **own), ranks=2, **fields) for own, fields in REFUSED.values()]
-    return train_cases(cases, 2, "stepcheck.lightning.train:train_case", lambda case, verdict: verdict, HANG_SECONDS)
+    return train_cases(
+        cases,
+        2,
+        "stepcheck.lightning.train:train_case",
+        lambda case, verdict: {"outcome": "refused", "summary": verdict.get("refused", ""), **verdict},
+        HANG_SECONDS,
+    )
 
 
 @pytest.mark.distributed
