@@ -101,7 +101,8 @@ def _judge(case: Case, verdict: dict[str, Any]) -> Result:
     known = known_fault(case, [str(Finding(**each)) for each in result["findings"]])
     if known:
         result |= {"outcome": "known", "passed": True, "summary": f"{result['summary']} (in each release: {known})"}
-    return {**result, "known": known, "precision": case.precision}
+    precision = case.config.get("torch_autocast", {}).get("dtype", case.precision)  # the lowest
+    return {**result, "known": known, "precision": precision}
 
 
 def _conclude(results: list[Result], left_out: dict[str, str], options: argparse.Namespace) -> int:
