@@ -35,8 +35,8 @@ HEADING = "| DeepSpeed | strategy | case | verdict | first fault |\n|---|---|---
 
 
 def main() -> int:
-    """Runs the acceptance with each release. Returns the exit code, which is 1 if a release has a fault of its own or
-    could not be tested."""
+    """Runs the acceptance with each release. Returns the exit code, which is 1 if a release could not be tested or has
+    a fault that is not in every release."""
     parser = exits.Parser(prog="python -m benchmarks.releases", description=__doc__)
     add = parser.add_argument
     add("releases", nargs="+", metavar="RELEASE", help="releases of DeepSpeed, such as 0.18.4")

@@ -1,5 +1,5 @@
 """Plans the variants that `cifar-zero compare` trains, checks each before the first run starts, and trains them, each
-run in a process of its own. Importing this module does not import torch."""
+run in a separate process. Importing this module does not import torch."""
 
 import os
 import signal

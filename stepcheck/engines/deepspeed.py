@@ -95,7 +95,8 @@ class DeepSpeedAdapter(EngineAdapter):
     def prepare_copy(self, copy: nn.Module) -> None:
         """Sets the process groups in the copy's layers of experts, as the engine does when it starts, and makes the
         copy's forward pass autocast if the engine's does."""
-        if getattr(self.engine, "torch_autocast_enabled", bool)():  # since 0.17.2
+        knows_autocast = hasattr(self.engine, "torch_autocast_enabled")  # since 0.17.2
+        if knows_autocast and self.engine.torch_autocast_enabled():
             autocast = torch.autocast(self.device.type, self.engine.torch_autocast_dtype())
             vars(copy)["forward"] = autocast(copy.forward)
         parts: Iterator[Any] = copy.modules()
@@ -177,8 +178,8 @@ def loss_scale(engine: Any) -> float:
 def _sent_dtype(parameter: Any) -> torch.dtype:
     """Returns the dtype in which ZeRO sends a weight and its gradient. With torch_autocast, it is the low precision for
     the layers that compute in it."""
-    named = (getattr(parameter, name, None) for name in ("comm_dtype", "autocast_dtype"))  # since 0.17.6, since 0.17.2
-    return next((dtype for dtype in named if dtype), parameter.dtype)
+    before_0_17_6 = getattr(parameter, "autocast_dtype", parameter.dtype)
+    return getattr(parameter, "comm_dtype", before_0_17_6)
 
 
 def stage_3_part(parameter: Any) -> tuple[int, int]:

@@ -115,7 +115,7 @@ RESUMED = {
     ("Healthy", "ddp", 5): "step 6: [0] of the batch in the first resumed step differs from the run that",
     ("ForgetsMomentum", "ddp", 12): "step 13: ['momentum_buffer'] of tensor 0 of parameter group 0",
 }
-"""For a module, a strategy and the step after which it is resumed: the beginning of the first finding. An epoch of two
+"""The beginning of the first finding, by module, strategy and the step after which the run is resumed. An epoch of two
 ranks has 12 batches. Lightning's loader starts it again if it was saved within one."""
 
 REFUSED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "--trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'": ({}, {"trainer": {"max_epoch": 3}}),
     "--trainer: lightning.pytorch.trainer.trainer.Trainer() got multiple": ({}, {"trainer": {"precision": 16}}),
 }
-"""For the beginning of a refusal: arguments of the module, and other fields of the case."""
+"""The arguments of the module and other fields of the case, by the beginning of the refusal."""
 
 
 @pytest.fixture(scope="module")

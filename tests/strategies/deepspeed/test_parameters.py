@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("own_process_group")
 
 
 class Scaled(Own):
-    """Has a scale without dimensions."""
+    """A module whose scale has no dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Scaled(Own):
 
 
 class Transposed(Own):
-    """Has a parameter that is a transposed copy of another one, so it is not contiguous."""
+    """A module with a parameter that is a transposed copy of another one, so it is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Transposed(Own):
 
 
 class TiedByMemory(Own):
-    """Has two parameters with the same values in memory."""
+    """A module with two parameters that share their memory."""
 
     def __init__(self) -> None:
         super().__init__()
