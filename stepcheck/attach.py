@@ -80,6 +80,7 @@ class AutoAudit:
         self.forward_hook: Any = None  # handle of the hook that waits for the first forward pass
         self.has_fault = False  # whether the audits have found a fault
         self.process = 0  # id of the process that trains, because a forked process inherits this object
+        self.start_time = 0  # of the first audit in this process, in nanoseconds: ids of processes are in no order
         self.is_first_rank = False
 
     def patch_torch(self, torch: Any) -> None:
@@ -205,13 +206,13 @@ class AutoAudit:
         if self.verdicts and self.baseline and not self.has_fault:
             self.baseline.write()
         if verdicts:
-            (self.reports / f"{os.getpid()}.json").write_text(json.dumps(verdicts))
+            (self.reports / f"{self.start_time}-{os.getpid()}.json").write_text(json.dumps(verdicts))
 
     def _report_at_exit(self) -> None:
         """Makes this process write its verdicts when it ends. Drops the verdicts that a forked process has inherited
         from its parent. multiprocessing ends a forked process without atexit, so a Finalize is registered too."""
         if self.process != os.getpid():
-            self.process, self.verdicts, self.refused = os.getpid(), [], {}
+            self.process, self.start_time, self.verdicts, self.refused = os.getpid(), time.time_ns(), [], {}
             self.is_first_rank = _rank() == 0
             atexit.register(self.finish)
             multiprocessing.util.Finalize(None, self.finish, exitpriority=0)

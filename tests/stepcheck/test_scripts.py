@@ -2,11 +2,14 @@
 judge."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stepcheck.attach import AutoAudit
 from tests.support.suite import run_python
 
 SCRIPT = "tests/stepcheck/odd_loops.py"
@@ -72,6 +75,17 @@ def test_odd_scripts_of_one_process(tmp_path: Path):
     assert {name for name, share in coverage.items() if share == 0} == unjudged
     assert {name for name, share in coverage.items() if 0 < share < 1} == {"compiled"}
     assert of_the_fork["coverage"] == 1
+
+
+def test_verdicts_are_in_the_order_in_which_processes_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As their files are sorted by name, a name that began with the id of the process put 10000 before 9999."""
+    for process, model in ((9999, torch.nn.Linear(2, 2)), (10000, torch.nn.Bilinear(2, 2, 2))):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        auto_audit = AutoAudit(str(tmp_path))
+        auto_audit.audit(model)  # refused, because it has no optimizer
+        auto_audit.finish()
+    verdicts = [json.loads(file.read_text())[0] for file in sorted(tmp_path.glob("*.json"))]
+    assert [each["engine"] for each in verdicts] == ["Linear", "Bilinear"]
 
 
 @pytest.mark.distributed
