@@ -84,9 +84,10 @@ def result_of(case: Any, verdict: dict[str, Any], steps: int, *reasons: str) -> 
         result |= {"outcome": "not judged", "error": errors[0], "summary": errors[0]}
     else:
         share = max(result["shares"].values(), default=0.0)
+        identical = "all" if result["identical"] == result["replayed"] else result["identical"]
         result["summary"] = (
-            f"{result['steps']} steps audited, {result['replayed']} replayed, {result['identical']} of them "
-            f"bit-identical, {share:.2g} of a tolerance, {result['took']:.1f} s"
+            f"{result['steps']} steps audited, {result['replayed']} replayed, {identical} of them bit-identical, "
+            f"{share:.2g} of a tolerance, {result['took']:.1f} s"
         )
     return result | {"passed": result["outcome"] == "agrees"}
 

@@ -56,7 +56,7 @@ class Compared:
         how = f"{size} (tolerance {self.tolerance:.1e}){self.explanation}"
         if self.kind == "output":
             return f"the output of {self.name} {how}"
-        return f"the {self.kind.removeprefix('replayed ')} of {self.name}, computed again by plain PyTorch, {how}"
+        return f"the {self.kind.removeprefix('replayed ')} of {self.name}, computed twice by plain PyTorch, {how}"
 
 
 def identical(actual: Computed, replay: Computed) -> bool:

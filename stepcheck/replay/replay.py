@@ -19,6 +19,9 @@ BYTES = 36
 """Most bytes that a replay needs for each parameter, beside the training and without activations: weights, the
 gradients of the training and of the first replay (4 each), and weights, their gradient and its sum in float64."""
 
+STEADY = 10.0
+"""The least ratio of a fault's error to the difference between two replays of the step."""
+
 
 class Replay:
     """Computes chosen steps again on a plain copy, on each rank separately. Pass it to `audit`.
@@ -223,8 +226,8 @@ class Replay:
         """Adds what was compared to the audit."""
         audit, actual = self.audit, self.actual
         assert actual is not None
-        audit.verdict.replayed += 1
         if exact is None:
+            audit.verdict.replayed += 1
             audit.verdict.identical += 1
             return
         exact.gradients = {name: each for name, each in exact.gradients.items() if name not in self.hooked}
@@ -232,8 +235,32 @@ class Replay:
         exact.outputs = exact.outputs if low.outputs else []
         errors = [each for own in audit.adapter.ranks.all_gather(compare.loss_errors(low, exact)) for each in own]
         rounding = compare.mean_square(errors)
-        for each in compare.worst(compare.compare(actual, low, exact, self.copy.lowest, rounding)):
+        compared = compare.worst(compare.compare(actual, low, exact, self.copy.lowest, rounding))
+        faults = {(each.kind, each.name): each.error for each in compared if each.share > 1}
+        if faults:
+            self._try(lambda: self._judge_again(low, exact, faults))
+        unsure = [error for error in audit.adapter.ranks.all_gather(self._error) if error]
+        if unsure:
+            audit.verdict.not_judged[f"the replay of step {audit.step}"] = unsure[0]
+            return
+        audit.verdict.replayed += 1
+        for each in compared:
             audit.add(each.kind, each.share, str(each))
+
+    def _judge_again(self, low: Computed, exact: Computed, faults: dict[tuple[str, str], float]) -> None:
+        """Replays a step once more. Raises RuntimeError if a value with a fault differs in the two replays too, because
+        then its error says nothing about the training."""
+        again = self._compute()
+        if again is None:
+            return
+        self._leave_out_unknown(low, again)
+        for each in compare.compare(again, low, exact, self.copy.lowest, rounding=0.0):
+            if each.error > faults.get((each.kind, each.name), math.inf) / STEADY:
+                raise RuntimeError(
+                    f"two replays of it differ on {self.audit.adapter.device} (the {each.kind} of {each.name} by "
+                    f"{each.error:.2g} of its norm): the module has state or random numbers that a replay cannot "
+                    "restore, or the device computes wrongly"
+                )
 
     def _watch(self, module: nn.Module, computed: Computed) -> list[Any]:
         """Makes submodules add their outputs to `computed`."""

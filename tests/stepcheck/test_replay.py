@@ -1,6 +1,7 @@
 """A replay judges the loss, gradients and buffers that the training's own forward and backward passes compute."""
 
 import copy
+import itertools
 import math
 from contextlib import nullcontext
 from functools import partial
@@ -82,11 +83,16 @@ def loss_of(batch: tuple[Tensor, Tensor], autocasts: bool, model: nn.Module) -> 
 
 
 def train(
-    change: Any = None, seed: int = 0, dtype: torch.dtype = torch.float32, autocasts: bool = False, **options: Any
+    change: Any = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    autocasts: bool = False,
+    kind: type[Model] = Model,
+    **options: Any,
 ) -> tuple[Any, Model]:
     """Trains a model that `change` has changed after the copy was made. Returns the verdict, and the model."""
     torch.manual_seed(seed)
-    model = Model().to(dtype)
+    model = kind().to(dtype)
     plain = Replay(copy.deepcopy(model), **options)
     if change:
         change(model)
@@ -260,6 +266,22 @@ def test_the_epsilon_is_that_of_the_format_that_multiplies(monkeypatch: pytest.M
     finally:
         for each, value in zip(kinds, before, strict=True):
             each.fp32_precision = value
+
+
+class Unsteady(Model):
+    """Multiplies by numbers that no replay can restore, as a device that computes wrongly now and then would."""
+
+    numbers = itertools.cycle([1.0, 1.0, 1.3, 1.3, 1.3, 1.3, 0.7, 0.7])  # training, two replays, and the third
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.numbers)
+
+
+def test_a_step_whose_two_replays_differ_is_not_judged():
+    verdict, _ = train(kind=Unsteady)
+    assert not verdict.findings
+    assert not verdict.replayed
+    assert verdict.not_judged["the replay of step 1"].startswith("RuntimeError: two replays of it differ on cpu (")
 
 
 def test_compiled_dropout_is_not_judged():
