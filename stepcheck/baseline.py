@@ -49,7 +49,7 @@ class Baseline:
         return AuditBaseline(self.audits.setdefault(name, {}), self.compare, self.changed)
 
     def write(self) -> None:
-        """Writes the steps to the file, unless they were compared."""
+        """Writes the saved steps to the baseline's file. Does nothing if this run compares its steps with the file."""
         if not self.compare:
             written = self.file.with_suffix(".part")
             torch.save({"about": self.about, "audits": self.audits}, written)
@@ -65,8 +65,8 @@ class AuditBaseline:
         self.same_gradients = False  # in the step before, bit by bit
 
     def judge(self, judge: Judge, step: Step) -> None:
-        """Adds a step to a new baseline, or compares it with the saved one. Adds the findings to the verdict, which are
-        the same on all ranks."""
+        """Saves a step, or compares it with the saved step of the same number and adds the findings to the verdict. If
+        there is none, or its weights have other names, the step is not judged. Every rank gets the same findings."""
         weights = step.sums["reference"] / judge.weight_replicas[:, None]
         own = {
             "names": judge.adapter.row_names,

@@ -13,8 +13,8 @@ ELEMENTS = 4096
 
 
 class Batches:
-    """Records a fingerprint of the inputs of a step, and whether its micro-batches repeat the random state. Never waits
-    for the device."""
+    """Records a fingerprint of this rank's inputs in a step, and whether a later micro-batch starts from the random
+    state of the first one, so that both have the same dropout. Never waits for the device."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device):
         self.rank = rank

@@ -60,11 +60,12 @@ gradient that nearly cancels still has the rounding error of its summands."""
 
 
 def factor_tolerance(strength: float, ranks: int) -> float:
-    """Returns the tolerance of the factor that all gradients have in common.
+    """Returns the largest allowed |factor - 1|, where `factor` is the one that all gradients have in common.
 
     Args:
         strength: Norm of the signal, as the module's docstring defines it.
-        ranks: Number of ranks. Gradients are multiplied by at most two constants, one before and one after their sum.
+        ranks: Number of ranks. Engines multiply gradients by at most two constants, one before and one after their sum.
+            They are rounded, to float32, unless the number of ranks is a power of two.
     """
     constants = 0.0 if ranks & (ranks - 1) == 0 else torch.finfo(torch.float32).eps
     return SIGMAS / strength + constants

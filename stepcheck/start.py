@@ -1,4 +1,5 @@
-"""Records what building an engine must not change."""
+"""Records attributes of modules, tied and frozen parameters and optimizer options before an engine is built, and finds
+those that building it has changed."""
 
 from collections.abc import Iterator
 from typing import Any

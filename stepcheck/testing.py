@@ -26,7 +26,8 @@ def assert_agrees(
     Args:
         module: A LightningModule class at the top level of a file or of an importable module.
         datamodule: A LightningDataModule class. Without it, the module needs a `train_dataloader`.
-        strategies: Names of strategies for `stepcheck module`. The default is all strategies with DeepSpeed.
+        strategies: Strategies of `stepcheck module`, or DeepSpeed configuration files (.json). The default is each ZeRO
+            stage, also with offload, or ddp if DeepSpeed is not installed.
         devices: Number of ranks. They use GPUs if there are enough.
         steps: Number of optimizer steps.
         accumulate: Number of micro-batches per step.
@@ -36,7 +37,8 @@ def assert_agrees(
         datamodule_options: Arguments of the data module's class.
 
     Raises:
-        AssertionError: If a strategy does not agree with plain PyTorch. The message names the first difference.
+        AssertionError: If a strategy differs from plain PyTorch, fails, or could not be judged. The message has a line
+            for each such strategy, with its first difference.
         UsageError: If a strategy or the module cannot be trained.
     """
     options = {"module": _name_of(module)}

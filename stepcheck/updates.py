@@ -171,7 +171,8 @@ class UpdateCheck:
 
 
 def compare_pairs(pairs: Sequence[Pair], report: Report, kind: Kind, tolerance: float, how: str) -> None:
-    """Compares pairs of tensors all at once, and reports them. The tolerance is relative to the expected norm."""
+    """Passes error / tolerance of each pair of tensors to `report`, with a text: the name of the worst pair, and `how`.
+    The tolerance is relative to the norm of the expected tensor. A missing tensor has an infinite error."""
     if not pairs:
         return
     expected = [each for _, _, each in pairs]

@@ -20,7 +20,7 @@ from cifar_zero.launch import rank_environment
 
 def main() -> int:
     """Runs the comparison that the command line describes, prints the verdicts and writes the report. Returns the exit
-    code, which is 1 if a variant did not train or does not agree."""
+    code, which is 1 if a variant did not train, does not agree or does not reach --min_accuracy."""
     arguments, rest = parse()
     if rank_environment.is_rank():
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")

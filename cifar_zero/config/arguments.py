@@ -1,5 +1,5 @@
-"""Splits a command line into the names and values of its options, both as strings. Types come later, from the fields of
-Recipe, Placement and Output."""
+"""Splits a command line into the names and untyped values of its options. A value is a string, a list of strings, or
+True. Types come later, from the fields of Recipe, Placement and Output."""
 
 import re
 from collections.abc import Sequence

@@ -185,9 +185,9 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
 
 
 def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a vertical and a horizontal mask for each of the square images (n, W, W, 3). The product of the two masks
-    is 1 inside the box (n, 4) of each image and 0 outside. The vertical mask is float32 (n, W, 1). The horizontal mask
-    is float32 (n, 1, W * 3), with one value for each channel."""
+    """Returns two masks for square images (n, W, W, 3), whose product is 1 inside the box of each image and 0 outside.
+    `boxes` is int (n, 4): top, bottom, left, right, where bottom and right are excluded. The first mask has a value per
+    row, float32 (n, W, 1). The second has a value per column and channel, float32 (n, 1, W * 3)."""
     start, stop = boxes.view(-1, 2, 2, 1).unbind(2)
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)

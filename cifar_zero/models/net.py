@@ -1,4 +1,5 @@
-"""Defines the tutorial's model, a variant of it with mixtures of experts, and the multi-layer perceptron."""
+"""Defines Net, the model of PyTorch's tutorial "Training a Classifier", NetMoE, the same with mixtures of experts, and
+MLP."""
 
 from functools import partial
 

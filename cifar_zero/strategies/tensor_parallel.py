@@ -27,9 +27,9 @@ def build(placement: Placement) -> MeshStrategy:
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Splits the blocks of a model over ranks. Ranks that compute different images average their gradients, as under
-    DDP. `replicate` is applied even with one replica, because it gives each gradient the placement of its parameter.
-    Otherwise the gradient of `ColwiseQKV`'s bias would have a different placement from the bias."""
+    """Splits the layers inside each block over the ranks of mesh["tensor_parallel"], in place. The ranks of
+    mesh["data_parallel"] average their gradients, as under DDP. `replicate` is applied even with one replica. Without
+    it, the gradient of `ColwiseQKV`'s bias would have a different placement from the bias."""
     split_layers(net, mesh)
     by_block(net, partial(replicate, mesh=mesh["data_parallel"]))
 

@@ -74,8 +74,8 @@ def loss(
 
 
 class SplitMetrics:
-    """Computes the metrics of one pass through a split, over the images of all ranks. They are loss, accuracy,
-    precision, recall, F1, calibration error and confusion matrix.
+    """Computes the metrics of one pass through a split, over the images of all ranks. They are loss, accuracy
+    (with more than 5 classes also top-5), precision, recall, F1, calibration error and confusion matrix.
 
     Counts are int64 and the loss is summed in float32, whatever the precision of the run. Images with the label IGNORED
     do not count. This class is not an nn.Module. Otherwise DeepSpeed would visit its instances several times per step,

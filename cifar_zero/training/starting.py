@@ -33,7 +33,7 @@ def agree_on_checkpoint(run: Run, rank_infos: Sequence[RankInfo]) -> Run:
     chooses the checkpoint for all ranks. Otherwise `resolve` has already chosen it.
 
     After torchrun has restarted the ranks, the run resumes from the newest checkpoint that it has written itself,
-    whatever --resume names. If no checkpoint was written before the restart, the run begins again. Raises UsageError if
+    whatever --resume names. If it has written none, --resume applies as it did before the restart. Raises UsageError if
     there is no checkpoint to resume, or if the strategy cannot resume.
     """
     if not rank_0_decides(run):

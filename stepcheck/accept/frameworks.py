@@ -197,7 +197,8 @@ train_through_transformers = partial(_train_case, _transformers)
 
 
 def _data(case: Case) -> TensorDataset:
-    """Returns the tokens of all ranks and steps, and the tokens that follow them."""
+    """Returns random tokens for all ranks and steps, int64 (rows, LENGTH), and as targets the next token at each
+    position, in the same shape."""
     draw = torch.Generator().manual_seed(case.seed)
     rows = STEPS * case.accumulate * MICRO_BATCH * case.ranks
     tokens = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=draw)

@@ -146,7 +146,8 @@ class EngineAdapter:
         """Returns why the audit must end on all ranks before this forward pass, or None."""
 
     def own_part(self, index: int) -> tuple[Tensor, int]:
-        """Returns this rank's part of a parameter, and where the part begins in the flattened parameter."""
+        """Returns this rank's part of a parameter (flat under ZeRO 3, otherwise with the parameter's dimensions), and
+        the index of the part's first element in the flattened parameter."""
         return self.parameters[index].detach(), 0
 
     def replica(self, index: int) -> tuple[int, int]:

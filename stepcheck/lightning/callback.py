@@ -226,7 +226,8 @@ def build_copy(copied: Any, trainer: Trainer) -> None:
 
 
 def loss_of(trainer: Trainer, batch: Any, batch_idx: int, module: Any) -> Tensor:
-    """Computes the loss that Lightning passes to the backward pass."""
+    """Calls training_step on a copy of the batch, in Lightning's precision context. Returns its loss divided by the
+    number of micro-batches, without a loss scale."""
     arguments = (cloned(batch), batch_idx)[: module.training_step.__code__.co_argcount - 1]
     with trainer.precision_plugin.train_step_context():
         outputs = module.training_step(*arguments)

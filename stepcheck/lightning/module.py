@@ -163,8 +163,8 @@ def _default_ranks() -> int:
 
 
 def train(cases: Sequence[ModuleCase]) -> list[Result]:
-    """Trains the cases and prints a line for each. Returns their results. Raises UsageError if the ranks refuse the
-    user's code."""
+    """Trains the cases one after the other, prints a line for each, and returns their results. A case whose ranks crash
+    or hang has a failed result. Raises UsageError if a rank refuses a flag or the user's code."""
     return train_cases(cases, cases[0].ranks, "stepcheck.lightning.train:train_case", _judge, HANG_SECONDS)
 
 

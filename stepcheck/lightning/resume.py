@@ -30,12 +30,13 @@ class StateRecorder(Callback):
     """Records the state in which the first step after `step` begins, and the last weights and optimizer state."""
 
     def __init__(self, step: int = 0, checkpoint: Path | None = None, random: dict[str, Any] | None = None):
-        """Takes the step, and what else to do.
+        """Takes the step after which to record.
 
         Args:
-            step: The number of a step.
-            checkpoint: Where to save a checkpoint after this step. The training continues.
-            random: Random states with which the first recorded step begins. By default they are recorded.
+            step: Number of finished optimizer steps at which to record the state. 0 records this run's first step.
+            checkpoint: Where to save a checkpoint after this number of steps. The training continues.
+            random: Random states to set at the recorded step, after its first batch was drawn. By default they stay as
+                they are, and this attribute has them afterwards.
         """
         self.step, self.checkpoint, self.random = step, checkpoint, random
         self.first: Checksums = {}

@@ -1,9 +1,12 @@
 """Compares what a step has computed with two replays of it, one in the training's precision and one in float64.
 
-The difference between the replays is the rounding error of this step. The training may use other kernels, which add in
-another order, so it may differ from the first replay by ROUNDINGS times this error. By chance, a rounding error may
-be 0. So LEAST machine epsilons, relative to the norm of the summands, are allowed in addition. The rounding error of a
-small tensor counts as no less than the root mean square of the rounding errors of all tensors.
+The rounding error of a value is the norm of the difference between the replays. The training may use other kernels,
+which add in another order. So a value of the training may differ from the first replay by ROUNDINGS times the rounding
+error, plus LEAST machine epsilons of its norm, because a rounding error may be 0 by chance. If the gradients of the
+micro-batches cancel, the sum of their norms takes the place of the norm.
+
+For the same reason, the relative rounding error of some values has a lower limit: of a gradient with fewer than FEW
+elements the root mean square over all gradients, and of a loss the root mean square over the losses of all ranks.
 """
 
 import math

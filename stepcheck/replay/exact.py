@@ -1,4 +1,4 @@
-"""Makes torch compute in float64, with the random numbers of the training."""
+"""Makes torch compute in float64, but draw random numbers in the training's dtypes, so that they are the same."""
 
 from collections.abc import Callable
 from typing import Any

@@ -261,12 +261,13 @@ def check_script(
     own_data: bool = False,
     max_steps: int = 0,
 ) -> Verdict:
-    """Compares a module's steps with the recorded ones. Returns the verdict.
+    """Trains a LightningModule on the recorded batches and compares each step with the script's. Returns the verdict.
 
     Args:
-        renames: The prefix that replaces each prefix of the script's names of weights.
-        own_data: Whether to compare the batches of the module's own loader too.
-        max_steps: Length of the training for schedules that depend on it. The default is the recorded steps.
+        renames: Maps prefixes of the script's names of weights to the module's prefixes.
+        own_data: Whether to also compare the batches of the module's own train_dataloader with the recorded ones.
+        max_steps: Length of the training in steps, for schedules that depend on it. The default, and the least, is the
+            number of recorded steps.
 
     Raises:
         UsageError: If the module's weights do not match, or its optimizers cannot be compared.

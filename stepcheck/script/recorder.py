@@ -195,7 +195,8 @@ def main() -> int:
 
 
 def model_of(optimizer: Any) -> nn.Module:
-    """Returns the largest module that holds all parameters of an optimizer, without wrappers around it."""
+    """Returns the module with the most parameters, of all modules of this process that hold all parameters of an
+    optimizer. Of equals, returns the one with the fewest submodules, and so no wrapper such as DDP."""
     root = find_model(optimizer)
     own = {id(parameter) for parameter in root.parameters()}
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]

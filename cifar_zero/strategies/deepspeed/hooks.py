@@ -171,8 +171,8 @@ class EngineHooks(Hooks):
         return count_bytes(parameters, gradients, [master, getattr(optimizer, "optimizer", optimizer).state])
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the configuration, including the ZeRO section as DeepSpeed (0.19.8) completed it and the dtype of
-        communication."""
+        """Returns the configuration with which DeepSpeed's engine was built. Two entries are as DeepSpeed (0.19.8)
+        completed them: the ZeRO section, and the dtype of communication, for example "float16"."""
         config = self.engine._config
         dtype = str(self.engine.communication_data_type).removeprefix("torch.")
         zero = config.zero_config.model_dump(mode="json")

@@ -35,8 +35,8 @@ class BatchNormStatistics(Callback):
     on_test_start = on_validation_start
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Averages the module's running statistics in place, and overwrites copies of them that the checkpoint already
-        has. Lightning calls this method on every rank."""
+        """Averages the running statistics of the module's batch norms over the ranks, in place, and copies the module's
+        buffers into the checkpoint's state_dict, if it has them. Lightning calls this method on every rank."""
         average_statistics(pl_module)
         saved = checkpoint.get("state_dict", {})
         for name, buffer in pl_module.named_buffers():
