@@ -31,8 +31,8 @@ class CIFARModule(LightningModule):
     """Trains a model with the loss of --loss, and computes its metrics on validation and test images.
 
     A batch is a tuple (images, labels). Images (N, 3, H, W) are uint8, or floating-point and already normalised. Labels
-    are int64 (N,). An image with the label IGNORED counts in neither loss nor metrics. In training, labels may also be
-    the share of each class in each image, float (N, classes).
+    are int64 (N,). An image with the label `dataset.IGNORED` counts in neither loss nor metrics. In training, labels
+    may also be the share of each class in each image, float (N, classes).
 
     Args:
         settings: The options of the run.
@@ -54,9 +54,13 @@ class CIFARModule(LightningModule):
         self.test_metrics = SplitMetrics(num_classes, settings.recipe.loss, curves=True)
 
     def configure_model(self) -> None:
-        """Builds the model. Lightning calls this method in the strategy's context, so that ZeRO 3 shards each layer as
-        soon as it is created. The seed is set just before the model is built, so that the model starts from the same
-        weights under every strategy and world size."""
+        """Builds the model, loads the weights from which it starts, and applies --activation_checkpointing, --compile
+        and --cuda_graphs. Later calls do nothing.
+
+        Lightning calls this method in the strategy's context, so that ZeRO 3 shards each layer as soon as it is
+        created. The seed is set just before the model is built, so that the model starts from the same weights under
+        every strategy and world size.
+        """
         if self.net is not None:
             return
         settings = self.settings
@@ -87,8 +91,8 @@ class CIFARModule(LightningModule):
         return compute(normalize(images, self.inputs))
 
     def on_fit_start(self) -> None:
-        """Raises UsageError if --trainer.limit_test_batches leaves no test batch. Lightning would raise an error only
-        after the training."""
+        """Raises UsageError if --trainer.limit_test_batches is a share of the test batches that is less than one batch.
+        Lightning would raise an error only after the training."""
         limit = self.trainer.limit_test_batches
         if not 0 < limit < 1 or self.settings.recipe.only_measures:
             return

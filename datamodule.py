@@ -51,13 +51,15 @@ class CIFARDataModule(LightningDataModule):
         self._stored: dict[tuple[int, torch.device], ImageStore] = {}
 
     def prepare_data(self) -> None:
-        """Downloads and decodes the images, if necessary. Lightning calls this method on one rank of each node. It
-        takes milliseconds if the images are already decoded."""
+        """Downloads and decodes the images, if necessary, and sets `source`. Lightning calls this method on one rank of
+        each node. It takes milliseconds if the images are already decoded."""
         if not self.source:
             self.source = data.prepare(self._data)
 
     def setup(self, stage: str | None = None) -> None:
-        """Maps the images into memory and holds out the validation images. Later calls, for other stages, do nothing.
+        """Maps the images into memory and holds out the validation images. Every rank must call it. Later calls, for
+        other stages, do nothing. If the classes are too small to hold out an image, rank 0 prints that the run has no
+        validation.
 
         Raises:
             UsageError: The ranks have different images, the resumed run had other images, or an option needs validation
@@ -118,8 +120,9 @@ class CIFARDataModule(LightningDataModule):
         return torch.from_numpy(self.dataset.train_images[rows]).permute(0, 3, 1, 2)
 
     def train_dataloader(self) -> Any:
-        """Returns a loader that yields shuffled micro-batches, only as many as fill whole optimizer steps. Raises
-        UsageError if there are fewer training images than one batch."""
+        """Returns a loader that yields this replica's micro-batches, only as many as fill whole optimizer steps. They
+        are shuffled, except with --trainer.overfit_batches. Raises UsageError if there are fewer training images than
+        one batch."""
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
@@ -128,14 +131,14 @@ class CIFARDataModule(LightningDataModule):
         return self._loader(split, order, recipe.augment)
 
     def val_dataloader(self) -> Any:
-        """Returns a loader that yields every validation image once. If there are no validation images, returns an empty
-        list, which makes Lightning skip validation."""
+        """Returns a loader that yields this replica's share of the validation images, each once. If there are no
+        validation images, returns an empty list, which makes Lightning skip validation."""
         if not len(self._val):
             return []
         return self._eval_loader(Split(self.dataset.train_images, self.dataset.train_labels, self._val))
 
     def test_dataloader(self) -> Any:
-        """Returns a loader that yields every test image once."""
+        """Returns a loader that yields this replica's share of the test images, each once."""
         return self._eval_loader(Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test)))
 
     def _eval_loader(self, split: Split) -> Any:

@@ -1,2 +1,2 @@
-"""Trains CIFAR classifiers under plain PyTorch, DDP, FSDP2 and DeepSpeed, and checks each strategy against plain
-PyTorch."""
+"""Trains CIFAR classifiers under plain PyTorch, DDP, FSDP2, tensor and pipeline parallelism, and DeepSpeed, and checks
+each strategy against plain PyTorch."""

@@ -32,7 +32,8 @@ number smaller than 10,000 costs more on an idle machine (benchmarks/results/per
 
 
 def main() -> NoReturn:
-    """Runs the command whose name is the first argument of the program, and ends the process."""
+    """Runs the command whose name is the first argument of the program, and ends the process, with the exit code 2 if
+    there is no such command."""
     if sys.argv[1:2] and sys.argv[1].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
         sys.argv.append(sys.argv.pop(1))
     parser = argparse.ArgumentParser("cifar-zero", usage="%(prog)s COMMAND ... (COMMAND --help lists its options)")
@@ -48,8 +49,8 @@ def main() -> NoReturn:
 
 
 def run(name: str) -> NoReturn:
-    """Runs the command `name` and ends the process with the command's exit code. The command takes its arguments from
-    `sys.argv`."""
+    """Runs the command `name` and ends the process as `exits.run` does. The command takes its arguments from
+    `sys.argv[1:]`."""
     exits.install()  # before the imports, which take a second
     if "OMP_WAIT_POLICY" not in os.environ:  # a user's OMP_WAIT_POLICY implies its own spin count
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

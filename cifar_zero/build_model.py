@@ -40,7 +40,7 @@ def create_model(recipe: Recipe, num_classes: int) -> nn.Module:
 
 def create_meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
     """Returns the model of a recipe on the meta device, where parameters have shapes but no values. Raises UsageError
-    if an option makes a tensor that is larger than torch can describe."""
+    like `create_model`, and if an option makes a tensor that is larger than torch can describe."""
     try:
         with torch.device("meta"):
             return create_model(replace(recipe, init="default"), num_classes)
@@ -92,8 +92,9 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def freeze_statistics(net: nn.Module) -> None:
-    """Freezes the running statistics of the batch norms that `frozen_batch_norms` returns. They normalise with these
-    statistics in training too, like torchvision's FrozenBatchNorm2d."""
+    """Sets the batch norms that `frozen_batch_norms` returns to evaluation mode. In training they then normalise with
+    their running statistics and do not change them, like torchvision's FrozenBatchNorm2d, until `net.train()` is
+    called."""
     for norm in frozen_batch_norms(net):
         norm.eval()
 
@@ -120,7 +121,7 @@ A, B = ".lora_a", ".lora_b"  # suffixes of the adapters' names
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter: x W^T + bias + alpha / rank * (x A^T) B^T.
+    """A linear layer with an adapter: x W^T + bias + alpha / rank * (dropout(x) A^T) B^T.
 
     A has the shape (rank, in). It is drawn as torch draws the weights of a linear layer (Kaiming-uniform with a =
     sqrt(5)), as in Microsoft's loralib and peft. B has the shape (out, rank). It is zero, so that before the first step
@@ -144,8 +145,9 @@ class LoRALinear(nn.Linear):
 
 
 def adapt(net: nn.Module, lora: LoRAConfig) -> None:
-    """Adds an adapter to each linear layer of `net` that a pattern in `lora.target` matches, unless `lora.rank` is 0.
-    Raises UsageError if a pattern matches no linear layer that can have an adapter."""
+    """Adds an adapter, in place, to each linear layer of `net` that can have one and that a pattern in `lora.target`
+    matches. Does nothing if `lora.rank` is 0. Raises UsageError if a pattern matches no linear layer that can have an
+    adapter."""
     if not lora.rank:
         return
     # Linear layers of a gate or of torch's attention (a subclass) cannot have an adapter. It would have no effect,
@@ -165,7 +167,7 @@ def adapt(net: nn.Module, lora: LoRAConfig) -> None:
 
 def merged(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     """Returns the weights of the plain model that computes the same scores as a model with adapters. The weight of a
-    layer with an adapter becomes W + alpha / rank * B A, in float32."""
+    layer with an adapter becomes W + alpha / rank * B A, in float32. All other tensors stay as they are."""
     plain = {name: value for name, value in weights.items() if not name.endswith((A, B))}
     for name, b in weights.items():
         if name.endswith(B):

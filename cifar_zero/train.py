@@ -17,11 +17,11 @@ from cifar_zero.training.resolve import announce, resolve
 
 
 def main() -> int:
-    """Parses the command line, and trains the run in this process or in the ranks that this process starts. Returns the
-    exit code.
+    """Parses the command line, and trains the run in this process or in ranks that it starts. Returns the exit code.
 
-    The command line is parsed and resolved once. A rank that this process has started reads the resolved run. A rank
-    that another launcher has started, such as torchrun, parses the command line itself."""
+    Ranks that this program starts read the resolved run from it. Ranks of another launcher, such as torchrun, each
+    parse the command line. Raises UsageError if a run on several nodes is started without such a launcher.
+    """
     if rank_environment.by_local_launcher():
         run = run_of_bytes(rank_environment.content_of(int(os.environ[rank_environment.RUN_FILE])))
         command_line.allow_code(run.recipe.model.name, run.recipe.augment.transform)
@@ -42,7 +42,15 @@ def main() -> int:
 
 def train(run: Run) -> dict[str, Any]:
     """Trains and tests a resolved run. Every rank of the run must call it. Rank 0 writes the run folder, and every rank
-    returns the content of metrics.json. At the end the process group is destroyed."""
+    returns the content of metrics.json. At the end the process group is destroyed.
+
+    If the run fails before the training, or later with UsageError, its folder is removed unless it has a checkpoint.
+
+    Raises:
+        UsageError: If the options, checkpoint, weights or images do not fit the run, or if no step was trained.
+        RunError: On rank 0, if metrics.json or the newest checkpoint could not be written.
+        Stopped: If a signal has stopped the run.
+    """
     # Imported here, so that --help and errors in the command line do not wait for torch and Lightning.
     from cifar_zero.launch import collectives
     from cifar_zero.training import build, loggers, results, starting

@@ -33,15 +33,16 @@ class AtomicCheckpointIO(CheckpointIO):
         self.conclude(final, failure_of(write))
 
     def conclude(self, final: Path, failure: str) -> None:
-        """Records on rank 0 how the writing of a checkpoint ended, and reports a failure."""
+        """Sets `failure` after an attempt to write the checkpoint `final`. If it failed, also removes what was written
+        and prints the failure. Only rank 0 calls it."""
         self.failure = f"{final} could not be written: {failure}" if failure else ""
         if failure:
             failure_of(lambda: atomic.discard(atomic.staged(final)))
             say(f"{self.failure}. The training continues; earlier checkpoints are complete.")
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of any strategy on every rank. The checksums in the file are not compared again, because
-        they were compared at the start of the run."""
+        """Reads a checkpoint of any strategy, with its tensors on the CPU. The checksums in the file are not compared
+        again, because they were compared at the start of the run. Lightning calls this method on every rank."""
         return read(Path(path), self.trust, verify=False)
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -18,7 +18,7 @@ checkpoint."""
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns the content of a checkpoint: state_dict, optimizer_states and the progress of the run. The checkpoint is
     a file that Lightning wrote or a folder that DeepSpeed wrote. For the arguments see `safe_load.load_safely`. Raises
-    UsageError if the checkpoint is damaged or would need `trust`."""
+    UsageError if the checkpoint is damaged, would need `trust`, or is of another kind or version."""
     if checkpoint.is_dir():
         return with_checked_record(read_folder(checkpoint / TAG, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
@@ -31,8 +31,8 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
 
 def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]:
     """Checks the record that callbacks/checkpoint.py adds to a checkpoint, and returns the content with defaults for
-    the options that the record lacks. Content without a record is returned unchanged. Raises UsageError if another
-    version of the program wrote the record."""
+    the options that the record lacks. Content without a record is returned unchanged. Raises UsageError if the record
+    is damaged or another version of the program wrote it. `name` names the checkpoint in the message."""
     if RECORD not in content:
         return content
     try:
@@ -46,8 +46,8 @@ def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]
 
 
 def check_resumable(content: Mapping[str, Any], name: object) -> None:
-    """Raises UsageError if the content of a checkpoint lacks an entry that a run needs to continue. `name` names the
-    checkpoint in the message."""
+    """Raises UsageError if the content of a checkpoint lacks the optimizer's state or another entry that a run needs to
+    continue. `name` names the checkpoint in the message."""
     lacking = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"} - content.keys()
     optimizer: dict[str, Any] = {}
     if RECORD in content:

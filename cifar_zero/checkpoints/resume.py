@@ -1,5 +1,5 @@
 """Finds the checkpoint that a run resumes, before anything is launched, and raises UsageError for the checkpoint of a
-run with other options or classes. Does not import torch.
+run with other options or classes. Imports torch only to read the options in a checkpoint that has no run folder.
 
 `config/strategy_rules.py` refuses strategies that cannot resume. `training/starting.py` refuses checkpoints with other
 weights and damaged ones.
@@ -28,8 +28,10 @@ IF_ANY = "auto"  # value of --resume: like last, but starts a new run if there i
 
 
 def saved_config(settings: Settings) -> dict[str, Any] | None:
-    """Returns the options of the run that --resume names, keyed by flag (see `command_line.parse`), or None for a new
-    run. Raises UsageError if there is no such checkpoint or it cannot be read."""
+    """Returns the options of the run that --resume names, keyed by flag (see `command_line.parse`). The entries `out`
+    and `name` are those of `settings` if the checkpoint is in this run's own folder. Returns None for a new run, or if
+    the checkpoint does not have the options of its run. Raises UsageError if there is no such checkpoint or it cannot
+    be read."""
     if settings.output.resume == "last" and settings.placement.strategy == AUTO and not settings.output.name:
         raise UsageError("--resume last with --strategy auto: also give --name, the name of the run to resume")
     checkpoint = _checkpoint_of(settings)
@@ -66,9 +68,9 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. Also removes unfinished
-    files that killed processes left next to it. Does not read the checkpoint, which rank 0 does later (see
-    `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
+    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. If it is in a run
+    folder, also removes unfinished files that killed processes left next to it. Does not read the checkpoint, which
+    rank 0 does later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -78,12 +80,13 @@ def checkpoint_to_resume(settings: Settings) -> str:
 
 
 def _checkpoint_of(settings: Settings) -> Path | None:
-    """Returns the checkpoint that --resume names, or None for a new run. First completes interrupted renames.
+    """Returns the checkpoint that --resume names, or None for a new run. Raises UsageError if there is no such
+    checkpoint. First completes interrupted renames (see `atomic.recover`).
 
-    With `auto`, the newest checkpoint of all runs that have this run's name is returned, if there is one. A job that
-    SLURM has requeued resumes its own checkpoint, whatever --resume names. This includes a checkpoint on the digits if
-    the job fell back to them. Before the job has written a checkpoint, it starts as it did the first time. Raises
-    UsageError if there is no such checkpoint.
+    With `auto`, the newest checkpoint of all runs that have this run's name is returned, or None if there is none. A
+    job that SLURM has requeued resumes the newest checkpoint of this name, whatever --resume names. This includes a
+    checkpoint on the digits if the job fell back to them. Before the job has written a checkpoint, it starts as it did
+    the first time.
     """
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures
@@ -106,8 +109,8 @@ def _checkpoint_of(settings: Settings) -> Path | None:
 
 
 def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
-    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote, or None if they have not
-    written any.
+    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote into runs named `name`
+    under `out`, or None if they have not written any.
 
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
     node. `agents` are the names of torchrun's processes (see `rank_environment.torchrun_agent`).
@@ -128,8 +131,9 @@ def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
 
 
 def command_to_resume(run: Run, checkpoint: Path | str) -> str:
-    """Returns the command that resumes a run. It repeats the flags with which the user consents to run code, because
-    consent must be on the command line."""
+    """Returns the command that resumes a run from `checkpoint`, a checkpoint or a run folder. It repeats the flags with
+    which the user consents to run code, because consent must be on the command line. If another launcher started the
+    ranks, a note on this follows the command."""
     model, transform, flags = run.recipe.model.name, run.recipe.augment.transform, [*run.consent.callbacks]
     if issubclass(MODELS[model], UserModel):
         flags += ["--model", model]
@@ -144,8 +148,8 @@ def command_to_resume(run: Run, checkpoint: Path | str) -> str:
 
 
 def command_to_resume_newest(run: Run, run_dir: Path) -> str:
-    """Returns the command that resumes a run from its newest checkpoint, or else from the checkpoint that the run
-    itself resumed. Returns an empty string if there is neither."""
+    """Returns the command that resumes a run from the newest checkpoint in its folder `run_dir`, or else from the
+    checkpoint that the run itself resumed. Returns an empty string if there is neither."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
     if checkpoint:
         return command_to_resume(run, checkpoint)
@@ -153,8 +157,9 @@ def command_to_resume_newest(run: Run, run_dir: Path) -> str:
 
 
 def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
-    """Raises UsageError if a run would be continued with options that differ from `recipe`, its saved configuration.
-    The message names the first option that differs."""
+    """Raises UsageError if a run would be continued with options that differ from `recipe`, its saved configuration,
+    although a resumed run must not change them. Also raises UsageError if --weights is given and did not already start
+    the saved run. The message names the first option that differs."""
     resume, weights = settings.output.resume, settings.recipe.weights
     if weights and not Path(recipe.get("weights", "")).is_relative_to(Path(weights).absolute()):
         raise UsageError(f"--resume {resume} continues with the weights of its checkpoint: remove --weights")

@@ -39,8 +39,9 @@ def claim(out: str, name: str) -> Path:
 
 @contextmanager
 def removed_on_failure(folder: Path | None, kind: type[BaseException] = BaseException) -> Iterator[None]:
-    """Removes the folder of a run that fails within the context with an exception of this kind, unless it has a
-    checkpoint. The folder <out>/<name> is removed too if it is empty then."""
+    """Context manager that removes the folder of a run which fails within the context with an exception of this kind,
+    unless it has a checkpoint. The folder <out>/<name> is removed too if it is empty then. Does nothing if `folder` is
+    None."""
     try:
         yield
     except kind:
@@ -52,7 +53,7 @@ def removed_on_failure(folder: Path | None, kind: type[BaseException] = BaseExce
 
 
 def keep_code(folder: Path, name: str) -> None:
-    """Copies the file of a user's model or transform (FILE.py:NAME) into a run's folder."""
+    """Copies the file of a user's model or transform, if `name` is one (FILE.py:NAME), into a run's folder."""
     file = Path(name.rpartition(":")[0])
     if file.suffix == ".py":
         shutil.copy(file, folder)

@@ -49,17 +49,18 @@ def load_safely(file: Path, trust: bool = False, verify: bool = True, device: st
 
 
 def _stage(enum: Any, name: str) -> Any:
-    """Returns the ZeRO stage called `name`. Replaces getattr, with which Python 3.11.2 pickles a member of an enum;
-    Python 3.11.7 pickles its value. Raises UsageError for any other object, because getattr can reach all code."""
+    """Returns the ZeRO stage called `name`. Raises UsageError if `enum` is another object than the enum of the stages.
+    Python 3.11.2 pickles a member of an enum as a call of getattr, which this function replaces, because getattr can
+    reach all code. Python 3.11.7 pickles its value."""
     if enum is not pkgutil.resolve_name(STAGE):
         raise UsageError(f"the checkpoint reads {name} of {enum}, which could run any code")
     return enum[name]
 
 
 def check_records(file: Path, checksums: bool) -> None:
-    """Compares every record of a file of torch.save with its checksum. Without `checksums` it only reads the list of
-    records at the file's end, which a truncated file lacks. Raises UsageError if a checksum differs or torch.save did
-    not write the file."""
+    """Compares every record of a file of torch.save with its checksum. Without `checksums`, only reads the list of
+    records at the file's end, which a truncated file lacks. Raises UsageError if a checksum differs, or if torch.save
+    did not write the file."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip() if checksums else None

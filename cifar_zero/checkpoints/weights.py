@@ -26,9 +26,9 @@ from cifar_zero.core.errors import UsageError, short
 PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 BASE, DTYPES, RECIPE = "base", "base_dtypes", "recipe"
-"""Additional keys of a delta's metadata. BASE is the checksum of the frozen tensors. DTYPES and RECIPE are JSON objects
-with the dtype of each frozen tensor in the run, which DeepSpeed's mixed precision rounds, and the run's
-configuration."""
+"""Additional keys of a delta's metadata. BASE is the checksum of the frozen tensors. DTYPES is a JSON object with the
+dtype of each frozen tensor in the run, because DeepSpeed's mixed precision rounds them. RECIPE is a JSON object with
+the run's configuration."""
 
 FILE = "weights.txt"  # file in the run folder with all names that were loaded, initialised or not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
@@ -129,8 +129,9 @@ class Match:
 
 
 def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint of any strategy, a safetensors file or a state_dict, with adapters merged.
-    Raises UsageError if the file is damaged, of another kind, or would need `trust`."""
+    """Returns the weights of a checkpoint of any strategy, a safetensors file or a file with a state_dict, on the CPU.
+    Those of a checkpoint of this program are the averaged weights, if it has them, with adapters merged. Raises
+    UsageError if the file is damaged, of another kind, or would need `trust`."""
     if file.suffix == ".safetensors":
         return read_full_safetensors(file)[0]
     if file.is_dir():
@@ -148,8 +149,8 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
 
 
 def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the weights and the metadata of a safetensors file. Raises UsageError if the file is damaged or a
-    delta."""
+    """Returns the weights and the metadata of a safetensors file. Raises UsageError if the file is missing, damaged or
+    a delta."""
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
         how = f"merge it with its base: cifar-zero export BASE --delta {file} --to safetensors"
@@ -177,8 +178,9 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 
 def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
-    """Loads full tensors, keyed by the model's own names, into a model whose tensors may be sharded. `write` overwrites
-    a parameter or buffer with a full tensor. Every rank must call this function."""
+    """Loads full tensors, keyed by the model's own names, into a model whose tensors may be sharded. Tensors of the
+    model that `weights` lacks stay as they are. `write` overwrites a parameter or buffer with a full tensor. Every rank
+    must call this function."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             write(tensor, weights[name])
@@ -204,9 +206,9 @@ def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]
 
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
-    """Writes a delta, which contains only the weights that the checkpoint's run trained, and returns their names.
-    `name` names the checkpoint in the metadata and in messages. Raises UsageError if the run froze nothing, or
-    cifar-zero train did not write the checkpoint."""
+    """Writes a delta, which contains only the weights that the checkpoint's run trained, and returns their names. If
+    the checkpoint has averaged weights, these are written. `name` names the checkpoint in the metadata and in messages.
+    Raises UsageError if the run froze nothing, or cifar-zero train did not write the checkpoint."""
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
@@ -226,9 +228,9 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
 
 
 def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
-    """Reconstructs, bit for bit, the checkpoint that was stored as a delta. The result has the form that `read.read`
+    """Reconstructs, bit for bit, the weights that were stored as a delta. The result has the form that `read.read`
     returns, but lacks what is needed to resume. `base` is the file from which the run started. Raises UsageError if one
-    of the files is damaged, or if the two files do not belong together."""
+    of the files is damaged, if `base` would need `trust`, or if the two files do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by cifar-zero export --to delta")

@@ -48,8 +48,8 @@ ON_DISK = "zero_on_disk"  # key of the names of this rank's groups in DeepSpeed'
 
 AVERAGE = "average"
 """Key under which callbacks/averaging.py adds `count`, `weights` and `sharded` to the checkpoints of every strategy.
-`weights` are the averages, keyed by the names in state_dict. If `sharded` is set, they are only this rank's shards, as
-stage 3 shards the parameters, without padding."""
+`count` is the number of averaged steps. `weights` are the averages over these steps, keyed by the names in state_dict.
+If `sharded` is set, they are only this rank's shards, as stage 3 shards the parameters, without padding."""
 
 TIED = "zero_tied"
 """Key of a dict that maps each additional plain name of a tied weight to its first plain name, which a shard
@@ -133,7 +133,8 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
 
 def files_of(folder: Path) -> tuple[list[Path], ...]:
     """Returns four lists of files: the model's files, its experts' files, the optimizer's shards, and the `expp_rank`
-    files, which exist only at stage 0 with experts. Raises UsageError if no file of the model exists."""
+    files, which exist only at stage 0 with experts. Each list is sorted by the numbers in the names, such as the rank.
+    Raises UsageError if no file of the model exists."""
 
     def sorted_files(pattern: str) -> list[Path]:
         return sorted(folder.glob(pattern), key=lambda file: [*map(int, re.findall(r"\d+", file.stem))])
@@ -181,8 +182,8 @@ def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: S
 
 
 def _flat_weights(optimizer: Mapping[str, Any], stage: int) -> Sequence[Tensor]:
-    """Returns the float32 weights that a rank's optimizer updates. The result is empty if it updates the model's own
-    weights."""
+    """Returns the float32 weights that a rank's optimizer updates, one flat tensor for each group. The result is empty
+    if it updates the model's own weights."""
     if stage:
         return optimizer["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
     return optimizer.get("fp32_groups_flat") or [*chain(*optimizer.get("fp32_groups", ()))]
@@ -195,7 +196,8 @@ def _base_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _unshard(optimizers: Sequence[Any], stage: int) -> dict[str, dict[str, Any]]:
     """Returns the optimizer's master weights, under MASTER, and its state, by the state's keys. The values of each key
-    are keyed by the parameter's plain name. `optimizers` has the files of all ranks."""
+    are keyed by the parameter's plain name. `optimizers` has the files of all ranks. Raises ValueError if a part of a
+    parameter is in no file."""
     full: dict[str, dict[str, Any]] = defaultdict(dict)
     missing: dict[str, int] = {}  # number of elements that no rank has
     for file in optimizers:
@@ -213,7 +215,8 @@ def _unshard(optimizers: Sequence[Any], stage: int) -> dict[str, dict[str, Any]]
 
 
 def _add_parts(full: dict[str, Any], key: str, value: Any, parts: Parts) -> None:
-    """Adds a rank's value, which may be a flat tensor, to the values of parameters, which are keyed by name."""
+    """Adds a rank's value to `full`, which maps the names of parameters to their values under `key`, in place. A flat
+    tensor is divided into its `parts`. Any other value holds for each parameter in `parts`."""
     import torch
 
     for name, (shape, start, offset, length) in parts.items():
@@ -230,7 +233,7 @@ def _add_parts(full: dict[str, Any], key: str, value: Any, parts: Parts) -> None
 def _model_weights(
     models: Sequence[Any], experts: Sequence[Any], masters: Mapping[str, Tensor], tied: Mapping[str, str], stage: int
 ) -> dict[str, Tensor]:
-    """Returns all weights and buffers, keyed by plain name in the model's order, but for experts."""
+    """Returns all weights and buffers, keyed by plain name, in the model's order, except that the experts come last."""
     main = models[0]
     stored = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
     for expert in experts:

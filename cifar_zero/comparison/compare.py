@@ -43,7 +43,9 @@ def main() -> int:
 
 
 def of_runs(arguments: Namespace) -> tuple[Path, list[Variant]]:
-    """Reads the finished runs that --runs names. Returns the folder of the report, and the runs as variants."""
+    """Reads the finished runs that --runs names. A folder with all runs of one name stands for the newest of them.
+    Returns a new folder for the report, and the runs as variants. Raises UsageError if there are fewer than two runs,
+    or one of them twice."""
     runs = [load_run(run_folder.newest_run(Path(run))) for run in arguments.runs]
     if len({Path(run.folder).resolve() for run in runs}) < len(runs):
         raise UsageError(f"--runs {' '.join(arguments.runs)}: give each run once")
@@ -54,7 +56,8 @@ def of_runs(arguments: Namespace) -> tuple[Path, list[Variant]]:
 
 def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, list[Variant]]:
     """Trains the variants. `rest` has the options of train for all variants. Returns the folder of the runs and of the
-    report, and the variants."""
+    report, and the variants. If a signal or a failing disk stops the trainings, the message of Stopped or RunError says
+    how to compare the finished runs."""
     if arguments.trust:
         rest = [*rest, "--trust"]
     planned = plan_variants(arguments.strategies, arguments.devices, arguments.accumulate, rest)
@@ -69,8 +72,8 @@ def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, list[
 
 
 def _how_to_compare(folder: Path) -> str:
-    """Returns the command that compares the finished runs of a stopped comparison, or names their folder if fewer than
-    two are finished."""
+    """Returns a text with the command that compares the finished runs of a stopped comparison, or with their folder if
+    fewer than two are finished."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"

@@ -20,8 +20,8 @@ Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain mod
 
 
 def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
-    """Returns the comparison of the variants, with their verdicts. The first variant is the reference. With
-    `trust`, checkpoints that could run code are loaded too."""
+    """Sets the outcomes of the variants, and returns the comparison of them. The first variant is the reference. A
+    variant without a run keeps its outcome. With `trust`, checkpoints that could run code are loaded too."""
     comparison = Comparison(variants, differences(variants))
     for variant in variants:
         if variant.run is None:
@@ -34,7 +34,12 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
 
 def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: bool) -> tuple[Outcome, str]:
     """Returns the outcome of a variant with a finished run and its explanation in one line, and sets the variant's
-    `drift`. A variant without drift is bit-identical. Otherwise the step check decides."""
+    `drift`.
+
+    A variant whose step check found a difference is different. It is not judged if the reference has no run or another
+    recipe. It is different if its first loss is far from the reference's. Otherwise it is bit-identical if it has no
+    drift, and else has the outcome of the step check.
+    """
     reference, check = comparison.reference, run.check or UNCHECKED
     if check["outcome"] == "different":
         return "different", check["summary"]

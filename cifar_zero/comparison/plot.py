@@ -40,8 +40,9 @@ def write_plot(comparison: Comparison, file: Path) -> None:
 
 
 def loss_plot(comparison: Comparison) -> Figure:
-    """Plots the loss of each run by step. Below it, plots the difference of this loss from the reference's loss. At
-    least one variant must have a run."""
+    """Returns a plot of the loss of each run by step and, below it, of the absolute difference from the reference's
+    loss on a logarithmic scale. Without any difference, the second plot is left out. At least one variant must have a
+    run."""
     runs = {variant.name: variant.run for variant in comparison.variants if variant.run}
     expected = comparison.reference.run.losses if comparison.reference.run else {}
     size = math.ceil(max(len(run.losses) for run in runs.values()) / POINTS)
@@ -71,8 +72,8 @@ def loss_plot(comparison: Comparison) -> Figure:
 
 
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
-    """Draws thin lines over the reference's line. Equal lines would hide one another. If there are several lines, each
-    is therefore drawn a second time as dashes, with gaps for the dashes of the other lines."""
+    """Draws the reference's wide line, and thin lines over it. Equal lines would hide one another. If there are several
+    thin lines, each is therefore drawn a second time as dashes, with gaps for the dashes of the other lines."""
     outcomes = {variant.name: variant.outcome for variant in comparison.variants}
     names = [name for name, _, _ in lines if name != comparison.reference.name]
     for name, x, y in lines:
@@ -85,7 +86,7 @@ def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str
 
 
 def _points(losses: Mapping[int, float], size: int) -> tuple[Array, Array]:
-    """Returns x and y of a curve. Each point is the mean of `size` steps and of their losses."""
+    """Returns x and y of a curve. Each point is the mean of `size` consecutive steps and of their losses."""
     x, y = _array(losses.keys()), _array(losses.values())
     starts = range(0, len(losses), size)
     return _array(x[i : i + size].mean() for i in starts), _array(y[i : i + size].mean() for i in starts)

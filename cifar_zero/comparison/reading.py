@@ -66,8 +66,8 @@ def read_losses(file: Path) -> dict[int, float]:
 
 
 def shared(run: FinishedRun) -> dict[str, Any]:
-    """Returns the settings that all runs of a comparison should share, keyed by their dotted names. They are a run's
-    recipe, its data and its environment."""
+    """Returns the settings whose differences a comparison reports, keyed by their dotted names. They are a run's
+    recipe, and the values of MEASURED and ENVIRONMENT in metrics.json."""
     recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe"}
     return {**recipe, **flat({key: run.metrics.get(key) for key in (*MEASURED, *ENVIRONMENT)})}
 
@@ -96,7 +96,8 @@ def blocking_settings(differences: Mapping[str, Mapping[str, str]], one: str, ot
 
 def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
     """Returns a name for each variant. `placements` has the values of PLACEMENT for each variant. A name lists the
-    values that vary between the variants. If none varies, the name is the strategy."""
+    values that vary between the variants. If none varies, the name is the strategy. Variants with equal values have
+    equal names."""
     named: list[tuple[str, ...]] = []
     for strategy, ranks, nodes, micro_batches in placements:
         sizes = with_unit(ranks, "rank", "ranks"), with_unit(nodes, "node", "nodes")
@@ -111,7 +112,7 @@ def with_unit(number: int, one: str, many: str) -> str:
 
 
 def variants_of(runs: Sequence[FinishedRun]) -> list[Variant]:
-    """Returns a variant for each finished run, baseline first."""
+    """Returns a variant for each finished run, baseline first. If names are equal, the folder of the run is added."""
     ordered = sorted(runs, key=lambda run: run.metrics["strategy"] != "baseline")
     names = variant_names([[run.metrics[key] for key in PLACEMENT] for run in ordered])
     variants: list[Variant] = []

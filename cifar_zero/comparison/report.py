@@ -23,7 +23,8 @@ MISSING = "-"  # text for an unknown number
 
 
 def number(value: float) -> str:
-    """Returns a number with three significant digits and a thousands separator: 0.0123, 1.23, 4,329."""
+    """Returns a number with three significant digits, or all digits before the point if they are more, and a thousands
+    separator: 0.0123, 1.23, 4,329."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -63,7 +64,7 @@ def show(comparison: Comparison, folder: Path) -> None:
 
 
 def _table(comparison: Comparison) -> rich.table.Table:
-    """Returns a table with a row for each variant."""
+    """Returns a table with a row for each variant. Columns for which no variant has a value are left out."""
     filled: dict[str, tuple[str, Callable[[float], str]]] = {}
     for title, (key, form) in COLUMNS.items():
         if any(variant.number(key) is not None for variant in comparison.variants):
@@ -85,8 +86,7 @@ def write_comparison(comparison: Comparison, file: Path) -> None:
 
 
 def write_junit(comparison: Comparison, file: Path) -> None:
-    """Writes a test case for each variant, for CI systems. A variant that did not train or does not agree is a
-    failure."""
+    """Writes a test case for each variant, for CI systems. A variant that has not passed is a failure."""
     cases = []
     for variant in comparison.variants:
         seconds = variant.number("perf/fit_seconds") or 0.0

@@ -72,7 +72,8 @@ class Variant:
         return ": ".join(filter(None, [f"{SIGNS[self.outcome]} {self.outcome}", self.remark, self.drift]))
 
     def number(self, key: str) -> float | None:
-        """Returns the number under a key of metrics.json, or the largest number if each rank has one."""
+        """Returns the number under a key of metrics.json, or the largest number if each rank has one. Returns None if
+        there is no number or no run."""
         value = self.run and self.run.metrics.get(key)
         if isinstance(value, list):
             return max((each for each in value if each is not None), default=None)
@@ -85,8 +86,8 @@ class Comparison:
 
     variants: list[Variant]  # the reference first
     differences: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Settings that the runs should share but do not. Each setting has a dictionary of its values, keyed by the
-    variants' names."""
+    """Settings in which the runs differ (see `reading.shared`). Each setting has a dictionary of its values, keyed by
+    the variants' names."""
     notes: list[str] = field(default_factory=list)  # notes on the verdicts, one sentence each
     created: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")  # ISO 8601
     command: str = field(default_factory=lambda: console.command("compare", *sys.argv[1:]))  # repeats the comparison
@@ -98,12 +99,13 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every variant trained and agrees."""
+        """Whether every variant trained, agrees with the reference, and reaches --min_accuracy."""
         return all(variant.passed for variant in self.variants)
 
     @property
     def headline(self) -> str:
-        """One sentence that says how many variants agree with the reference, and how many have each outcome."""
+        """One sentence that says how many variants agree with the reference, and how many have each outcome. If no
+        variant has learned, the sentence says that too."""
         outcomes = [variant.outcome for variant in self.variants if variant.outcome != "reference"]
         agree = sum(outcome in PASSING for outcome in outcomes)
         counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in SIGNS if outcome in outcomes)
@@ -114,8 +116,8 @@ class Comparison:
         return sentence
 
     def require(self, least: float) -> None:
-        """Sets the outcome "too inaccurate" for each variant that agrees but whose test accuracy (0 to 1) is unknown or
-        below `least`."""
+        """Sets the outcome "too inaccurate" and a remark for each variant, including the reference, that has passed so
+        far but whose test accuracy (0 to 1) is unknown or below `least`."""
         for variant in self.variants:
             if not variant.passed:
                 continue

@@ -101,7 +101,8 @@ def train_run(name: str, flags: Sequence[str], folder: Path) -> Path:
 
 
 def _end(run: subprocess.Popen[bytes]) -> None:
-    """Ends a run that still runs, and kills whatever is left of its process group."""
+    """Ends a run that still runs: sends SIGINT and waits up to SAVING_SECONDS. Then kills whatever is left of its
+    process group, also if the run had ended already."""
     try:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGINT)  # like Ctrl-C: the ranks save a checkpoint, then all end
@@ -135,7 +136,7 @@ def plan_variants(
     among `strategies`. Raises UsageError if a variant cannot run on this machine, or there is nothing to compare.
 
     Args:
-        strategies: Names of strategies, or DeepSpeed configurations.
+        strategies: Names of strategies, or DeepSpeed configurations. All variants train the recipe of a configuration.
         devices: Numbers of ranks.
         accumulate: Numbers of micro-batches per step.
         rest: Flags of train for all variants.
@@ -170,8 +171,8 @@ def plan_variants(
 
 
 def prepare(planned: Sequence[Planned]) -> None:
-    """Checks the Trainer options and the pretrained weights of each variant, and prepares the images. Call it before
-    the first run."""
+    """Checks the Trainer options and the pretrained weights of each variant, and prepares the images. Prints a warning
+    if there are fewer CPU cores than ranks. Call it before the first run."""
     from cifar_zero import data
     from cifar_zero.training import build, starting
 

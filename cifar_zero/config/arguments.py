@@ -35,8 +35,8 @@ class Arguments:
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
     """Returns the options of a command line. If an option is repeated, its last value counts, but --config adds a file
-    each time. Raises UsageError if an option has no value or too many values, or if the command line does not begin
-    with an option."""
+    each time. Raises UsageError if an option has no value or more values than it takes, or if the command line does not
+    begin with an option."""
     arguments, values, name = Arguments(), dict[str, list[str]](), ""
     for word in argv:
         is_option = re.match(r"--?[A-Za-z]", word) is not None

@@ -2,9 +2,9 @@
 
 The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
 --optimizer.betas '[0.8, 0.999]'`). The names of model, optimizer and schedule are therefore read first, and the parser
-is built for them. Until then, options are untyped values in one flat mapping, keyed by flag. The recipes, in their
-order, and then the flags override this mapping. A DeepSpeed configuration comes just before the recipe or the flags
-that name it.
+is built for them. Until then, options are untyped values in one flat mapping, keyed by flag. It is filled from the
+recipes, in their order, and then from the flags. Later values override earlier ones. The options of a DeepSpeed
+configuration come just before those of the recipe or the flags that name it.
 """
 
 import sys
@@ -59,7 +59,8 @@ def parse(argv: Sequence[str] | None = None, earlier_run: EarlierRun | None = No
 
 def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None = None) -> Settings:
     """Returns the settings of a command line. Recipes (`--config`) override the defaults in their order, and flags
-    override the recipes. `--help` and `--print_config` print and exit.
+    override the recipes. A model or transform of the user that a flag names is imported. `--help` and `--print_config`
+    print and exit.
 
     Args:
         arguments: The command line.
@@ -68,8 +69,9 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
             not apply. The strategy auto keeps the earlier run's strategy.
 
     Raises:
-        UsageError: If an option is unknown, a value has the wrong type or makes no sense, a recipe cannot be read, or a
-            flag contradicts the DeepSpeed configuration that the flag --ds_config names.
+        UsageError: If an option is unknown, a value is missing, has the wrong type or makes no sense, a recipe or the
+            user's code cannot be loaded, or a flag contradicts the DeepSpeed configuration that the flag --ds_config
+            names.
     """
     given = {**arguments.options}
     asked_help, prints = given.pop("help", None), given.pop("print_config", False)
@@ -122,13 +124,15 @@ def strategy_flags(strategy: str) -> list[str]:
 
 
 def dump(given: Settings) -> str:
-    """Returns the settings as a YAML recipe. `--config` with this recipe repeats the run."""
+    """Returns the settings as a YAML recipe, without the consent to run code, which only flags can give. `--config`
+    with this recipe repeats the run."""
     return yaml.safe_dump(_nested(flat(given)), sort_keys=False)
 
 
 def read_recipe(file: str | Path) -> dict[str, Any]:
-    """Returns the options of a recipe or of a run's config.yaml, keyed by flag. Raises UsageError if the file cannot be
-    a recipe."""
+    """Returns the options of a recipe or of a run's config.yaml, keyed by flag and not checked against the known
+    options. Raises UsageError if the file cannot be read or has no options, or if it sets an option twice, without a
+    value, or although only flags may set it."""
     tree = plain_data.read_yaml(Path(file), f"--config {file}")
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise UsageError(f"--config {file} has no options: it must be a mapping such as 'epochs: 2'")
@@ -155,16 +159,17 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
 
 
 def _refuse_empty(given: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UsageError for a flag that sets its default, an empty text, and overrides no recipe. The cause is a shell
-    variable without a value: after `--resume "$RUN"` the training would begin again without a word."""
+    """Raises UsageError for a flag with an empty text as its value, if this is also its default and no recipe sets the
+    option. The cause is a shell variable without a value: after `--resume "$RUN"` the training would begin again
+    without a word."""
     for option, default in flat(Settings()).items():
         if given.get(option) == default == "" and not any(recipe.get(option) for recipe in recipes):
             raise UsageError(f"--{option} has an empty value, as from an unset shell variable: leave it out or set it")
 
 
 def allow_code(model: str, transform: str) -> None:
-    """Loads the user's model and the user's transform of the images, so that the run may use them. The names must come
-    from the command line itself."""
+    """Imports the user's model and the user's transform of the images, if the names are those of user's code, so that
+    the run may use them. The names must come from the command line itself. Raises UsageError if the import fails."""
     if transform:
         user_code.allow(transform, "--augment.transform")
     if ":" in model and model not in MODELS:
@@ -173,7 +178,7 @@ def allow_code(model: str, transform: str) -> None:
 
 def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merges the options of recipes and of the command line, and returns them. Later sources override earlier ones, and
-    each source overrides the DeepSpeed configuration that it names."""
+    each source overrides the DeepSpeed configuration that it names, if that file exists."""
     options: dict[str, Any] = {}
     for source in sources:
         file = str(source.get("ds_config", ""))
@@ -207,7 +212,7 @@ def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
 
 def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of the earlier run, `base`, that the new run keeps. If `given`, the options of recipes and
-    flags, chooses another strategy, the strategy options are left out."""
+    flags, chooses another strategy or DeepSpeed configuration, all strategy options are left out."""
     if all(given.get(key, base.get(key)) == base.get(key) for key in ("strategy", "ds_config")):
         return base
     of_strategy = {option.name for option in fields(StrategyOptions)}
@@ -216,7 +221,7 @@ def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options in jsonargparse's nested form: optimizer.lr becomes an entry of optimizer, and the value of
-    optimizer itself becomes the entry `name`."""
+    optimizer itself becomes the entry `name`. Raises UsageError if an option and a part of it are both set."""
     tree: dict[str, Any] = {}
     for option, value in options.items():
         path = option
@@ -233,8 +238,9 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_trainer(given: Any) -> dict[str, Any]:
-    """Returns the options of the section `trainer`. Texts become values, as in YAML. jsonargparse does not parse them,
-    because it would read a time such as 10:30:00 as a number."""
+    """Returns the options of the section `trainer`, which may also be one text. Texts become values, as in YAML.
+    jsonargparse does not parse them, because it would read a time such as 10:30:00 as a number. Raises UsageError if
+    `given` is not a mapping."""
     options = plain_data.load_value(given) if isinstance(given, str) else given
     if not isinstance(options, dict):
         raise UsageError(f"--trainer: expected a mapping such as {{benchmark: true}}, not {given}")

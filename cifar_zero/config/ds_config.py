@@ -1,6 +1,6 @@
 """Reads the DeepSpeed configuration of DeepSpeedExamples, and a user's own configuration (`--ds_config FILE.json`).
 Batch size, accumulation, clipping, precision, optimizer and scheduler of the user's file become options of train.
-Everything else goes to the engine unchanged.
+`for_engine` returns what goes to the engine.
 
 Names, defaults and meanings are DeepSpeed's (0.19.8). The value "auto" leaves an option to the flags, as in Hugging
 Face's Trainer.
@@ -87,8 +87,9 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
 
 
 def options_of(file: str) -> dict[str, Any]:
-    """Returns the options of train that a DeepSpeed configuration file sets, keyed by flag. Raises UsageError if the
-    file is refused (see `_read`), or if its optimizer or scheduler has no counterpart in this project."""
+    """Returns the options of train that a DeepSpeed configuration file sets, keyed by flag. With an optimizer or
+    scheduler, these include the options whose default in DeepSpeed is not this project's. Raises UsageError if the file
+    is refused (see `_read`), or if its optimizer or scheduler has no counterpart in this project."""
     raw = _read(file)
     content = _without_auto(raw)
     options = {option: content[key] for key, option in RENAMED.items() if key in content}
@@ -132,8 +133,9 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def check_flags(settings: Settings) -> None:
-    """Raises UsageError for the first option that a flag has set to another value than the DeepSpeed configuration
-    file. It is called only if the flag --ds_config names the file. Flags may override a file that a recipe names."""
+    """Raises UsageError for the first option whose value differs from the DeepSpeed configuration file. It is called
+    only if the flag --ds_config names the file, so that only another flag can have changed the value. Flags may
+    override a file that a recipe names."""
     chosen, file = flat(settings), settings.placement.ds_config
     for option, value in options_of(file).items():
         if chosen[option] != value:
@@ -144,8 +146,9 @@ def check_flags(settings: Settings) -> None:
 
 
 def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a DeepSpeed configuration that the engine gets, without the keys that become options of
-    train."""
+    """Returns the part of a DeepSpeed configuration that the engine gets: all keys except batch size, accumulation,
+    clipping, optimizer and scheduler, which become options of train. The old key `cpu_offload` is replaced by
+    `offload_optimizer`."""
     raw = {key: value for key, value in content.items() if key not in (*RENAMED, "optimizer", "scheduler")}
     zero = raw["zero_optimization"] = {**_section(raw, "zero_optimization")}
     if zero.pop("cpu_offload", False):  # DeepSpeed prints a warning three times, even if it is false

@@ -48,8 +48,8 @@ def epilog() -> str:
 
 
 def short(parser: ArgumentParser) -> str:
-    """Returns the short help, which fits one screen. It lists the flags of COMMON, each with its choices or the first
-    sentence of its help text."""
+    """Returns the short help, which fits one screen. It lists the flags of COMMON, each with its default and with its
+    choices or the first sentence of its help text."""
     actions = parser._option_string_actions
     names = {key: choices(key) for key in REGISTRIES} | {"strategy": [*STRATEGIES, AUTO]}
     lines = [f"usage: {USAGE}" % {"prog": parser.prog}]

@@ -65,7 +65,8 @@ def choices(key: str) -> list[str]:
 
 def chosen(options: Mapping[str, Any], key: str) -> str:
     """Returns the name of the model, optimizer or schedule that `options` choose, or the default name if they choose
-    none. `key` is model, optimizer or schedule. Raises UsageError if the name is unknown."""
+    none. `key` is model, optimizer or schedule. Raises UsageError if the name is unknown. A model in the user's code is
+    known only if the command line has named it (see `command_line.allow_code`)."""
     name = str(options.get(key, getattr(Recipe(), key).name))
     if name in REGISTRIES[key]:
         return name
@@ -77,8 +78,8 @@ def chosen(options: Mapping[str, Any], key: str) -> str:
 
 
 def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for the first option that `parser` does not know, and for an option of Lightning's Trainer in
-    OWNED."""
+    """Raises UsageError for the first option that `parser` does not know. The sections trainer and, if the parser has
+    it, model.kwargs may have any options, except that those of Lightning's Trainer in OWNED are refused."""
     known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
     known -= {f"{key}.name" for key in REGISTRIES}
     for option in options:
@@ -116,7 +117,7 @@ def refuse_mistyped(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
 
 
 def check_type(flag: str, value: Any, hint: Any) -> None:
-    """Raises UsageError unless jsonargparse can make the type `hint` of a value."""
+    """Raises UsageError unless jsonargparse can convert `value` to the type `hint`."""
     alone = ArgumentParser(exit_on_error=False)
     alone.add_argument("--value", type=hint)
     try:

@@ -43,8 +43,8 @@ class Inputs(NamedTuple):
     std: tuple[float, ...]
 
     def batch_size_of_equal_pixels(self, images: int) -> int:
-        """Returns the number of images of this size that have as many pixels together as `images` images of CIFAR's
-        size. The result is at least 1."""
+        """Returns how many images of this size have as many pixels together as `images` images of CIFAR's size, rounded
+        down to a whole number. The result is at least 1."""
         return max(1, images * IMAGE_SHAPE[1] * IMAGE_SHAPE[2] // self.side**2)
 
 

@@ -98,14 +98,15 @@ def _check_images(settings: Settings) -> None:
 
 
 def of_validation(settings: Settings) -> list[str]:
-    """Returns the names of the options that need a validation and differ from their default."""
+    """Returns the names of the given options that need a validation. An option is given if it differs from its
+    default."""
     given, defaults = flat(settings), flat(Settings())
     names = ("early_stopping", "monitor", "save_top_k")
     return [name for name in names if given[name] != defaults[name]]
 
 
 def check_plain_name(name: str) -> None:
-    """Raises UsageError if a --name contains a directory or cannot be the name of a folder. An empty name is valid."""
+    """Raises UsageError if a --name contains a directory, is too long, or cannot be printed. An empty name is valid."""
     if not name.isprintable() or len(os.fsencode(name)) > MOST_NAME_BYTES:
         raise UsageError(f"--name {short(repr(name), 60)} must be one line of at most {MOST_NAME_BYTES} bytes")
     if name and (Path(name).name != name or name in (".", "..")):
@@ -127,8 +128,8 @@ def check_model(run: Run) -> None:
 
 
 def check_here(run: Run) -> None:
-    """Raises UsageError if the run needs something that this computer lacks but another computer may have: memory, a
-    package, a version of torch, a compiler or a disk."""
+    """Raises UsageError if the run needs something that this computer lacks but another computer may have: memory for
+    its CPU ranks, a package, a version of torch, a compiler, or a disk and library for NVMe offloading."""
     placement, optimizer, spec = run.placement, run.recipe.optimizer.name, run.spec
     assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory

@@ -56,7 +56,7 @@ class Settings:
     placement: Placement = field(default_factory=Placement)
     output: Output = field(default_factory=Output)
     consent: Consent = Consent()
-    named: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # options that were set explicitly
+    named: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # options that were set
 
     @property
     def data(self) -> DataConfig:
@@ -108,8 +108,8 @@ def settings_of(tree: Mapping[str, Any]) -> Settings:
 
 
 def tree_of(given: Settings) -> dict[str, Any]:
-    """Returns all options, keyed by name, with sections as dictionaries. A checkpoint records this dictionary, and
-    config.yaml shows it."""
+    """Returns all options of recipe, placement and output, keyed by name, with sections as dictionaries. A checkpoint
+    records this dictionary, and config.yaml has the same options."""
     return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output)}
 
 
@@ -134,8 +134,8 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical(option: str) -> str:
-    """Returns the option that chooses a model, optimizer or schedule as model, optimizer or schedule, instead of
-    model.name and so on. Returns all other options unchanged."""
+    """Returns `model` for the option model.name, and likewise for optimizer and schedule. Returns all other options
+    unchanged."""
     chooser = option.removesuffix(".name")
     return chooser if chooser in REGISTRIES else option
 

@@ -33,8 +33,9 @@ def discard(path: Path) -> None:
 
 @contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """Yields the path of a new, empty file, which replaces `final` at the end of the block. After an error the file is
-    removed. A file that is at its path already is removed first, so that no link of another user is followed."""
+    """Yields the temporary path of a new, empty file, which replaces `final` at the end of the block. After an error it
+    is removed, and `final` stays as it was. A file that is already at the temporary path is removed first, so that no
+    link of another user is followed. An OSError without a file name gets the name of `final`."""
     new = staged(final)
     with named(final):
         new.unlink(missing_ok=True)
@@ -64,8 +65,8 @@ def put_in_place(final: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Renames the previous checkpoints in a folder back to their final names, after a crash between the two renames of
-    `put_in_place`."""
+    """Renames the previous checkpoints under a folder back to their final names, after a crash between the two renames
+    of `put_in_place`."""
     for old in folder.rglob(f"*{ASIDE}"):
         final = old.with_name(old.name.removesuffix(ASIDE))
         if final.suffix == ".ckpt" and not final.exists():
@@ -74,8 +75,9 @@ def recover(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes the unfinished and the replaced checkpoints that a process left in a folder when it was killed while it
-    wrote a checkpoint. Several processes may call this function at the same time."""
+    """Removes what a process left in a folder when it was killed while it wrote a checkpoint: the unfinished
+    checkpoint, and the previous one if it was already replaced. Several processes may call this function at the same
+    time."""
     for left in (*folder.glob(f"*.ckpt*{STAGED}"), *folder.glob(f"*.ckpt{ASIDE}")):
         with suppress(OSError):  # another process was faster, or the folder is read-only
             discard(left)

@@ -1,5 +1,5 @@
-"""Prints messages for the user as single lines on standard error, and filters known messages of the libraries out. Also
-builds the commands that messages tell the user to type, so that they work in the current directory."""
+"""Prints messages for the user on standard error, and filters known messages of the libraries out. Also builds the
+commands that messages tell the user to type, so that they work in the current directory."""
 
 import logging
 import os
@@ -63,20 +63,22 @@ RESUME_WITH = "resume with:"  # before the command that continues a run
 
 
 def say(message: str, *details: str) -> None:
-    """Prints a line on standard error, followed by the details, each on an indented line."""
+    """Prints a line on standard error, followed by the details, each on an indented line. Control characters are
+    escaped, except tabs and line breaks."""
     print(printable("\n  ".join((message, *details)), keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns a text with its control characters escaped, except those in `keep`. Names that come from files could
-    otherwise forge lines or colour them."""
+    """Returns a text in which characters that cannot be printed are escaped, except those in `keep`. Control characters
+    in names that come from files could otherwise forge lines or colour them."""
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def quieten() -> None:
-    """Filters known messages out of the output of the libraries. Call it before the Trainer is created."""
+    """Filters known messages out of the output of the libraries, including exceptions of threads that `_thread_failed`
+    skips. Call it before the Trainer is created."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # Drops "GPU available: ..." and "`Trainer.fit` stopped: ...", which the summary shows too.

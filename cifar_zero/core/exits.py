@@ -82,8 +82,9 @@ def ignore() -> None:
 
 
 def interrupt(number: int, frame: object) -> None:
-    """Handles a signal. Raises Stopped, or ends the process at once if the exception might be lost. In a callback of
-    the import system, for example, Python prints an exception and continues."""
+    """Handles a signal. Raises Stopped if `guarded` can catch it. Otherwise, and while a module is being imported,
+    prints a line and ends the process at once. In a callback of the import system, Python would print the exception and
+    continue."""
     stop = Stopped(number)
     caller = sys._getframe()
     while caller is not None and not caller.f_code.co_filename.startswith("<frozen importlib"):
@@ -95,9 +96,9 @@ def interrupt(number: int, frame: object) -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs a program's `main` and ends the process with the exit code of `guarded`, or with 1 if standard output could
-    not be written. Messages on standard error that cannot be written are dropped. Only rank 0 prints results, so on the
-    other ranks standard output is treated like standard error.
+    """Runs a program's `main` and ends the process with the exit code of `guarded`. If this is 0 but standard output
+    could not be written, the exit code is 1. Messages on standard error that cannot be written are dropped. Only rank 0
+    prints results, so on the other ranks standard output is treated like standard error.
 
     If an error has left a process group of torch open, the process ends without the destructors of its libraries. With
     gloo, the destructors of torch 2.15 abort about one such process in ten, which then has the exit code 134.
@@ -132,7 +133,8 @@ def _unfailing(stream: TextIO) -> TextIO:
 def guarded(main: Callable[[], int]) -> int:
     """Runs a program's `main` and returns its exit code. If `main` raises an exception, the exit code is 2 for a user's
     mistake, 1 for a failure while running, and 128 + the number of the signal if a signal stopped the program. Errors
-    are printed in one line, or with their traceback if --debug is given."""
+    are printed in one line, followed by their notes, or with their traceback if --debug is given. SystemExit, as after
+    --help, is not caught."""
     global _guarded
     _guarded = True
     try:
@@ -158,7 +160,8 @@ def guarded(main: Callable[[], int]) -> int:
 
 def _mistake(error: Exception) -> UsageError | None:
     """Returns the mistake of the user that caused an error, or None. A mistake is a package that the command needs and
-    that is not installed, or a path of the command line that the system refuses, also in part."""
+    that is not installed, or a refused path: one on the command line, a path inside it, or a folder that contains
+    it."""
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         return UsageError(f"this command needs a package: pip install {error.name}")
     if not isinstance(error, OSError) or error.errno not in PATH_ERRORS or not isinstance(error.filename, str):
@@ -185,7 +188,8 @@ def wants_traceback() -> bool:
 
 def _unexplained(error: Exception) -> str:
     """Returns the line to print for an error that `explain` does not recognise. For an OSError, it is the system's
-    message. For other errors, it is the library's message, shortened."""
+    message with the file. For other errors, it is the type and the message, shortened, after the line of the user's
+    code that failed, if any."""
     if isinstance(error, OSError):
         if error.filename:
             return f"{error.strerror or error} ({error.filename})"

@@ -1,5 +1,6 @@
-"""Describes the hardware of this computer and the versions of its software. torch is imported only where there is a GPU
-driver, because the import takes seconds."""
+"""Describes the hardware of this computer and the versions of its software. torch is imported only by the functions
+about GPUs, because the import takes seconds. `gpu_count` and `gpu_memory_bytes` import it only if there is a GPU
+driver."""
 
 import os
 import platform
@@ -37,14 +38,15 @@ def gpu_count() -> int:
 
 def has_bfloat16() -> bool:
     """Returns whether this computer's first GPU computes in bfloat16, as NVIDIA's GPUs do from compute capability 8.0
-    on."""
+    on. Returns False without a GPU. Imports torch."""
     import torch
 
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def free_memory_bytes() -> int:
-    """Returns how many bytes new processes can use without swapping and within the limits of their control groups."""
+    """Returns how many bytes of CPU memory new processes can use without swapping and within the limits of this
+    process's control groups."""
     return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
 
 
@@ -90,8 +92,8 @@ def core_count() -> int:
 
 def share_of_cores(rank: int, ranks: int) -> set[int]:
     """Returns the IDs of the CPU cores for one of `ranks` ranks on this computer. Each rank gets the same number of
-    neighbouring cores, at least one. A rank that is bound to its cores was measured 7 % faster than an unbound rank,
-    and its slowest steps a third faster."""
+    neighbouring cores, at least one. If there are more ranks than cores, ranks share cores. A rank that is bound to its
+    cores was measured 7 % faster than an unbound rank, and its slowest steps a third faster."""
     mine = cores()
     each = max(1, len(mine) // ranks)
     first = rank * each % len(mine)
@@ -116,7 +118,8 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_versions() -> dict[str, str]:
-    """Returns the versions of NCCL and of NVIDIA's driver. Call it only if torch can use a GPU."""
+    """Returns the versions of NCCL and of NVIDIA's driver, which is "unknown" if Linux does not list it. Call it only
+    if torch can use a GPU."""
     from torch.cuda import nccl
 
     driver = DRIVER.read_text().strip() if DRIVER.is_file() else "unknown"

@@ -32,7 +32,7 @@ NUMBERS = {
     "int": r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$",
     "float": r"[-+]?(([0-9][0-9_]*)?\.[0-9_]+|[0-9][0-9_]*\.)(e[-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$",
 }
-"""The forms of numbers, in any case. Unlike in YAML 1.1, 1:30 is a text and not 90, and 010 is not 8."""
+"""The forms of numbers, in upper or lower case. Unlike in YAML 1.1, 1:30 is a text and not 90, and 010 is not 8."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -81,8 +81,8 @@ def load_value(text: str) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """Returns the content of a YAML text. Raises yaml.YAMLError if the text is not YAML, has an alias or a repeated
-    key, or is nested too deeply."""
+    """Returns the content of a YAML text. Raises yaml.YAMLError if the text is not YAML, has an alias, a repeated key,
+    or an impossible number or date, or is nested too deeply."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError as error:
@@ -92,20 +92,21 @@ def load_yaml(text: str) -> Any:
 
 
 def read_yaml(file: Path, what: str) -> Any:
-    """Returns the content of a YAML file as plain data. Raises UsageError if the file cannot be read or is not YAML, or
-    if `check` refuses its content. The error message begins with `what`, which describes the file."""
+    """Returns the content of a YAML file as plain data. Raises UsageError if the file cannot be read, or if `load_yaml`
+    or `check` refuses its content. The error message begins with `what`, which describes the file."""
     return _parsed(read_text(file, what), what, load_yaml, "YAML")
 
 
 def read_json(file: Path, what: str) -> Any:
-    """Returns the content of a JSON file as plain data. Raises UsageError if the file cannot be read or is not JSON, or
-    if `check` refuses its content. The error message begins with `what`, which describes the file."""
+    """Returns the content of a JSON file as plain data. Raises UsageError if the file cannot be read, is not JSON or
+    repeats a key, or if `check` refuses its content. The error message begins with `what`, which describes the file."""
     return parse_json(read_text(file, what), what)
 
 
 def parse_json(text: str, what: str) -> Any:
     """Returns the content of a JSON text, which was read from a file, as plain data. Raises UsageError if the text is
-    not JSON, or if `check` refuses its content. The error message begins with `what`, which describes the file."""
+    not JSON or repeats a key, or if `check` refuses its content. The error message begins with `what`, which describes
+    the file."""
     return _parsed(text, what, partial(json.loads, object_pairs_hook=_without_repeats), "JSON")
 
 
@@ -119,8 +120,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(file: Path, what: str) -> str:
-    """Returns the content of a text file. Raises UsageError, which begins with `what`, if the file cannot be read or is
-    not a text."""
+    """Returns the content of a text file. Raises UsageError, whose message begins with `what`, if the file cannot be
+    read or is not a text."""
     try:
         return file.read_text()
     except OSError as error:
@@ -141,10 +142,10 @@ def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> 
 
 
 def check(tree: Any, what: str) -> None:
-    """Raises UsageError unless `tree`, the content of a file, is plain data. It may not have control characters, or the
-    keys `class_path` and `init_args`, with which jsonargparse imports code. It may not be too large or nested too
-    deeply. A string is checked as the YAML value that jsonargparse would read. The error message begins with `what`,
-    which describes the file."""
+    """Raises UsageError unless `tree`, the content of a file, is plain data. It must not have control characters except
+    tabs and line breaks. It must not have the keys `class_path` and `init_args`, also as a part of a dotted key, with
+    which jsonargparse imports code. It must not be too large or nested too deeply. A string is checked as the YAML
+    value that jsonargparse would read. The error message begins with `what`, which describes the file."""
     left, seen = [("", tree, 0)], 0
     while left:
         name, value, level = left.pop()

@@ -1,5 +1,5 @@
-"""Helpers that check the command line: limits of numbers, and suggestions for misspelled names. Needs no third-party
-package."""
+"""Helpers that check options: rules with their error messages, limits of numbers, and suggestions for misspelled names.
+Needs no third-party package."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -44,8 +44,8 @@ def delta_file(path: str) -> str:
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
-    """Returns a clause that suggests one of the `known` flags for a misspelled flag, or for a flag without its section.
-    `key` and `known` have no dashes."""
+    """Returns a clause that suggests one of the `known` flags for a misspelled flag, for a flag without its section, or
+    for a section without its flag. `key` and `known` have no dashes."""
     word, flags = f"--{key}", [f"--{flag}" for flag in sorted(known)]
     parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{word}.")]
     if parts:
@@ -76,7 +76,8 @@ def limited(default: Value, may_change_on_resume: bool = False, **limits: float)
 
     Args:
         default: Default value of the field.
-        may_change_on_resume: Whether a resumed run may have another value. Otherwise it keeps the value of its recipe.
+        may_change_on_resume: Whether a resumed run may change the value. Otherwise `resume.check_same_run` refuses
+            another value.
         **limits: `at_least` and `at_most` are inclusive, `over` and `below` are exclusive. `over` replaces `at_least`.
     """
     return field(default=default, metadata={"may_change_on_resume": may_change_on_resume, **limits})

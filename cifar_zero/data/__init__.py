@@ -45,8 +45,9 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
 
 
 def prepare(config: DataConfig) -> SourceName:
-    """Prepares the decoded images and returns the name of the source that is used, which is never `auto`. Any number of
-    ranks, nodes and runs may call this at once: one prepares the images, and the others wait.
+    """Prepares the decoded images and returns the name of the source that is used. For `auto`, this is cifar10 or, with
+    a printed warning, digits if CIFAR-10 cannot be downloaded. Any number of ranks, nodes and runs may call this at
+    once: one prepares the images, and the others wait.
 
     Raises:
         UsageError: if the user can fix the error in the configuration or the data.
@@ -71,7 +72,8 @@ def prepare(config: DataConfig) -> SourceName:
 
 
 def load(config: DataConfig, source: str) -> Dataset:
-    """Maps the decoded images of a source into memory. Raises RunError if `prepare` has not prepared them.
+    """Maps the decoded images of a source into memory. Raises RunError if `prepare` has not prepared them, or if they
+    are damaged or are replaced during this call.
 
     Args:
         source: the name that `prepare` returned.

@@ -84,8 +84,8 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
 
 
 def filled_like(values: tuple[float, ...], images: Tensor, channels: int) -> Tensor:
-    """Returns one image float32 with the side and the memory layout of `images`, filled with one value, or with one
-    value per channel. torch's operations are 5 times as fast with this image as with a tensor of three values, over
+    """Returns a float32 image of the shape of `images[:1]` and in their memory layout, filled with one value, or with
+    one value per channel. torch's operations are 5 times as fast with this image as with a tensor of three values, over
     which their inner loop would run."""
     image = torch.empty_like(images[:1], dtype=torch.float32)
     for channel, value in enumerate(values):
@@ -212,7 +212,7 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
     """Applies the transforms to images uint8 (n, H, W, 3) and returns the results. Images with the same seed form a
     group, and each transform is called once per group. The random generators from which torchvision draws are seeded
-    for each group, and restored afterwards.
+    for each group, and restored afterwards. Raises ValueError if the transforms change the shape or dtype.
 
     Args:
         seeds: int64 (n,) on the CPU, the seed of each image's group.

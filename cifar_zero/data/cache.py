@@ -45,8 +45,8 @@ _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.
 @dataclass(frozen=True)
 class Dataset:
     """Holds decoded images and labels as read-only memory maps, so that the ranks of a node share the same pages of
-    memory. Images have the shape (N, H, W, 3), as in image files, up to the loader. Its batches (N, 3, H, W) need no
-    copy for torch's channels_last, which is faster on a CPU."""
+    memory. Images are stored in the shape (N, H, W, 3), as in image files. Seen as (N, 3, H, W), they have torch's
+    format channels_last without a copy. This format is faster on a CPU."""
 
     name: str  # the source that the images come from (never `auto`)
     classes: tuple[str, ...]  # name of each class; a label is an index into it
@@ -60,13 +60,14 @@ class Dataset:
 def ensure(
     directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
 ) -> None:
-    """Builds the cache of decoded images in `directory` again if it is missing, out of date or damaged. Any number of
-    processes may call this at once: one builds, and the others wait. Raises UsageError if the place cannot be written
-    to, and RunError if writing fails, for example on a full disk.
+    """Builds the cache of decoded images in `directory` if it is missing, out of date or damaged. Any number of
+    processes may call this at once: one builds, and the others wait. Prints a note if the cache belongs to another
+    user. Raises UsageError if the place cannot be written to or holds other files, and RunError if writing fails, for
+    example on a full disk.
 
     Args:
         classes: name of each class, in the order of the labels.
-        fingerprint: text that changes with the inputs.
+        fingerprint: text that changes if the decoded images would change.
         build: fills an empty directory with the arrays that `allocate` creates in it.
     """
     expected = {"schema": SCHEMA, "source": source, "fingerprint": fingerprint, "classes": [*classes]}
@@ -105,8 +106,9 @@ def locked(path: Path, work: str) -> AcquireReturnProxy:
 def allocate(
     directory: Path, split: str, count: int, side: int = IMAGE_SHAPE[1]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Creates the arrays of a split ("train" or "test") on the disk: images (count, side, side, 3) and labels
-    (count,). A source calls it when it has the images, so that the message comes after a download."""
+    """Creates the arrays of a split ("train" or "test") on the disk: images uint8 (count, side, side, 3) and labels
+    int64 (count,). For train, prints that the images are being prepared. A source calls it when it has the images, so
+    that this message comes after a download."""
     if split == "train":
         say(f"Preparing the images in {directory.parent} (only once).")
     images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
@@ -183,8 +185,8 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
 
 
 def _checksums(directory: Path) -> dict[str, int]:
-    """Returns the checksum of each array's elements, of which all bytes count. A gigabyte in memory takes less
-    than a second."""
+    """Returns the CRC-32 of the elements of each array, keyed by the array's name. A gigabyte in memory takes less than
+    a second."""
     checksums: dict[str, int] = {}
     for name in ARRAYS:
         array, checksum = _open(directory, name), 0

@@ -66,7 +66,7 @@ def _extracted(published: type[CIFAR10], root: Path) -> dict[str, bytes]:
 
 
 def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
-    """Returns the content of the files in an archive by path, as far as they can be read."""
+    """Returns the content of the published files in an archive, keyed by path, as far as they can be read."""
     names, contents = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
     try:
         with tarfile.open(archive) as members:

@@ -32,7 +32,7 @@ def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
 
 class Split:
     """A subset of the stored images, addressed by position. The split's images have the positions 0 to count - 1.
-    Position `count` repeats an image, with the label IGNORED."""
+    Position `count` repeats the first image, with the label IGNORED."""
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """Makes a split of the stored images.
@@ -51,8 +51,8 @@ class Split:
 def stratified_split(
     labels: NDArray[np.int64], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns sorted indices (train, held out) into `labels` (N,). The share `fraction` of each class is held out,
-    rounded to whole images. At least one image of each class stays in train."""
+    """Returns sorted indices (train, held out) into `labels` (N,), int64. The share `fraction` of each class is held
+    out at random, rounded to whole images. At least one image of each class stays in train."""
     rng = np.random.default_rng(seed)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -121,8 +121,8 @@ class TrainOrder(Order):
 
 
 class EvalOrder(Order):
-    """Reads every image once, unshuffled and in the same order in all passes. Replica r takes the positions r,
-    r + replicas, r + 2 * replicas and so on.
+    """Reads every image once over all replicas, unshuffled and in the same order in all passes. Replica r takes the
+    positions r, r + replicas, r + 2 * replicas and so on.
 
     All replicas get the same number of batches of the same size, because ZeRO 3 gathers weights in every forward pass
     and would hang if one rank had more batches. Missing images are padded with position `count`, the split's ignored

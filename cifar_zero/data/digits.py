@@ -87,7 +87,8 @@ def render(
 
 
 def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.Tensor:
-    """Turns, scales, shears and moves each original. Returns ink (m, 1, 32, 32), float32 from 0 to 1."""
+    """Turns, scales, shears and moves each original by random amounts. Returns ink (m, 1, 32, 32), float32 from 0 to
+    1."""
     count = len(originals)
     angle = rng.uniform(-ROTATION_RAD, ROTATION_RAD, count)
     scale = rng.uniform(*SCALE, count)

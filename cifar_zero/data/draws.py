@@ -70,8 +70,9 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = I
 def _mixing(
     config: AugmentConfig, rng: np.random.Generator, count: int, side: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draws boxes (count, 4) and the partner's weights (count,) inside them. They are drawn for mixup (Zhang et al.
-    2018), for cutmix (Yun et al. 2019), or, if both are on, for either of the two with probability 1/2."""
+    """Draws for each image a box (count, 4), and the partner's weight (count,) inside this box. They are drawn for
+    mixup (Zhang et al. 2018), for cutmix (Yun et al. 2019), or, if both are on, for either of the two with probability
+    1/2."""
     boxes = np.tile(np.array([0, side, 0, side]), (count, 1))
     weights = np.ones(count, np.float32)
     if config.cutmix:

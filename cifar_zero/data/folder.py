@@ -41,7 +41,7 @@ def class_names(config: DataConfig) -> tuple[str, ...]:
     """Returns the names of the directories under train/, sorted.
 
     Raises:
-        UsageError: if a directory is missing or unreadable, if the name of a class has control characters, if there are
+        UsageError: if a directory is missing or unreadable, if the name of a class cannot be printed, if there are
             fewer than two classes, if a class has no images, or if test/ has other classes than train/.
     """
     train, test = (_folders(Path(config.root) / split) for split in SPLITS)
@@ -110,8 +110,8 @@ def _image_files(directory: Path) -> Iterator[str]:
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """Yields the entries of a directory, except hidden files (.DS_Store, .ipynb_checkpoints). Raises UsageError if the
-    directory cannot be read."""
+    """Yields the entries of a directory, except those whose names begin with a dot (.DS_Store, .ipynb_checkpoints).
+    Raises UsageError if the directory cannot be read."""
     try:
         with os.scandir(directory) as entries:
             yield from (entry for entry in entries if not entry.name.startswith("."))

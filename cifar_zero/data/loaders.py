@@ -177,8 +177,8 @@ class MemoryLoader(Resumable):
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):
-    """A dataset of a split's images as the PyTorch tutorial transforms them (ToTensor, then Normalize): float32 (3, H,
-    W)."""
+    """A dataset of a split's images and labels. An image is float32 (3, H, W), as the PyTorch tutorial transforms it
+    (ToTensor, then Normalize)."""
 
     def __init__(self, split: Split, inputs: Inputs) -> None:
         self._split = split
@@ -212,7 +212,7 @@ class TorchLoader(Resumable, DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields the micro-batches of an epoch, or only the remaining ones if the loaded state is in the middle of this
-        epoch."""
+        epoch. Raises RunError if a worker process was killed."""
         self.batch_sampler.skipped = self._begin()
         try:
             for batch in super().__iter__():

@@ -23,7 +23,7 @@ def fingerprint(config: DataConfig) -> str:
 
 
 def write_arrays(config: DataConfig, directory: Path) -> None:
-    """Writes uniformly random pixels, with labels 0, 1, ..., 9, 0, ..."""
+    """Writes uniformly random pixels, with labels 0, 1, ..., 9, 0, ... There are at most 10,000 test images."""
     rng = np.random.default_rng(SEED)
     for split, count in (("train", config.synthetic_size), ("test", min(10_000, config.synthetic_size))):
         images, labels = cache.allocate(directory, split, count)

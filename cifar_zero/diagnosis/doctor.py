@@ -51,7 +51,8 @@ examples:
 
 
 def main() -> int:
-    """Prints a line for each check and returns the exit code, which is 1 if a check failed."""
+    """Prints a line for each check and returns the exit code, which is 1 if a check failed, or with --strict if it
+    warned. With --nodes, only rank 0 prints, and the other ranks return 0."""
     options = _parse()
     closing = ""
     if options.nodes:

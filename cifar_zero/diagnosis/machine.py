@@ -67,7 +67,7 @@ def gpu(options: Namespace) -> Finding:
 
 
 def memory(options: Namespace) -> Finding:
-    """Checks whether the CPU memory is large enough for all ranks."""
+    """Checks whether the free CPU memory is large enough for all ranks."""
     free = free_memory_bytes() / 1e9
     summary = f"{free:.1f} GB are free"
     if (fit := ranks_in_memory()) < options.ranks:
@@ -77,7 +77,8 @@ def memory(options: Namespace) -> Finding:
 
 
 def out(options: Namespace) -> Finding:
-    """Checks whether the directory for run folders can be written."""
+    """Checks whether the directory for run folders, which need not exist yet, can be written and has enough free
+    space."""
     return _disk(Path(options.out), "choose another directory with --out DIR")
 
 
@@ -115,7 +116,7 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
 
 def all_reduce(options: Namespace) -> Finding:
     """Checks whether ranks on this machine can connect and sum a tensor. Each rank is a process that runs `cifar-zero
-    doctor --nodes`."""
+    doctor --nodes`. Kills the processes at the end."""
     if options.ranks == 1:
         return ok("not needed, because there is only one rank")
     if (fit := ranks_in_memory()) < options.ranks:

@@ -30,7 +30,8 @@ small packets arrive but large packets get lost."""
 
 def examine(options: Namespace) -> dict[str, Finding]:
     """Connects to the other ranks, compares the nodes and returns the findings, keyed by the name of the check. Every
-    rank must call this function. If a rank does not connect in time, raises RunError, which names this rank."""
+    rank must call this function. Raises RunError, which names the missing ranks, if some ranks do not connect within
+    --timeout."""
     rank, limit = rank_environment.global_rank(), timedelta(seconds=options.timeout)
     connect(on_cpu=True, patience=limit)
     hosts, lacks_gpu, software = zip(*gather((socket.gethostname(), _no_gpu(), versions())), strict=True)

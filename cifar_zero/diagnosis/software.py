@@ -59,8 +59,8 @@ def torchvision_import(options: Namespace) -> Finding:
 
 
 def package(name: str, options: Namespace) -> Finding:
-    """Checks whether a package is installed in a tested version. A version with a known bug fails if the bug affects
-    the whole package or a strategy with its default options."""
+    """Checks whether a package is installed in a tested version without a known bug. Otherwise warns. Fails if the
+    package is not installed, or if a known bug affects the whole package or a strategy with its default options."""
     expected = tested(name)
     try:
         version = Version(metadata.version(name))

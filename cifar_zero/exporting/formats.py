@@ -34,8 +34,8 @@ float32 (N, classes), for any N."""
 
 ONNX_TOLERANCE = 1e-4
 """Largest relative and absolute difference that is allowed between the float32 scores of an ONNX file and the scores of
-its checkpoint. They differ because onnxruntime sums in another order. With the tutorial's model, differences of up to
-1e-7 were measured."""
+its checkpoint. They differ because onnxruntime sums in another order. With the model `net`, differences of up to 1e-7
+were measured."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def load_export(file: Path, suffix: str) -> Classifier:
 def create_classifier(
     weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
 ) -> tuple[nn.Module, Classifier]:
-    """Returns the model with these weights in float32 in evaluation mode, and the classifier that runs this model on
-    the CPU. Raises UsageError if weights and metadata do not fit.
+    """Returns the model with these weights, in float32 and in evaluation mode, and the classifier that runs this model
+    on the CPU. Raises UsageError if weights and metadata do not fit.
 
     Args:
         weights: The weights, keyed by their names in the model's state dict.
@@ -158,7 +158,7 @@ def _load_onnx(file: Path) -> Classifier:
 
 def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: str = "") -> None:
     """Writes an export, reads it back, and compares its scores for random images with the checkpoint's scores. The file
-    is renamed to `output` only if the scores agree.
+    is renamed to `output` only if the scores agree. Prints a line that describes it.
 
     Args:
         checkpoint: A checkpoint from any strategy. If `delta` is given, it may be any file of weights.
@@ -167,7 +167,8 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
         delta: A file of `export --to delta` that is applied to the weights, or an empty string.
 
     Raises:
-        UsageError: If the checkpoint is damaged, or does not fit the model that it names.
+        UsageError: If the checkpoint is damaged or would need `trust`, does not fit the model that it names, or
+            does not belong to `delta`.
         RunError: If the file does not compute what the checkpoint computes.
         OSError: If the file cannot be written.
     """
@@ -194,7 +195,7 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
 
 
 def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
-    """Writes only the weights that the checkpoint's run trained. Weights that this run froze are left out. See
+    """Writes only the weights that the checkpoint's run trained, and prints how to apply them. See
     `weights.write_delta`."""
     names = write_delta(read(checkpoint, trust), output, checkpoint.name)
     print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")

@@ -67,9 +67,9 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
 
 def find_images(paths: Sequence[str]) -> list[Path]:
-    """Returns the given files and all images in the given folders. The images of a folder are sorted. Raises UsageError
-    if a file does not exist, if a folder has no images, or if a path is a pipe or a device, because reading it may
-    never end."""
+    """Returns the given files, and all images in the given folders at any depth, sorted by path within a folder. Raises
+    UsageError if a file does not exist, if a folder has no images, or if a path is a pipe or a device, because reading
+    it may never end."""
     from cifar_zero.data.folder import SUFFIXES
 
     files: list[Path] = []
