@@ -29,7 +29,7 @@ from cifar_zero.models.moe import Gate
 def create_model(recipe: Recipe, num_classes: int) -> nn.Module:
     """Returns the model of a recipe. It has fresh weights (see `initialization.initialize`), the recipe's adapters (see
     `adapt`), and frozen parameters (see `freeze`). Raises UsageError if a pattern of --lora.target matches no linear
-    layer."""
+    layer that can have an adapter."""
     with DrawnOnCPU():
         net = models.build(recipe.model.name, num_classes, **recipe.model.options)
         initialize(net, recipe.init, recipe.seed)
@@ -51,8 +51,8 @@ def create_meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
 
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
-    """Freezes all parameters of `net` except the adapters, and except parameters whose name matches a pattern in
-    `trainable` (see `fnmatch`). If there are neither patterns nor adapters, nothing is frozen."""
+    """Trains only the adapters of `net` and the parameters whose name matches a pattern in `trainable` (see `fnmatch`),
+    and freezes all others, in place. If there are neither patterns nor adapters, changes nothing."""
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
         return

@@ -11,8 +11,8 @@ from cifar_zero.config.settings import settings_of, tree_of
 from cifar_zero.core.errors import UsageError, short
 
 RECORD = "cifar_zero"
-"""Key under which callbacks/checkpoint.py adds a run's configuration, class names and random states to each
-checkpoint."""
+"""Key under which callbacks/checkpoint.py adds a run's configuration, class names, image identity and random states to
+each checkpoint."""
 
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:

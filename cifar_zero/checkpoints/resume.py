@@ -48,7 +48,7 @@ def config_of_checkpoint(
     checkpoint: Path, trust: bool = False, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
     """Returns the options of the run that wrote a checkpoint, keyed by flag. They come from the run folder, or else
-    from the checkpoint itself. Returns None if neither has them.
+    from the checkpoint itself. Returns None if neither has them. Raises UsageError if they cannot be read.
 
     Args:
         trust: see `safe_load.load_safely`.
@@ -177,8 +177,8 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
 
 
 def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:
-    """Raises UsageError if the classes of the images differ from the classes of the run that wrote the checkpoint with
-    this `record`."""
+    """Raises UsageError if the classes of the images, or their order, differ from those of the run that wrote the
+    checkpoint with this `record`."""
     names, known = [*data.class_names(images)], record["classes"]
     if names != known:
         differing = ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"

@@ -90,7 +90,8 @@ def newest_run(folder: Path) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns all complete checkpoints under a folder."""
+    """Returns all complete checkpoints under a folder, which are *.ckpt files and DeepSpeed's folders *.ckpt, in no
+    order."""
     return [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
 
 

@@ -64,10 +64,10 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
     safetensors allows no others.
 
     `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is the side
-    of its images in pixels. `mean` and `std` normalise images with pixels from 0 to 1, as numbers for red, green and
-    blue. `dtype` is the dtype of the weights, and `checkpoint` and `step` are their origin. `format` is required by
-    transformers and other programs in a safetensors file of torch. Raises UsageError if cifar-zero train did not write
-    the checkpoint.
+    of its images in pixels. `mean` and `std` normalise images with pixels from 0 to 1. Each is one number, or three for
+    red, green and blue with commas between them. `dtype` is the dtype of the weights, and `checkpoint` and `step` are
+    their origin. `format` is required by transformers and other programs in a safetensors file of torch. Raises
+    UsageError if cifar-zero train did not write the checkpoint.
     """
     if RECORD not in checkpoint:
         raise UsageError(f"{name} does not name its model, because cifar-zero train did not write it")
@@ -108,7 +108,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Match:
-    """The weights in a file that fit a model, and the names of the tensors that do not fit."""
+    """The weights in a file that fit a model, and the names of the other tensors of the model and of the file."""
 
     loaded: dict[str, Tensor]  # by the model's own names
     initialised: list[str]  # names and shapes of tensors that the file lacks or has in another shape
@@ -159,8 +159,8 @@ def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
-    """Returns the weights that have the name and shape of a tensor in `net`, and the names of all other tensors. Raises
-    UsageError if no weight fits. `file` names the file in the message."""
+    """Returns the weights that have the name and shape of a tensor in `net`, and the names and shapes of all other
+    tensors of the model and of the file. Raises UsageError if no weight fits. `file` names the file in the message."""
     expected = net.state_dict()
     loaded = {
         name: value for name, value in weights.items() if name in expected and value.shape == expected[name].shape

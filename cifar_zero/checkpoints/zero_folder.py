@@ -52,14 +52,14 @@ AVERAGE = "average"
 If `sharded` is set, they are only this rank's shards, as stage 3 shards the parameters, without padding."""
 
 TIED = "zero_tied"
-"""Key of a dict that maps each additional plain name of a tied weight to its first plain name, which a shard
-contains."""
+"""Key of a dict that maps each additional plain name of a tied weight to its first plain name, under which the shards
+contain it."""
 
 PROGRESS = "zero_progress"
 """Key of the names of all entries that Lightning and the run's callbacks have added to the files of the model."""
 
 DEEPSPEED_GROUP_KEYS = {"params", "param_names", "name", "moe"}
-"""Keys of a parameter group that only an engine uses, or that `_as_torch` replaces."""
+"""Keys of a parameter group that only DeepSpeed's engine uses, or that `_as_torch` replaces."""
 
 EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
 """DeepSpeed's name of an expert's weight, with groups for the mixture, the expert's number and the weight's own
@@ -162,7 +162,8 @@ def _check_complete(folder: Path, stage: int, files: Sequence[Sequence[Any]]) ->
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:
-    """Fills a rank's shard with the tensors that DeepSpeed kept on NVMe and copied from there into the checkpoint."""
+    """Fills a rank's shard, in place, with the tensors that DeepSpeed kept on NVMe and copied from there into the
+    checkpoint. `names` has the name of each group in the files' names."""
     import torch
 
     files = folder / "offloaded_tensors" / f"rank{rank:02d}"  # DeepSpeed's dp_index_to_str

@@ -1,4 +1,4 @@
-"""Judges finished runs of `train`, and builds a comparison with their recipe, differences and verdicts."""
+"""Judges finished runs of `train`, and builds a comparison with their differences and verdicts."""
 
 import math
 from collections.abc import Mapping
@@ -34,11 +34,14 @@ def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
 
 def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: bool) -> tuple[Outcome, str]:
     """Returns the outcome of a variant with a finished run and its explanation in one line, and sets the variant's
-    `drift`.
+    `drift`. The outcome is the first of these that applies:
 
-    A variant whose step check found a difference is different. It is not judged if the reference has no run or another
-    recipe. It is different if its first loss is far from the reference's. Otherwise it is bit-identical if it has no
-    drift, and else has the outcome of the step check.
+    - "different" if the variant's own step check found a difference
+    - "reference" for the reference itself
+    - "not judged" if the reference has no run, or its recipe differs
+    - "different" if the first loss is not within FIRST_LOSS of the reference's
+    - "bit-identical" if there is no drift
+    - the outcome of the step check
     """
     reference, check = comparison.reference, run.check or UNCHECKED
     if check["outcome"] == "different":
@@ -61,7 +64,8 @@ def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: 
 
 FIRST_LOSS = 0.02
 """Largest relative difference allowed between the first losses of two runs, which start from the same weights and
-images. No precision explains a larger difference, because even bfloat16 has 8 bits."""
+images. No precision explains a larger difference, because even bfloat16 has 8 bits
+of precision."""
 
 UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was checked (--audit, --check_steps)"}
 """The result of the step check for a run that has no step check."""

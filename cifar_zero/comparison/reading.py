@@ -1,5 +1,5 @@
-"""Reads run folders, names variants, and finds the settings that differ although they should not. Importing
-this module does not import torch."""
+"""Reads run folders, names variants, and finds the settings that differ between runs. Importing this module does not
+import torch."""
 
 import csv
 import json
@@ -73,8 +73,8 @@ def shared(run: FinishedRun) -> dict[str, Any]:
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
-    """Returns the settings in which the runs of the variants differ. Each setting has a dictionary of its values,
-    keyed by the variants' names."""
+    """Returns the settings of `shared` in which the runs of the variants differ. Each setting has a dictionary of its
+    values as texts, keyed by the variants' names. The text for a setting that a run lacks is "missing"."""
     runs = {variant.name: shared(variant.run) for variant in variants if variant.run}
     differing = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
@@ -112,7 +112,8 @@ def with_unit(number: int, one: str, many: str) -> str:
 
 
 def variants_of(runs: Sequence[FinishedRun]) -> list[Variant]:
-    """Returns a variant for each finished run, baseline first. If names are equal, the folder of the run is added."""
+    """Returns a variant for each finished run, baseline first. If an earlier variant has the same name, the folder of
+    the run is added to the name."""
     ordered = sorted(runs, key=lambda run: run.metrics["strategy"] != "baseline")
     names = variant_names([[run.metrics[key] for key in PLACEMENT] for run in ordered])
     variants: list[Variant] = []

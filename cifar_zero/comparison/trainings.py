@@ -49,8 +49,8 @@ class Planned:
 
 
 def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
-    """Trains a run of each variant, with `folder` as the directory for run folders. Returns the variants. A variant
-    whose run failed or cannot be read gets the verdict "not trained"."""
+    """Trains the variants one after the other, with `folder` as the directory for run folders, and returns them with
+    their runs. A variant whose run failed or cannot be read has the outcome "not trained"."""
     for number, each in enumerate(planned, 1):
         name = each.run_name
         say(f"[{number}/{len(planned)}] {name}: training, see {folder / name}.log")

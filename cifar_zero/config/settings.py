@@ -153,7 +153,8 @@ def owner_of(flag: str) -> Owner:
 
 
 def may_change_on_resume(flag: str) -> bool:
-    """Returns whether a resumed run may change an option. Options of the placement and the output may always change."""
+    """Returns whether a resumed run may change an option. Options of the placement and the output may always change.
+    Raises KeyError for an unknown option."""
     if owner_of(flag) != "recipe":
         return True
     name, _, option = flag.partition(".")

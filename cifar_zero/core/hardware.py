@@ -66,8 +66,9 @@ def gpu_memory_bytes() -> int:
 
 
 def _left_in_groups() -> list[int]:
-    """Returns the unused bytes of each control group that limits this process, for example the group of a container.
-    Cached files do not count as used, because the kernel frees them first (kernel.org, admin-guide/cgroup-v2)."""
+    """Returns the unused bytes of each control group that limits the memory of this process, for example the group of a
+    container. Cached files do not count as used, because the kernel frees them first (kernel.org,
+    admin-guide/cgroup-v2)."""
     own, left = Path("/proc/self/cgroup"), list[int]()
     if own.exists():
         group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of cgroup version 2 is the last one
@@ -108,8 +109,8 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of the packages that can change a result. The version of a package that is not
-    installed is None."""
+    """Returns the versions of Python and of PACKAGES, the packages that can change a result. The version of a package
+    that is not installed is None."""
     installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

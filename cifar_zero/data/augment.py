@@ -166,7 +166,7 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
     images are mixed in proportion to the share of each image in the result.
 
     Args:
-        images: float32 (2n, W, W, 3), with the partners last; they are overwritten.
+        images: float32 (2n, W, W, 3), with the partners last. All of them are overwritten.
         labels: int64 (2n,), with the partners' labels last.
         boxes: int (n, 4), the box of each image.
         weights: float32 (n,), the partner's weight inside the box.

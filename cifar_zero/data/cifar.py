@@ -39,8 +39,9 @@ def fingerprint(config: DataConfig) -> str:
 
 
 def write_arrays(config: DataConfig, directory: Path) -> None:
-    """Finds or downloads the archive and decodes it. Raises DownloadError if the archive cannot be downloaded, and
-    RunError if it does not contain the published files."""
+    """Decodes the extracted files in the root directory or, if they are missing or damaged, the archive, which is
+    downloaded if necessary. Raises DownloadError if the archive cannot be downloaded, and RunError if it does not
+    contain the published files."""
     published = {"cifar10": CIFAR10, "cifar100": CIFAR100}[config.source]
     splits = _decoded(published, _extracted(published, Path(config.root)))
     if splits is None:
@@ -91,7 +92,8 @@ def _decoded(published: type[CIFAR10], files: Mapping[str, bytes]) -> list[list[
 
 def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
     """Returns the archive in the root directory, and downloads it if it is missing or damaged. Several runs with
-    separate caches may call this at once: one downloads, and the others wait."""
+    separate caches may call this at once: one downloads, and the others wait. Raises DownloadError if the download
+    fails."""
     root = Path(config.root)
     root.mkdir(parents=True, exist_ok=True)
     archive = root / published.filename

@@ -120,7 +120,7 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
-    """Reads an image file of any size and mode as RGB pixels uint8 (side, side, 3), in the camera's orientation.
+    """Reads an image file of any size and mode as RGB pixels uint8 (side, side, 3), turned as its EXIF data says.
 
     Transparency is ignored. An image of another size is scaled to `side` pixels on its shorter side (bilinear with
     antialiasing, torchvision's default) and cropped at its centre. Raises UsageError if the file cannot be read as a

@@ -117,7 +117,7 @@ class MemoryLoader(Resumable):
     classes) with mixup or cutmix. Several micro-batches are made at once, as views of one block.
 
     Args:
-        stored: the split's images on a device, by default on the CPU.
+        stored: all stored images of `split`, by default on the CPU.
         augmentation: by default, images are only normalised to [-1, 1].
     """
 
