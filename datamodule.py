@@ -131,14 +131,16 @@ class CIFARDataModule(LightningDataModule):
         return self._loader(split, order, recipe.augment)
 
     def val_dataloader(self) -> Any:
-        """Returns a loader that yields this replica's share of the validation images, each once. If there are no
-        validation images, returns an empty list, which makes Lightning skip validation."""
+        """Returns a loader that yields this replica's share of the validation images, each once, in padded batches (see
+        `EvalOrder`). If there are no validation images, returns an empty list, which makes Lightning skip
+        validation."""
         if not len(self._val):
             return []
         return self._eval_loader(Split(self.dataset.train_images, self.dataset.train_labels, self._val))
 
     def test_dataloader(self) -> Any:
-        """Returns a loader that yields this replica's share of the test images, each once."""
+        """Returns a loader that yields this replica's share of the test images, each once, in padded batches (see
+        `EvalOrder`)."""
         return self._eval_loader(Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test)))
 
     def _eval_loader(self, split: Split) -> Any:

@@ -48,7 +48,8 @@ def train(run: Run) -> dict[str, Any]:
 
     Raises:
         UsageError: If the options, checkpoint, weights or images do not fit the run, or if no step was trained.
-        RunError: On rank 0, if metrics.json or the newest checkpoint could not be written.
+        RunError: If ranks do not connect or images cannot be prepared. Also on rank 0, if metrics.json or the newest
+            checkpoint could not be written.
         Stopped: If a signal has stopped the run.
     """
     # Imported here, so that --help and errors in the command line do not wait for torch and Lightning.

@@ -188,8 +188,8 @@ def wants_traceback() -> bool:
 
 def _unexplained(error: Exception) -> str:
     """Returns the line to print for an error that `explain` does not recognise. For an OSError, it is the system's
-    message with the file. For other errors, it is the type and the message, shortened, after the line of the user's
-    code that failed, if any."""
+    message with the file. For other errors, it is the type and the message, shortened, preceded by the file and line of
+    the user's code that failed, if any."""
     if isinstance(error, OSError):
         if error.filename:
             return f"{error.strerror or error} ({error.filename})"
