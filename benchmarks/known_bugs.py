@@ -1,9 +1,10 @@
-"""Reproduces silent bugs of DeepSpeed that upstream knows, each under the audit, and prints a line for each.
+"""Reproduces silent bugs of DeepSpeed that upstream knows, each under the audit, and prints a line for each. The
+docstring of a case begins with the number of DeepSpeed's issue or pull request.
 
 DS_ACCELERATOR=cpu TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 python -m benchmarks.known_bugs [CASE ...]
 
-starts two CPU ranks. To run another release, put its folder first on PYTHONPATH.
-benchmarks/results/deepspeed_bugs.md has the results.
+starts two CPU ranks. To run another release, put its folder first on PYTHONPATH. benchmarks/results/deepspeed_bugs.md
+has the results.
 """
 
 import math
@@ -47,7 +48,8 @@ class Rotary(nn.Module):
 
 
 def build(model: nn.Module, config: dict[str, Any], optimizer: Any = None) -> Any:
-    """Returns an engine."""
+    """Returns an engine without gradient clipping, for micro-batches of size 1. The entries of `config` replace these
+    options."""
     common = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
     parameters = None if optimizer else list(model.parameters())
     initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts
@@ -56,7 +58,8 @@ def build(model: nn.Module, config: dict[str, Any], optimizer: Any = None) -> An
 
 
 def train(engine: Any, steps: list[list[Tensor]], inspect: Callable[[], Any] | None = None) -> str:
-    """Trains an engine under the audit, one list of micro-batches a step. Returns the verdict."""
+    """Trains an engine under the audit. `steps` has a list of micro-batches for each step, and `inspect` is called
+    after each step. Returns the verdict as a text, with its first finding."""
     with audit(engine, on_fault="warn", weights_every=1) as audited:
         for step in steps:
             for images in step:
@@ -71,14 +74,14 @@ def train(engine: Any, steps: list[list[Tensor]], inspect: Callable[[], Any] | N
 
 
 def weights(engine: Any) -> Tensor:
-    """Returns all weights as one vector."""
+    """Returns all weights as one vector, float64. At ZeRO 3 every rank must call it."""
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters, enabled=engine.zero_optimization_stage() == 3):
         return torch.cat([each.detach().double().flatten() for each in parameters])
 
 
 def images(count: int, rows: int, seed: int = 0) -> list[Tensor]:
-    """Returns micro-batches of this rank."""
+    """Returns `count` micro-batches of this rank, each float32 (rows, 8). The other rank has others."""
     generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
     return [torch.randn(rows, 8, generator=generator) for _ in range(count)]
 
@@ -262,7 +265,8 @@ CASES: dict[str, Callable[[], str]] = {
 
 
 def run(rank: int, folder: str, chosen: list[str]) -> None:
-    """Runs the chosen cases on a rank."""
+    """Runs the cases whose names begin with one of `chosen`, or all cases if `chosen` is empty. Both ranks call it, and
+    rank 0 prints."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

@@ -117,7 +117,8 @@ def data(benches: Benches, arguments: Namespace) -> list[Case]:
 
 
 def audit(benches: Benches, arguments: Namespace) -> list[Case]:
-    """Returns the comparisons of audited trainings with others."""
+    """Returns the comparisons of audited trainings with the same trainings without the audit: one for each strategy,
+    and on a GPU also one for each strategy with --compile."""
     runner = benches["train.py"]
     on_gpu = runner.accelerator == "gpu"
     recipe = ["--model", "vit_tiny", "--precision", "bf16-mixed", "--batch_size", "512" if on_gpu else "32"]

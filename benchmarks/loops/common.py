@@ -66,7 +66,7 @@ class Clock:
                 done += 1
 
     def figures(self) -> dict[str, float]:
-        """Returns the measured figures, named as in metrics.json."""
+        """Returns the measured figures, named as in metrics.json but without perf/."""
         return {
             "images_per_second": self._timed_steps * self._batch_size / self._seconds,
             "step_time_ms": 1e3 * self._seconds / self._timed_steps,

@@ -36,8 +36,8 @@ def external(num_classes: int, options: models.External) -> nn.Module:
 
 
 def pretrained(options: models.External) -> dict[str, Tensor]:
-    """Returns torchvision's pretrained weights, keyed by the model's parameter names. They are read from torch's cache,
-    or downloaded if the cache lacks them.
+    """Returns torchvision's pretrained weights and buffers, keyed by the names in the model's state_dict. They are read
+    from torch's cache, or downloaded if the cache lacks them.
 
     torch compares the hash of a downloaded file with the hash in the file's name. It does not check the hash of a file
     that is already in the cache. From either file it loads only tensors.

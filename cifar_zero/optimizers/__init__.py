@@ -30,11 +30,11 @@ class OptimizerOptions(Options):
     """Parameters that decay. matrices: weights of two and more dimensions, without biases and norms. all: all
     parameters."""
 
-    moments: ClassVar[int] = 0  # numbers kept for each element of a parameter, without the momentum
+    moments: ClassVar[int] = 0  # numbers kept per element of a parameter, without those of `momentum` and `centered`
 
     shardable: ClassVar[bool] = True
-    """Whether ZeRO 1 to 3 may flatten and shard the tensors, also to offload them. If not, the update needs full
-    tensors."""
+    """Whether strategies that flatten, shard or split the parameters can use the optimizer. If not, the update needs each
+    parameter as a full tensor."""
 
     compiled: ClassVar[bool] = False  # whether DeepSpeed's C++ updates the weights if the optimizer is offloaded
 

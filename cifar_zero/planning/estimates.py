@@ -56,7 +56,8 @@ class MemoryBudget:
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
-    """Returns the memory that is available to a rank.
+    """Returns the memory that is available to a rank. It is the share USABLE of a GPU's memory, or a CPU rank's memory
+    without CPU_RANK_BYTES. A rank's host memory is its share of the node's memory, without CPU_RANK_BYTES.
 
     Args:
         device_memory: Memory of one device (--device_memory). The default is the memory of this machine's devices.
@@ -130,14 +131,15 @@ class MemoryEstimate:
         return max(self.built_on_host, self._host_in_training)
 
     def bytes_to_compare(self, budget: MemoryBudget) -> int:
-        """Returns the bytes to compare with `budget.device`, with the bytes on the host if both share one memory."""
+        """Returns the bytes to compare with `budget.device`. They include the bytes on the host if device and host
+        share one memory."""
         if budget.shared:
             return max(self.built_on_host, self.device + self._host_in_training)
         return self.device
 
     def shortages(self, budget: MemoryBudget) -> dict[str, tuple[int, int]]:
-        """Returns the needed and the available bytes of each memory that is too small. The keys are `device` and
-        `host`, and a memory that suffices has no key."""
+        """Returns a pair for each memory that is too small: the needed bytes and the available bytes. The keys are
+        `device` and `host`, and a memory that suffices has no key."""
         shortages: dict[str, tuple[int, int]] = {}
         if self.bytes_to_compare(budget) > budget.device:
             shortages["device"] = (self.bytes_to_compare(budget), budget.device)
@@ -206,8 +208,9 @@ def _most_images(estimate: MemoryEstimate, activation_fit: LinearFit, budget: Me
 
 
 def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tuple[MemoryEstimate | None, str]:
-    """Returns the strategy that RULE recommends and a sentence with its figures. If no strategy fits, returns None and
-    a sentence that says what is missing. `estimates` are in the order of PLANNED.
+    """Returns the estimate of the strategy that RULE recommends, and a sentence with its figures. SuperOffload is never
+    recommended. If no other strategy fits, returns None and a sentence that says what is missing. `estimates` are in
+    the order of PLANNED.
 
     Raises:
         UsageError: if `train` would refuse every strategy. The message says why it refuses the first strategy of
@@ -233,7 +236,7 @@ def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tu
 
 
 def gigabytes(size: int) -> str:
-    """Returns a size in GB (10^9 bytes)."""
+    """Returns a number of bytes as a text in GB (10^9 bytes), with two decimals."""
     return f"{size / 1e9:,.2f}"
 
 
@@ -242,8 +245,8 @@ def without_auto(settings: Settings) -> Settings:
     recommended strategy and the reason for it.
 
     Raises:
-        UsageError: if no strategy fits, or if torchrun, srun or DeepSpeed's launcher started this process, because each
-            rank would then choose separately, and the choices could differ.
+        UsageError: if no strategy fits, or `train` would refuse every strategy. Also if torchrun, srun or DeepSpeed's
+            launcher started this process, because each rank would then choose separately, and the choices could differ.
     """
     if settings.placement.strategy != AUTO:
         return settings

@@ -32,7 +32,8 @@ class FiniteSchedule(Schedule):
 
 
 def share_done(step: float, total: float) -> float:
-    """Returns the share of `total` steps that are done, from 0 to 1. It stays 1 after the last step."""
+    """Returns the share of `total` steps that are done, from 0 to 1. It stays 1 after the last step, and is 1 if
+    `total` is 0 or less."""
     return min(max(step / total, 0.0), 1.0) if total > 0 else 1.0
 
 

@@ -50,8 +50,8 @@ def _plain(placement: Placement) -> Strategy | str:
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
-    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise the class in the strategy's attribute
-    `hooks`, or Hooks if there is none."""
+    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise an instance of the class in the strategy's
+    attribute `hooks`. Without this attribute, or if `strategy` is None, returns `Hooks`."""
     # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
     # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy

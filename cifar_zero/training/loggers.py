@@ -36,8 +36,9 @@ RESULTS = ("test/acc", "val/acc", "test/loss", "perf/images_per_second")
 
 
 def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
-    """Creates and returns the loggers that --logger selects. Without a run folder, returns an empty list. Raises
-    UsageError if W&B has no login or its server does not answer."""
+    """Creates and returns the loggers that --logger selects. An error while they write does not end the run (see
+    `write_to`). Without a run folder, as on all ranks but rank 0, returns an empty list. Raises UsageError if W&B has
+    no login or its server does not answer."""
     made: list[Logger] = []
     if run_dir is None:
         return made
@@ -57,8 +58,8 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
 
 
 def write_to(logger: Any, write: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Calls `write`, which writes to a logger, with the other arguments. Prints the first error of each logger. No
-    error ends the training."""
+    """Calls `write`, which writes to `logger`, with `arguments` and `options`. Prints the first error of each logger.
+    No error is raised."""
     write_once = partial(write, *arguments, **options)
     if getattr(logger, "has_failed", False):
         failure_of(write_once)

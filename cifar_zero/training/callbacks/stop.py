@@ -87,8 +87,8 @@ class Interrupt(Callback):
         return requested > 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the signal handlers, and then checks whether any rank has received a signal that no exchange has
-        shared."""
+        """If no signal has ended the training, restores the signal handlers, and then asks all ranks for a signal that
+        no exchange has shared. If any signal has ended the training, ignores all further signals."""
         self.has_ended = True
         if self.signal is None:
             for number, handler in self._previous.items():
