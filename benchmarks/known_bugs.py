@@ -106,7 +106,7 @@ def muon(stage: int) -> str:
 
 
 def muon_accumulated(stage: int) -> str:
-    """8443: ZeRO 3 applies Muon to each micro-batch."""
+    """8443: ZeRO 3 applies Muon to each micro-batch instead of to each step."""
     results, verdicts = [], []
     for parts in (1, 4):
         batches = [torch.cat(images(4, 2, seed)).chunk(parts) for seed in range(3)]
@@ -138,20 +138,20 @@ def not_finite(stage: int, bf16: bool) -> str:
 
 
 def buffers() -> str:
-    """8066: the engine casts buffers."""
+    """8066: the engine casts float32 buffers to the low precision."""
     model = Rotary()
     engine = build(model, {**zero(2), "bf16": {"enabled": True}}, torch.optim.SGD(model.parameters(), lr=0.1))
     return f"the float32 buffer is {engine.module.angles.dtype}. {train(engine, [[images(1, 1)[0].bfloat16()]])}"
 
 
 def warmup() -> str:
-    """7303: WarmupLR ignores the rate of the optimizer."""
+    """7303: WarmupLR without warmup_max_lr warms up to 0.001 instead of the optimizer's learning rate."""
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     return rates({"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}}, schedule, 4)
 
 
 def one_cycle() -> str:
-    """8179: the number of stairs has no effect."""
+    """8179: OneCycle ignores cycle_first_stair_count, the number of stairs."""
     own = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 6, "cycle_first_stair_count": 2}
     schedule = {"type": "OneCycle", "params": {**own, "cycle_momentum": False}}
     return rates({"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}, schedule, 6)
@@ -165,7 +165,7 @@ def rates(optimizer: dict[str, Any], schedule: dict[str, Any], steps: int) -> st
 
 
 def autocast(stage: int) -> str:
-    """7534: with torch_autocast, a tied weight is reduced twice."""
+    """7534: with torch_autocast, ZeRO 3 reduces the gradient of a tied weight several times."""
     torch.manual_seed(0)
     model = Tied()
     config = {**zero(stage), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -214,7 +214,7 @@ def frozen(stage: int) -> str:
 
 
 def pipeline() -> str:
-    """8152: each earlier stage of a pipeline divides by the micro-batches again."""
+    """8152: each earlier stage of a pipeline divides its gradients by the number of micro-batches once more."""
     from deepspeed.pipe import PipelineModule
 
     layers = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]

@@ -59,7 +59,8 @@ Benches = Mapping[str, Bench]  # by the name of what they measure: this program,
 
 
 def tutorial(benches: Benches, arguments: Namespace) -> list[Case]:
-    """Returns the comparison of train.py with the tutorial's loop and a bare loop, with the tutorial's recipe."""
+    """Returns the comparison of train.py with the loop of PyTorch's tutorial and with a bare loop, all with the
+    tutorial's recipe."""
     steps, reference = arguments.steps or STEPS[4], benches["train.py"].reference
     loops = {f"{loop} loop": partial(reference, loop, steps) for loop in ("tutorial", "bare")}
     programs = train_py(benches, steps, "--config", "configs/tutorial.yaml")
@@ -133,7 +134,7 @@ def audit(benches: Benches, arguments: Namespace) -> list[Case]:
 
 
 def epoch(cache: Path, loader: str) -> Any:
-    """Runs benchmarks.loops.loaders and returns the figures that it measured."""
+    """Runs benchmarks.loops.loaders with a loader that it names, and returns the figures that it measured."""
     program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(cache))
     return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as in torch's worker processes
 

@@ -29,8 +29,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 class CIFAR10InMemory(torchvision.datasets.CIFAR10):
     """torchvision's CIFAR10 on synthetic images, whose decoded pixels are in `cache`. The content of images does not
-    affect the speed. An item is (image, label). The image is float32 (3, 32, 32) from -1 to 1, as in the tutorial and
-    DeepSpeedExamples."""
+    affect the speed. An item is (image, label). The image is float32 (3, 32, 32) from -1 to 1, as in PyTorch's tutorial
+    and DeepSpeedExamples."""
 
     def __init__(self, cache: str):  # does not call CIFAR10.__init__, which reads the files
         dataset = sources.load(DataConfig(source="synthetic", cache=cache), "synthetic")

@@ -1,5 +1,5 @@
-"""Defines the registry of models, which are plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class
-scores.
+"""Defines the registry of models. A model is a plain torch module that maps normalised images (N, 3, H, W), by default
+of 32 x 32 pixels, to class scores (N, classes).
 
 Each entry is a dataclass. Its fields are the `--model.<option>` flags, and its docstring is the model's help text. An
 entry imports its torch module only when it builds the model, so that the command line has every option without

@@ -18,8 +18,10 @@ Shape = tuple[int, int, int, int]
 
 
 def external(num_classes: int, options: models.External) -> nn.Module:
-    """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError if
-    torchvision has no classifier of this name, or if the classifier does not have one of the given options."""
+    """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes). Its weights are
+    initialised, not pretrained. If `options.image_size` is set, the model first scales the images, and all its tensors
+    have the prefix `net.`. Raises ValueError if torchvision has no classifier of this name, or if the classifier does
+    not have one of the given options."""
     known = torchvision.models.list_models(module=torchvision.models)
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)

@@ -33,17 +33,17 @@ class OptimizerOptions(Options):
     moments: ClassVar[int] = 0  # numbers kept per element of a parameter, without those of `momentum` and `centered`
 
     shardable: ClassVar[bool] = True
-    """Whether strategies that flatten, shard or split the parameters can use the optimizer. If not, the update needs each
-    parameter as a full tensor."""
+    """Whether strategies that flatten, shard or split the parameters can use the optimizer. If not, the update needs
+    each parameter as a full tensor."""
 
     compiled: ClassVar[bool] = False  # whether DeepSpeed's C++ updates the weights if the optimizer is offloaded
 
     fused: ClassVar[bool] = False  # whether torch can update all parameters in one call
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class for this
-        optimizer in `torch_updates`, or else of torch's class of the same name. A subclass overrides this method if
-        another library implements it, such as DeepSpeed, or if it needs other options."""
+        """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class
+        Torch<name> in `torch_updates` if there is one, or else of torch's class of the same name. A subclass overrides
+        this method if another library implements it, such as DeepSpeed, or if it needs other options."""
         import torch
 
         from cifar_zero.optimizers import torch_updates

@@ -151,9 +151,12 @@ class MemoryEstimate:
 def estimate_all(
     run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]
 ) -> list[MemoryEstimate]:
-    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names. Missing
-    compute formats are added to the cache `fits_by_format`. Raises UsageError if the batch size cannot be divided, if
-    ranks share a model, or if activation checkpointing finds no blocks."""
+    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names.
+
+    `fits_by_format` is a cache that maps a compute format to the run's activations. Missing formats are added. Raises
+    UsageError if the batch size cannot be divided, if a model is split over ranks (--tensor_parallel_size,
+    --pipeline_parallel_size), or if activation checkpointing finds no blocks.
+    """
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
     return [_estimate(run.changed(strategy=name, ds_config=""), network, budget, fits_by_format) for name in PLANNED]

@@ -22,7 +22,7 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | s
     Trainer.
 
     Args:
-        num_parameters: Number of elements of all parameters. DeepSpeed's communication buckets are no larger.
+        num_parameters: Number of elements of all parameters. It limits DeepSpeed's communication buckets.
         largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers.
     """
     if run.spec.family == "baseline":

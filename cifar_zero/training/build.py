@@ -49,8 +49,8 @@ NOT_ZERO = ("check_val_every_n_epoch", "limit_train_batches", "val_check_interva
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None) -> Trainer:
-    """Returns Lightning's Trainer for a run. Raises UsageError if Lightning refuses an option of --trainer. See
-    `trainer_options` for the arguments."""
+    """Returns Lightning's Trainer for a run, with the loops of `fast_loop` and without Lightning's signal handlers.
+    Raises UsageError if Lightning refuses an option of --trainer. See `trainer_options` for the arguments."""
     options = trainer_options(run, run_dir, callbacks)
     try:
         made = Trainer(**options)

@@ -80,7 +80,7 @@ def agree_on_images(run: Run) -> Run:
     the run unchanged.
 
     Rank 0 prepares CIFAR-10 or, if CIFAR-10 is not available, the embedded digits. The recipe then names this source.
-    If the source is the digits, the name of the run shows this too. Every rank must call it.
+    If the source is the digits, the name of the run gets a suffix. Every rank must call it.
     """
     if run.data.source != "auto":
         return run

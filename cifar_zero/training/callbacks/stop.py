@@ -104,10 +104,12 @@ class Interrupt(Callback):
 
 
 def keep_handlers(trainer: Trainer) -> None:
-    """Keeps Lightning (2.6.6) from replacing the signal handlers. Lightning has no option for this. Lightning's handler
-    of SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be in another
-    collective. After `fit`, Lightning restores the handlers that it found before `fit`, so a rank would ignore Ctrl-C
-    again."""
+    """Keeps Lightning (2.6.6) from replacing the signal handlers. Lightning has no option for this.
+
+    Lightning's handler of SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be
+    in another collective. After `fit`, Lightning would restore the handlers that it found before `fit`. A second signal
+    could then interrupt a run that is already ending, where `Interrupt.on_train_end` ignores signals.
+    """
     connector: Any = trainer._signal_connector
     connector.register_signal_handlers = lambda: None
 

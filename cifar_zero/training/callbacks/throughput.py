@@ -85,7 +85,7 @@ class Throughput(IntervalCallback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Records the time from the start of the command to the end of the first step. If the curves have a point at
-        this step, writes it."""
+        this step, writes the point."""
         key = "perf/seconds_to_first_step"
         if key not in self.totals_of_run and trainer.global_step > self._logged_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
