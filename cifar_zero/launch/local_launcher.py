@@ -59,7 +59,7 @@ class Rank:
 
 def run_ranks(ranks: int, on_cpu: bool, run: bytes = b"", how_to_resume: Callable[[Path], str] = lambda _: "") -> int:
     """Runs this process's command line again as several ranks on this computer, and waits for them. Ranks that do not
-    end soon after another one are killed. Prints how the first failed rank ended.
+    end soon after another one has failed or ended on request are killed. Prints how the first failed rank ended.
 
     Returns 0 if all ranks succeeded. Otherwise returns the exit code of the first rank that failed, or 1 if a signal
     killed it. If no rank failed, returns 128 + the number of the signal on which the ranks ended, or 1 if some had to

@@ -149,8 +149,8 @@ class MixtureOfExperts(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the weighted outputs of each token's experts. A dropped token gets zeros, or with mlp_type residual
-        only the output of the dense layer."""
+        """Returns the weighted sum of the outputs of each token's experts, and zeros for a dropped token. With mlp_type
+        residual, this is added to the output of the dense layer, with learnt weights for the two."""
         return self.gate.run(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:

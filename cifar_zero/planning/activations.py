@@ -130,9 +130,9 @@ def fake(net: nn.Module) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns what `count_activations` returns. If all blocks of the model are identical, it counts only two and then
-    three blocks, because each further block adds the same bytes. This is exact to the byte for vit_13b, and counting
-    all 41 of its blocks would take 15 times as long."""
+    """Returns what `count_activations` returns. If the model has more than three blocks and all are identical, it
+    counts only two and then three blocks, because each further block adds the same bytes. This is exact to the byte for
+    vit_13b, and counting all 41 of its blocks would take 15 times as long."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
         return count_activations(net, images, computes, side)

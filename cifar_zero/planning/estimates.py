@@ -87,8 +87,8 @@ def available(settings: Settings, device_memory: str | None = None, host_memory:
 
 
 def size_in_bytes(text: str, flag: str) -> int:
-    """Returns the bytes of a size such as `80GB`, `24GiB` or `512MiB`. A number without a unit, such as `80`, is in
-    gigabytes. Raises UsageError if the text is not a size."""
+    """Returns the bytes of a size such as `80GB` (80 x 10^9), `24GiB` (24 x 2^30) or `512MiB`. A number without a unit,
+    such as `80`, is in GB. Raises UsageError if the text is not a size."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.lower())
     if not match or match[2] not in UNITS:
         raise UsageError(f"{flag} {text}: give a size such as 80GB (10^9 bytes), 24GiB (2^30) or 80, which is 80GB")

@@ -93,8 +93,8 @@ def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> Non
 
 def _log_results(logger: Logger, run: Settings, metrics: dict[str, Any], step: int) -> None:
     """Adds the results of a run to one logger, if it is TensorBoard or W&B. In TensorBoard, adds a row to the HPARAMS
-    table, and adds the results as points at `step`. TensorBoard shows the number 4 as 4.0000, so whole numbers become
-    text in this table. In W&B, adds all of metrics.json to the summary of the run."""
+    table, and adds the results as points at `step`. All settings in this table but floats are text, because TensorBoard
+    would show the number 4 as 4.0000. In W&B, adds all of metrics.json to the summary of the run."""
     if isinstance(logger, TensorBoardLogger):
         optimizer, schedule = run.recipe.optimizer, run.recipe.schedule
         shown = {name: metrics[name] for name in SETTINGS}

@@ -111,8 +111,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Casts the shards, makes the parameters contiguous, distributes experts over the ranks, keeps batch norms in
-        float32 and starts the engine. Raises UsageError for a parameter that DeepSpeed cannot train."""
+        """Casts the shards of ZeRO 3 under mixed precision, makes the parameters contiguous, distributes experts over
+        the ranks, keeps batch norms in float32 and starts the engine. Raises UsageError for a parameter that DeepSpeed
+        cannot train."""
         assert self.model is not None
         if self._casts_shards and self._training_engine is None:
             dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
