@@ -84,7 +84,8 @@ def measurements(arguments: Namespace, out: Path) -> Iterator[Measurement]:
 
 
 def main() -> int:
-    """Makes the missing measurements and returns the exit code, which is 1 if one failed."""
+    """Makes the measurements that are missing or failed, as far as --minutes allows. Returns the exit code, which is 1
+    if the last try of a chosen measurement failed. Measurements that are still missing do not change it."""
     parser = exits.Parser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="cpu: a small rehearsal")
     parser.add_argument("--minutes", type=float, default=9, help="stop after this many minutes (default: %(default)s)")
@@ -127,7 +128,7 @@ def in_order(chosen: Sequence[Measurement], results: Mapping[str, Row]) -> list[
 
 
 def measure(measurement: Measurement, minutes: float) -> Row:
-    """Runs the programs of a measurement until one fails or the time is over."""
+    """Runs the programs of a measurement until one fails or the time is over. Returns its row without `tries`."""
     started, succeeded, output = time.monotonic(), 0, ""
     for program in measurement.programs:
         left = 60 * minutes - (time.monotonic() - started)

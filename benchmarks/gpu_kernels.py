@@ -16,8 +16,9 @@ from stepcheck.replay.plain_copy import Computed
 
 
 def alarms(device: torch.device) -> dict[str, str]:
-    """Returns how many steps a replay would call wrong, if the training uses other kernels: its weights lie in one flat
-    buffer, as at ZeRO 1 and 2, or Inductor has compiled it."""
+    """Returns, as a text for each model, precision and kind of training, how many steps a replay would call wrong if
+    the training uses other kernels. In a "flat" training the weights lie in one buffer, as at ZeRO 1 and 2. A
+    "compiled" one is compiled by Inductor."""
     row: dict[str, str] = {}
     on_gpu = device.type == "cuda"
     for name in ("vit_tiny", "resnet18") if on_gpu else ("net",):
@@ -33,7 +34,8 @@ def alarms(device: torch.device) -> dict[str, str]:
 
 
 def _flattened(net: nn.Module) -> nn.Module:
-    """Makes the parameters views of one buffer that are not aligned."""
+    """Makes the parameters unaligned views of one buffer, in place, and returns the model. The first parameter begins
+    at the second element of the buffer."""
     parameters = [*net.parameters()]
     flat = torch.empty(1 + sum(each.numel() for each in parameters), device=parameters[0].device)
     flat, first = flat.to(parameters[0].dtype), 1
@@ -45,7 +47,7 @@ def _flattened(net: nn.Module) -> nn.Module:
 
 
 def _step(net: nn.Module, precision: str, seed: int, size: int, device: torch.device) -> Computed:
-    """Returns the loss and the gradients of a batch."""
+    """Returns the loss and the gradients of a batch of `size` random images, which are the same for the same seed."""
     torch.manual_seed(seed)
     images, labels = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 10, (size,), device=device)
     dtype = next(net.parameters()).dtype

@@ -39,8 +39,9 @@ class Case:
 
 
 def parse(parser: exits.Parser) -> Namespace:
-    """Parses the command line and resolves --accelerator to cpu or gpu. Raises UsageError if a number is less than 1,
-    or if --accelerator is gpu and there is no GPU."""
+    """Parses the command line, resolves --accelerator to cpu or gpu, and installs the signal handlers
+    (`exits.install`). Raises UsageError if --repeats or --steps is less than 1, or if --accelerator is gpu and there is
+    no GPU."""
     arguments = parser.parse_args()
     for name in ("repeats", "steps"):
         value = getattr(arguments, name, None)
@@ -86,8 +87,9 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
 
 
 def rows(runs: Mapping[str, Sequence[Figures]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns the rows of a comparison's table. `runs` has the figures of each contender in each round. A ratio is
-    taken within a round, because the machine was in the same state for both runs."""
+    """Returns the rows of a comparison's table: texts by the row's name and the column's heading. `runs` has the
+    figures of each contender in each round. `ratios` has pairs of contenders. The images per second of the first are
+    divided by those of the second within each round, because the machine was in the same state for both runs."""
     table: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         table[name] = {UNITS[key]: summary([one[key] for one in rounds]) for key in UNITS if key in rounds[0]}

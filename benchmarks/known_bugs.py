@@ -1,9 +1,10 @@
-"""Reproduces silent bugs of DeepSpeed that upstream knows, each under the audit, and prints a line for each.
+"""Reproduces silent bugs of DeepSpeed that upstream knows, each under the audit, and prints a line for each. The
+docstring of a case begins with the number of DeepSpeed's issue or pull request.
 
 DS_ACCELERATOR=cpu TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 python -m benchmarks.known_bugs [CASE ...]
 
-starts two CPU ranks. To run another release, put its folder first on PYTHONPATH.
-benchmarks/results/deepspeed_bugs.md has the results.
+starts two CPU ranks. To run another release, put its folder first on PYTHONPATH. benchmarks/results/deepspeed_bugs.md
+has the results.
 """
 
 import math
@@ -47,7 +48,8 @@ class Rotary(nn.Module):
 
 
 def build(model: nn.Module, config: dict[str, Any], optimizer: Any = None) -> Any:
-    """Returns an engine."""
+    """Returns an engine without gradient clipping, for micro-batches of size 1. The entries of `config` replace these
+    options."""
     common = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
     parameters = None if optimizer else list(model.parameters())
     initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts
@@ -56,7 +58,8 @@ def build(model: nn.Module, config: dict[str, Any], optimizer: Any = None) -> An
 
 
 def train(engine: Any, steps: list[list[Tensor]], inspect: Callable[[], Any] | None = None) -> str:
-    """Trains an engine under the audit, one list of micro-batches a step. Returns the verdict."""
+    """Trains an engine under the audit. `steps` has a list of micro-batches for each step, and `inspect` is called
+    after each step. Returns the verdict as a text, with its first finding."""
     with audit(engine, on_fault="warn", weights_every=1) as audited:
         for step in steps:
             for images in step:
@@ -71,14 +74,14 @@ def train(engine: Any, steps: list[list[Tensor]], inspect: Callable[[], Any] | N
 
 
 def weights(engine: Any) -> Tensor:
-    """Returns all weights as one vector."""
+    """Returns all weights as one vector, float64. At ZeRO 3 every rank must call it."""
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters, enabled=engine.zero_optimization_stage() == 3):
         return torch.cat([each.detach().double().flatten() for each in parameters])
 
 
 def images(count: int, rows: int, seed: int = 0) -> list[Tensor]:
-    """Returns micro-batches of this rank."""
+    """Returns `count` micro-batches of this rank, each float32 (rows, 8). The other rank has others."""
     generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
     return [torch.randn(rows, 8, generator=generator) for _ in range(count)]
 
@@ -103,7 +106,7 @@ def muon(stage: int) -> str:
 
 
 def muon_accumulated(stage: int) -> str:
-    """8443: ZeRO 3 applies Muon to each micro-batch."""
+    """8443: ZeRO 3 applies Muon to each micro-batch instead of to each step."""
     results, verdicts = [], []
     for parts in (1, 4):
         batches = [torch.cat(images(4, 2, seed)).chunk(parts) for seed in range(3)]
@@ -135,20 +138,20 @@ def not_finite(stage: int, bf16: bool) -> str:
 
 
 def buffers() -> str:
-    """8066: the engine casts buffers."""
+    """8066: the engine casts float32 buffers to the low precision."""
     model = Rotary()
     engine = build(model, {**zero(2), "bf16": {"enabled": True}}, torch.optim.SGD(model.parameters(), lr=0.1))
     return f"the float32 buffer is {engine.module.angles.dtype}. {train(engine, [[images(1, 1)[0].bfloat16()]])}"
 
 
 def warmup() -> str:
-    """7303: WarmupLR ignores the rate of the optimizer."""
+    """7303: WarmupLR without warmup_max_lr warms up to 0.001 instead of the optimizer's learning rate."""
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     return rates({"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}}, schedule, 4)
 
 
 def one_cycle() -> str:
-    """8179: the number of stairs has no effect."""
+    """8179: OneCycle ignores cycle_first_stair_count, the number of stairs."""
     own = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 6, "cycle_first_stair_count": 2}
     schedule = {"type": "OneCycle", "params": {**own, "cycle_momentum": False}}
     return rates({"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}, schedule, 6)
@@ -162,7 +165,7 @@ def rates(optimizer: dict[str, Any], schedule: dict[str, Any], steps: int) -> st
 
 
 def autocast(stage: int) -> str:
-    """7534: with torch_autocast, a tied weight is reduced twice."""
+    """7534: with torch_autocast, ZeRO 3 reduces the gradient of a tied weight several times."""
     torch.manual_seed(0)
     model = Tied()
     config = {**zero(stage), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -211,7 +214,7 @@ def frozen(stage: int) -> str:
 
 
 def pipeline() -> str:
-    """8152: each earlier stage of a pipeline divides by the micro-batches again."""
+    """8152: each earlier stage of a pipeline divides its gradients by the number of micro-batches once more."""
     from deepspeed.pipe import PipelineModule
 
     layers = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
@@ -262,7 +265,8 @@ CASES: dict[str, Callable[[], str]] = {
 
 
 def run(rank: int, folder: str, chosen: list[str]) -> None:
-    """Runs the chosen cases on a rank."""
+    """Runs the cases whose names begin with one of `chosen`, or all cases if `chosen` is empty. Both ranks call it, and
+    rank 0 prints."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

@@ -32,7 +32,8 @@ from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
 data.prepare(DataConfig(source="synthetic", cache=sys.argv[1]))
 """
-"""Decodes the synthetic images, in the layout of the code that is measured."""
+"""Program that decodes the synthetic images into the folder that is its argument. It runs in the code that is
+measured, whose layout of decoded images may differ from this code's."""
 
 TAIL_LINES = 30  # number of lines that are shown of a failed run's output
 
@@ -61,7 +62,8 @@ class Bench:
         return self.directory / "cache"
 
     def train_py(self, steps: int, *flags: str) -> dict[str, float]:
-        """Runs train.py for `steps` timed steps and returns the figures of its metrics.json."""
+        """Runs train.py for `steps` timed steps on synthetic images, on one device unless the flags name more. Returns
+        FIGURES from its metrics.json."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
             arguments = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
@@ -92,14 +94,15 @@ def run(
     seconds: float = TIMEOUT_SECONDS,
     root: Path = ROOT,
 ) -> str:
-    """Runs `python <arguments>` from a root of the repository and returns its output.
+    """Runs `python <arguments>` from a root of the repository and returns what it wrote to standard output and error.
 
     Args:
         extra_env: Environment variables of the run, in addition to the inherited ones.
         seconds: Time limit.
 
     Raises:
-        RunFailed: If the run fails, or takes longer.
+        RunFailed: If the exit code is not 0. Also if the time limit is over, after which the run and its child
+            processes are killed.
     """
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
@@ -130,8 +133,8 @@ def run(
 
 
 def last_json(output: str) -> Any:
-    """Returns the last line that is a JSON object, because libraries print lines too. Raises RunFailed if there is
-    none."""
+    """Returns the last line that is a JSON object, parsed, because libraries print lines too. Raises RunFailed if there
+    is none."""
     for line in reversed(output.splitlines()):
         if line.startswith("{") and line.endswith("}"):
             return json.loads(line)

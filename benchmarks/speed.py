@@ -59,7 +59,8 @@ Benches = Mapping[str, Bench]  # by the name of what they measure: this program,
 
 
 def tutorial(benches: Benches, arguments: Namespace) -> list[Case]:
-    """Returns the comparison of train.py with the tutorial's loop and a bare loop, with the tutorial's recipe."""
+    """Returns the comparison of train.py with the loop of PyTorch's tutorial and with a bare loop, all with the
+    tutorial's recipe."""
     steps, reference = arguments.steps or STEPS[4], benches["train.py"].reference
     loops = {f"{loop} loop": partial(reference, loop, steps) for loop in ("tutorial", "bare")}
     programs = train_py(benches, steps, "--config", "configs/tutorial.yaml")
@@ -117,7 +118,8 @@ def data(benches: Benches, arguments: Namespace) -> list[Case]:
 
 
 def audit(benches: Benches, arguments: Namespace) -> list[Case]:
-    """Returns the comparisons of audited trainings with others."""
+    """Returns the comparisons of audited trainings with the same trainings without the audit: one for each strategy,
+    and on a GPU also one for each strategy with --compile."""
     runner = benches["train.py"]
     on_gpu = runner.accelerator == "gpu"
     recipe = ["--model", "vit_tiny", "--precision", "bf16-mixed", "--batch_size", "512" if on_gpu else "32"]
@@ -132,7 +134,7 @@ def audit(benches: Benches, arguments: Namespace) -> list[Case]:
 
 
 def epoch(cache: Path, loader: str) -> Any:
-    """Runs benchmarks.loops.loaders and returns the figures that it measured."""
+    """Runs benchmarks.loops.loaders with a loader that it names, and returns the figures that it measured."""
     program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(cache))
     return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as in torch's worker processes
 

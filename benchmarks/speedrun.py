@@ -88,8 +88,8 @@ def main() -> int:
 
 
 def resolved(flags: Sequence[str]) -> Run:
-    """Returns the resolved run on one device. It is checked as in train.py. Raises UsageError if a flag does nothing in
-    this benchmark, or if the run is not on one device."""
+    """Returns the resolved run on one device, without checkpoints. It is checked as in train.py. Raises UsageError if a
+    flag does nothing in this benchmark, or if the run is not on one device."""
     settings = command_line.parse(flags)
     values, defaults = flat(settings), flat(make_settings())
     for name in UNUSED:

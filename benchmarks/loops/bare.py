@@ -29,8 +29,8 @@ SEED = 0  # seed of the weights and of the image order, train.py's default
 def train(
     data: DataConfig, batch_size: int, steps: int, device: torch.device, tuned: bool = False, model: str = "net"
 ) -> tuple[nn.Module, dict[str, float]]:
-    """Trains `model`, a name of --model, for the warm-up and `steps` timed steps. Returns the trained model and the
-    measured figures."""
+    """Trains `model`, a name of --model, for the warm-up and `steps` timed steps on the source `data`. Returns the
+    trained model and the measured figures. `tuned` is the option --tuned."""
     dataset = sources.load(data, data.source)
     images = torch.from_numpy(np.ascontiguousarray(dataset.train_images.transpose(0, 3, 1, 2))).to(device)
     labels = torch.from_numpy(np.array(dataset.train_labels)).to(device)

@@ -29,8 +29,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 class CIFAR10InMemory(torchvision.datasets.CIFAR10):
     """torchvision's CIFAR10 on synthetic images, whose decoded pixels are in `cache`. The content of images does not
-    affect the speed. An item is (image, label). The image is float32 (3, 32, 32) from -1 to 1, as in the tutorial and
-    DeepSpeedExamples."""
+    affect the speed. An item is (image, label). The image is float32 (3, 32, 32) from -1 to 1, as in PyTorch's tutorial
+    and DeepSpeedExamples."""
 
     def __init__(self, cache: str):  # does not call CIFAR10.__init__, which reads the files
         dataset = sources.load(DataConfig(source="synthetic", cache=cache), "synthetic")
@@ -66,7 +66,7 @@ class Clock:
                 done += 1
 
     def figures(self) -> dict[str, float]:
-        """Returns the measured figures, named as in metrics.json."""
+        """Returns the measured figures, named as in metrics.json but without perf/."""
         return {
             "images_per_second": self._timed_steps * self._batch_size / self._seconds,
             "step_time_ms": 1e3 * self._seconds / self._timed_steps,

@@ -22,7 +22,8 @@ BATCH_SIZE = 16  # images per step over all ranks, the program's train_batch_siz
 
 
 def train(cache: str, steps: int, stage: int) -> dict[str, float]:
-    """Trains as one rank on the images in `cache` at a ZeRO stage from 0 to 3. Returns the measured figures."""
+    """Trains as one rank on the images in `cache` at a ZeRO stage from 0 to 3. Returns the measured figures. Every rank
+    must call it, and at the end the process group is destroyed."""
     # DeepSpeed is imported in this function, because it reads DS_ACCELERATOR on import, and because the launching
     # process does not need it.
     import deepspeed

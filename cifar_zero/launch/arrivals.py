@@ -16,18 +16,18 @@ POLL_SECONDS = 0.1  # time between two looks for the other ranks
 
 FIRST_NOTE_SECONDS = 15.0
 """Time after which rank 0 says for the first time which ranks are missing, and the other ranks say that rank 0 is
-missing. Later notes of rank 0 come after twice the time of the note before."""
+missing. Each later note of rank 0 comes when it has waited twice as long as at the note before."""
 
 NAMED = 8  # the most missing ranks that a message names
 
 
 def open_store(patience: timedelta) -> Store:
-    """Returns the store of torchrun's agents, or a store that rank 0 opens. torch's "env://" is not used, because
-    rank 0 would wait in it for all ranks, and could not name the missing ones. Raises UsageError if the environment
-    lacks the address of the store.
+    """Returns the store of torchrun's agents, or a store that rank 0 opens. Waits up to `patience` for a connection to
+    it, and prints a note after FIRST_NOTE_SECONDS. Raises UsageError if the environment lacks the address of the store.
 
-    On one computer, rank 0 listens on a local address only. By default, torch (2.15) listens on all addresses, where
-    other computers can change what the ranks exchange.
+    torch's "env://" is not used, because rank 0 would wait in it for all ranks, and could not name the missing ones. On
+    one computer, rank 0 listens on a local address only. By default, torch (2.15) listens on all addresses, where other
+    computers can change what the ranks exchange.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:

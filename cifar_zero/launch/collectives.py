@@ -32,9 +32,9 @@ start minutes apart, and rank 0 downloads and decodes the images while the other
 
 START_TOGETHER = timedelta(minutes=5)
 """Time limit for the ranks of one node, and for torchrun's ranks, to form the process group. It is shorter than START,
-because these ranks start together. A --timeout below it replaces it. If one of torchrun's ranks fails before the
-rendezvous (no GPU, for example), torchrun ends the other ranks of that node, and this limit ends the ranks of the other
-nodes."""
+because these ranks start together. A --timeout below it replaces it, but the limit is at least LEAST_START. If one of
+torchrun's ranks fails before the rendezvous (no GPU, for example), torchrun ends the other ranks of that node, and this
+limit ends the ranks of the other nodes."""
 
 LEAST_START = timedelta(minutes=1)  # least limit for the ranks to meet: imports may take that long on a busy machine
 
@@ -55,7 +55,9 @@ class RankInfo:
 
 
 def init_process_group(run: Run) -> list[RankInfo]:
-    """Forms the process group of a run if it has several ranks. Returns the `RankInfo` of every rank, in rank order."""
+    """Forms the process group of a run if it has several ranks and no group exists, and sets the time limit of its
+    collectives to START or to a longer --timeout. Returns the `RankInfo` of every rank, in rank order. Every rank must
+    call this function."""
     device = "cpu" if run.on_cpu else f"cuda:{rank_environment.local_rank()}"
     info = RankInfo(socket.gethostname(), device, torch.get_num_threads(), rank_environment.torchrun_agent())
     if run.placement.world_size == 1 or dist.is_initialized():
@@ -72,8 +74,9 @@ def init_process_group(run: Run) -> list[RankInfo]:
 
 
 def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:
-    """Forms the default process group of all ranks. Raises RunError, which names the missing ranks, if some ranks do
-    not connect within `patience`."""
+    """Forms the default process group of all ranks, and selects this rank's GPU unless `on_cpu` is set. `patience` is
+    also the time limit of the group's collectives. If some ranks do not connect within `patience`, rank 0 raises
+    RunError, which names them."""
     gpu = None if on_cpu else torch.device(f"cuda:{rank_environment.local_rank()}")
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -133,8 +136,8 @@ def call_on_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns the ranks that cannot see a file that rank 0 writes into `folder`. Every rank must call this function.
-    `folder` is None on all ranks except rank 0."""
+    """Returns the ranks that do not see, within PATIENCE_SECONDS, a file that rank 0 writes into `folder`. The file is
+    removed at the end. Every rank must call this function. `folder` is None on all ranks except rank 0."""
     file = call_on_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
     assert file is not None
     call_on_rank_0(file.touch)

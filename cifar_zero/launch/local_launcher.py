@@ -58,12 +58,16 @@ class Rank:
 
 
 def run_ranks(ranks: int, on_cpu: bool, run: bytes = b"", how_to_resume: Callable[[Path], str] = lambda _: "") -> int:
-    """Runs this process's command line again as several ranks on this computer, and waits for them.
+    """Runs this process's command line again as several ranks on this computer, and waits for them. Ranks that do not
+    end soon after another one has failed or ended on request are killed. Prints how the first failed rank ended.
 
-    Returns 0 if all ranks succeed, otherwise the exit code of the first rank that failed.
+    Returns 0 if all ranks succeeded. Otherwise returns the exit code of the first rank that failed, or 1 if a signal
+    killed it. If no rank failed, returns 128 + the number of the signal on which the ranks ended, or 1 if some had to
+    be killed.
 
     Args:
-        on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores.
+        on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores, unless OMP_NUM_THREADS is
+            set.
         run: The resolved run, for the ranks to read from RUN_FILE instead of parsing their command line.
         how_to_resume: Returns the command that resumes a run from its folder, or an empty string if there is no
             checkpoint. The command is printed if rank 0 was killed. Otherwise rank 0 prints it itself.
@@ -158,8 +162,9 @@ def free_port() -> int:
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
     """Installs handlers that record the signals in REQUESTS and forward them to the ranks that are in the list `ranks`
-    at that time. Ctrl-C is only recorded, because the terminal sends it to the ranks too. Returns the list of recorded
-    signals, to which the handlers append."""
+    at that time. Signals that this process ignores, and SIGUSR1 outside of a SLURM job, are left as they are. Ctrl-C is
+    only recorded, because the terminal sends it to the ranks too. Returns the list of recorded signals, to which the
+    handlers append."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -223,8 +228,9 @@ def _broken(ranks: Sequence[Rank], received: Collection[int]) -> list[Rank]:
 
 
 def _code(rank: Rank, received: Collection[int]) -> int | None:
-    """Returns the exit code of a rank, or None while the rank runs. If a signal in REQUESTS killed a rank before it
-    could handle the signal, the exit code is 128 + the number of the signal, as in a shell."""
+    """Returns the exit code of a rank, or None while the rank runs. A rank that a signal killed has minus the number of
+    the signal as its code. If that signal is Ctrl-C or is in `received`, the rank could not handle it in time, and the
+    code is 128 + the number, as in a shell."""
     code = rank.process.poll()
     if code is not None and (-code == signal.SIGINT or -code in received):
         return 128 - code
@@ -239,8 +245,8 @@ def how_ended(code: int) -> str:
 
 
 def _report(rank: Rank) -> None:
-    """Prints how a rank failed, with the last lines of its output. Prints nothing if rank 0 exited with an error,
-    because it has printed its own message."""
+    """Prints how a rank failed, with the last lines of its output, or all lines with --debug. Prints nothing if rank 0
+    exited with an error, because it has printed its own message."""
     code = rank.process.returncode
     if rank.number == 0 and code > 0:
         return

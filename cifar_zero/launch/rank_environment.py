@@ -34,9 +34,9 @@ ADDRESS = "127.0.0.1"
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment variables of this rank under torchrun's names, or no variables if no launcher started
-    this process. Raises UsageError if the variables do not describe a rank, or if the nodes have different numbers of
-    ranks."""
+    """Returns the environment variables of this rank under torchrun's names, and NODE_RANK. Returns an empty dict if no
+    launcher started this process. Raises UsageError if the variables do not describe a rank, or if the nodes have
+    different numbers of ranks."""
     described = {name: environment[name] for name in TORCHRUN if name in environment}
     if DEEPSPEED_LOCAL_SIZE in environment:
         described.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])
@@ -84,8 +84,8 @@ def local_rank() -> int:
 
 
 def set_torchrun_variables() -> None:
-    """Sets the environment variables of this rank under torchrun's names, if another launcher started this rank. torch,
-    Lightning and DeepSpeed read them."""
+    """Sets the environment variables that `variables` returns, if a launcher started this rank. torch, Lightning and
+    DeepSpeed read them."""
     os.environ.update(variables())
 
 

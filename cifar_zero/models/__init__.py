@@ -1,5 +1,5 @@
-"""Defines the registry of models, which are plain torch modules that map images (N, 3, 32, 32) in [-1, 1] to class
-scores.
+"""Defines the registry of models. A model is a plain torch module that maps normalised images (N, 3, H, W), by default
+of 32 x 32 pixels, to class scores (N, classes).
 
 Each entry is a dataclass. Its fields are the `--model.<option>` flags, and its docstring is the model's help text. An
 entry imports its torch module only when it builds the model, so that the command line has every option without
@@ -102,7 +102,7 @@ class Model(Options):
     the number of classes and this entry."""
 
     tokens_per_image: ClassVar[int] = 0  # number of a transformer's patches; 0 for other models
-    may_need_values: ClassVar[bool] = False  # whether its shapes may depend on values, which the meta device lacks
+    may_need_values: ClassVar[bool] = False  # whether shapes may depend on tensors' values; the meta device has none
 
     def build(self, num_classes: int) -> "nn.Module":
         """Returns the model with freshly initialised weights and `num_classes` output scores."""
@@ -284,8 +284,9 @@ PREFIX = "torchvision:"  # before the name of a torchvision classifier, as in to
 
 
 class Models(dict[str, type[Model]]):
-    """The registry of models, keyed by name. Iterating over it yields only the models in this folder, but every name
-    that begins with `torchvision:` is also a valid key."""
+    """The registry of models, keyed by name. Iterating over it yields the models in this folder and those of
+    `register_user_model`. Every name that begins with `torchvision:` is also valid in `[]` and `in`, but not in
+    `get`."""
 
     def __missing__(self, name: str) -> type[Model]:
         if name not in self:
@@ -320,5 +321,5 @@ MODELS = Models(
 
 def build(name: str, num_classes: int, **options: Any) -> "nn.Module":
     """Builds the model that is registered in MODELS as `name`. `options` are values for the fields of its entry. Raises
-    ValueError if an option is invalid."""
+    KeyError if there is no such model, TypeError if there is no such option, and ValueError if a value is invalid."""
     return MODELS[name](**options).build(num_classes)

@@ -19,9 +19,10 @@ from cifar_zero.models.moe import gates
 def checkpoint_blocks(net: nn.Module) -> None:
     """Changes a model in place so that each block recomputes its activations in the backward pass.
 
-    The blocks are the children of the model's outermost lists (nn.Sequential, nn.ModuleList), which transformers,
-    ResNets and most models of torchvision have. A list of plain layers, such as VGG's, is cut into pieces of about the
-    square root of its length (Chen et al. 2016, section 4.1), because checkpointing single layers would save nothing.
+    The blocks are those children of the model's outermost lists (nn.Sequential, nn.ModuleList) that have children
+    themselves, as in transformers, ResNets and most models of torchvision. An nn.Sequential of plain layers, such as
+    VGG's, is cut into pieces of about the square root of its length (Chen et al. 2016, section 4.1), because
+    checkpointing single layers would save nothing.
 
     Only `forward` methods are replaced, not modules, so that parameters keep their names. Losses and weights stay the
     same bit for bit. Raises UsageError if the model has no blocks.

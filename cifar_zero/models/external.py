@@ -18,8 +18,10 @@ Shape = tuple[int, int, int, int]
 
 
 def external(num_classes: int, options: models.External) -> nn.Module:
-    """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes). Raises ValueError if
-    torchvision has no classifier of this name, or if the classifier does not have one of the given options."""
+    """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes). Its weights are
+    initialised, not pretrained. If `options.image_size` is set, the model first scales the images, and all its tensors
+    have the prefix `net.`. Raises ValueError if torchvision has no classifier of this name, or if the classifier does
+    not have one of the given options."""
     known = torchvision.models.list_models(module=torchvision.models)
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)
@@ -36,8 +38,8 @@ def external(num_classes: int, options: models.External) -> nn.Module:
 
 
 def pretrained(options: models.External) -> dict[str, Tensor]:
-    """Returns torchvision's pretrained weights, keyed by the model's parameter names. They are read from torch's cache,
-    or downloaded if the cache lacks them.
+    """Returns torchvision's pretrained weights and buffers, keyed by the names in the model's state_dict. They are read
+    from torch's cache, or downloaded if the cache lacks them.
 
     torch compares the hash of a downloaded file with the hash in the file's name. It does not check the hash of a file
     that is already in the cache. From either file it loads only tensors.

@@ -21,9 +21,9 @@ RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)  # op
 
 
 class DrawnOnCPU(TorchDispatchMode):
-    """Draws random numbers for tensors on a GPU from the CPU's generator. Without this mode, a model that a strategy
-    builds on the GPU would start from different weights than a model that is built on the CPU. Models are built on the
-    CPU under fsdp2, for example, or in a run without a GPU."""
+    """Mode in which uniform_, normal_ and randn take their random numbers from the CPU's generator, for tensors on a
+    GPU too. Without this mode, a model that a strategy builds on the GPU would start from different weights than a
+    model that is built on the CPU. Models are built on the CPU under fsdp2, for example, or in a run without a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -35,8 +35,8 @@ class DrawnOnCPU(TorchDispatchMode):
 
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
-    """Draws the weights of all convolutions and linear layers again by a scheme of SCHEMES, and sets their biases to
-    zero. The scheme `default` changes nothing.
+    """Draws the weights of all convolutions and linear layers again by a scheme of SCHEMES, in place, and sets their
+    biases to zero. First seeds torch's generators with `seed`. The scheme `default` changes nothing.
 
     `Module.apply` also initialises sharded layers, because DeepSpeed's zero.Init replaces it by a function that gathers
     each layer first (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).

@@ -27,7 +27,7 @@ class Routing:
     """The routing of S tokens to E experts in one forward pass, with k experts for each token."""
 
     experts: Tensor  # int64 (k, S), each token's experts, the most probable first; -1 where the token was dropped
-    slots: Tensor  # int64 (k, S), index of each token's place in its expert
+    slots: Tensor  # int64 (k, S), index of each token's place in its expert; without meaning where it was dropped
     weights: Tensor  # float32 (k, S), weights of the experts' outputs; 0 where the token was dropped
     capacity: int  # number of places of each expert
     tokens: Tensor  # int64 (E,), tokens that each expert receives
@@ -100,8 +100,10 @@ class Gate(nn.Module):
         return torch.stack([first, noisy.scatter(1, first[:, None], -math.inf).argmax(dim=1)])
 
     def _capacity(self, masks: Tensor) -> int:
-        """Returns the capacity, which is the number of tokens that each expert has places for. In training it is
-        computed from the shapes of `masks` (k, S, E) alone, without waiting for the device."""
+        """Returns the capacity, which is the number of tokens that each expert has places for. With a capacity factor,
+        as always in training, it is computed from the shapes of `masks` (k, S, E) alone, without waiting for the
+        device. Without a factor, it is the largest number of tokens that an expert receives, or all tokens in an
+        exported program."""
         routes, tokens, experts = masks.shape
         factor = self.options.eval_capacity_factor
         if self.training:
@@ -125,8 +127,8 @@ class Gate(nn.Module):
         return layer(x)
 
     def _largest(self, count: Tensor) -> int:
-        """Returns `count`, the largest number of tokens that any expert receives, as an int. A subclass overrides this
-        method where ranks have to agree on the number."""
+        """Returns `count`, the largest number of tokens that any expert receives (a scalar), as an int. A subclass
+        overrides this method where ranks have to agree on the number."""
         return int(count)
 
 
@@ -147,8 +149,8 @@ class MixtureOfExperts(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the weighted outputs of each token's experts. A dropped token gets zeros, or with mlp_type residual
-        only the output of the dense layer."""
+        """Returns the weighted sum of the outputs of each token's experts, and zeros for a dropped token. With mlp_type
+        residual, this is added to the output of the dense layer, with learnt weights for the two."""
         return self.gate.run(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:

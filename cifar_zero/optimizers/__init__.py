@@ -30,20 +30,20 @@ class OptimizerOptions(Options):
     """Parameters that decay. matrices: weights of two and more dimensions, without biases and norms. all: all
     parameters."""
 
-    moments: ClassVar[int] = 0  # numbers kept for each element of a parameter, without the momentum
+    moments: ClassVar[int] = 0  # numbers kept per element of a parameter, without those of `momentum` and `centered`
 
     shardable: ClassVar[bool] = True
-    """Whether ZeRO 1 to 3 may flatten and shard the tensors, also to offload them. If not, the update needs full
-    tensors."""
+    """Whether strategies that flatten, shard or split the parameters can use the optimizer. If not, the update needs
+    each parameter as a full tensor."""
 
     compiled: ClassVar[bool] = False  # whether DeepSpeed's C++ updates the weights if the optimizer is offloaded
 
     fused: ClassVar[bool] = False  # whether torch can update all parameters in one call
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
-        """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class for this
-        optimizer in `torch_updates`, or else of torch's class of the same name. A subclass overrides this method if
-        another library implements it, such as DeepSpeed, or if it needs other options."""
+        """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class
+        Torch<name> in `torch_updates` if there is one, or else of torch's class of the same name. A subclass overrides
+        this method if another library implements it, such as DeepSpeed, or if it needs other options."""
         import torch
 
         from cifar_zero.optimizers import torch_updates

@@ -60,9 +60,9 @@ def parameter_groups(
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Returns a saved optimizer state, adapted to the options and groups of the optimizer that will load it. The saved
-    state may come from another implementation, device or grouping. Only the learning rates are kept from the saved
-    options, because a schedule has changed them. If a group has no `param_names`, the saved groups are assumed to match
-    the optimizer's groups in order and content."""
+    state may come from another implementation, device or grouping. The options are those of `optimizer`, except that
+    the learning rates are the saved ones, because a schedule has changed them. If a group has no `param_names`, the
+    saved groups are assumed to match the optimizer's groups in order and content."""
     own_groups = optimizer.param_groups
     expected_names: list[Any] = [group.get("param_names") for group in own_groups]
     saved_names = [group.get("param_names") for group in state["param_groups"]]
@@ -77,8 +77,8 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def match_strides(optimizer: Optimizer) -> None:
-    """Gives each tensor in an optimizer's loaded state the strides of the parameter that it belongs to, because torch's
-    fused updates read both in memory order. Tensors of another shape than their parameter stay as they are."""
+    """Gives each tensor in an optimizer's loaded state the strides of the parameter that it belongs to. torch's fused
+    updates read both in memory order. Tensors of another shape than their parameter stay as they are."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():

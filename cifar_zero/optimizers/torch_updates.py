@@ -20,8 +20,9 @@ from torch.optim.sgd import sgd
 
 
 class GroupOptimizer(Optimizer):
-    """An optimizer that calls `update` for each parameter group. It creates its state at the first step and not
-    earlier, because ZeRO replaces the model's parameters by flat ones after the optimizer has been created."""
+    """An optimizer that calls `update` for each parameter group, with the parameters that have a gradient. DTensors of
+    different meshes are updated in separate calls. The state is created at the first step and not earlier, because ZeRO
+    replaces the model's parameters by flat ones after the optimizer has been created."""
 
     def __init__(self, params: Any, **defaults: Any):
         super().__init__(params, defaults)
@@ -54,7 +55,8 @@ class GroupOptimizer(Optimizer):
         return [self.state[parameter][name] for parameter in parameters]
 
     def counts(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the step count of each parameter as a tensor on the CPU, which torch's functions expect."""
+        """Returns the step count of each parameter, a float32 scalar on the CPU that starts at 0. torch's functions
+        expect this form, and increase the counts in place."""
         return [self.state[parameter].setdefault("step", torch.tensor(0.0)) for parameter in parameters]
 
 
@@ -103,16 +105,16 @@ class TorchLion(GroupOptimizer):
 
 
 class TorchMuon(GroupOptimizer):
-    """Updates the weights in parameter groups with the option `muon` by Muon (Jordan et al. 2024), all weights of one
-    shape at once. Other groups are updated by AdamW if they have the option `betas`, else by SGD with Nesterov's
-    momentum.
+    """Updates the weights in parameter groups with the option `muon` by Muon (Jordan et al. 2024). Weights that have
+    the same shape as matrices are updated at once. Other groups are updated by AdamW if they have the option `betas`,
+    else by SGD with Nesterov's momentum.
 
     A convolution's weight (out, in, height, width) is treated as the matrix (out, in x height x width), as in Keller
     Jordan's own programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py).
     torch.optim.Muon (2.15) orthogonalises one matrix after the other and accepts no convolutions.
 
-    If the groups have AdamW's option betas, Muon's steps are scaled to the size of AdamW's steps. If they have SGD's
-    option sgd_momentum, Muon's weights are scaled to the length sqrt(out) before each step.
+    If the groups have AdamW's option betas, Muon's steps are scaled to the size of AdamW's steps. Otherwise Muon's
+    weights are scaled to the length sqrt(out) before each step.
 
     Args:
         fused: whether SGD updates all parameters of a group in one call, on CUDA.

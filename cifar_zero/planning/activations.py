@@ -53,8 +53,8 @@ class LinearFit:
 
 
 class ActivationTracker(TorchDispatchMode):
-    """Counts the bytes that operations have allocated and not yet freed. The memory of the model and of its gradients
-    is not counted."""
+    """Counts the bytes that operations have allocated and not yet freed while the mode is on. The memory of the model
+    and of its gradients is not counted. The constructor sets the gradient of each trained parameter to zeros."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
@@ -86,7 +86,8 @@ def count_activations(net: nn.Module, images: int, computes: Computes, side: int
     """Returns the peak bytes of one forward and backward pass of a micro-batch of images of side x side pixels.
 
     Temporary tensors of operations are counted, but parameters and gradients are not. `net` must be built in the
-    FakeTensorMode in which this function is called, and already cast if `computes` is "cast".
+    FakeTensorMode in which this function is called, and already cast if `computes` is "cast". At the end its gradients
+    are None.
     """
     tracker = ActivationTracker(net)
     batch, labels = torch.empty(images, IMAGE_SHAPE[0], side, side), torch.zeros(images, dtype=torch.int64)
@@ -129,9 +130,9 @@ def fake(net: nn.Module) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns what `count_activations` returns. If all blocks of the model are identical, it counts only two and then
-    three blocks, because each further block adds the same bytes. This is exact to the byte for vit_13b, and counting
-    all 41 of its blocks would take 15 times as long."""
+    """Returns what `count_activations` returns. If the model has more than three blocks and all are identical, it
+    counts only two and then three blocks, because each further block adds the same bytes. This is exact to the byte for
+    vit_13b, and counting all 41 of its blocks would take 15 times as long."""
     blocks = getattr(net, "blocks", None)
     if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
         return count_activations(net, images, computes, side)

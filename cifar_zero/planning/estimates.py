@@ -56,7 +56,8 @@ class MemoryBudget:
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
-    """Returns the memory that is available to a rank.
+    """Returns the memory that is available to a rank. It is the share USABLE of a GPU's memory, or a CPU rank's memory
+    without CPU_RANK_BYTES. A rank's host memory is its share of the node's memory, without CPU_RANK_BYTES.
 
     Args:
         device_memory: Memory of one device (--device_memory). The default is the memory of this machine's devices.
@@ -86,8 +87,8 @@ def available(settings: Settings, device_memory: str | None = None, host_memory:
 
 
 def size_in_bytes(text: str, flag: str) -> int:
-    """Returns the bytes of a size such as `80GB`, `24GiB` or `512MiB`. A number without a unit, such as `80`, is in
-    gigabytes. Raises UsageError if the text is not a size."""
+    """Returns the bytes of a size such as `80GB` (80 x 10^9), `24GiB` (24 x 2^30) or `512MiB`. A number without a unit,
+    such as `80`, is in GB. Raises UsageError if the text is not a size."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.lower())
     if not match or match[2] not in UNITS:
         raise UsageError(f"{flag} {text}: give a size such as 80GB (10^9 bytes), 24GiB (2^30) or 80, which is 80GB")
@@ -130,14 +131,15 @@ class MemoryEstimate:
         return max(self.built_on_host, self._host_in_training)
 
     def bytes_to_compare(self, budget: MemoryBudget) -> int:
-        """Returns the bytes to compare with `budget.device`, with the bytes on the host if both share one memory."""
+        """Returns the bytes to compare with `budget.device`. They include the bytes on the host if device and host
+        share one memory."""
         if budget.shared:
             return max(self.built_on_host, self.device + self._host_in_training)
         return self.device
 
     def shortages(self, budget: MemoryBudget) -> dict[str, tuple[int, int]]:
-        """Returns the needed and the available bytes of each memory that is too small. The keys are `device` and
-        `host`, and a memory that suffices has no key."""
+        """Returns a pair for each memory that is too small: the needed bytes and the available bytes. The keys are
+        `device` and `host`, and a memory that suffices has no key."""
         shortages: dict[str, tuple[int, int]] = {}
         if self.bytes_to_compare(budget) > budget.device:
             shortages["device"] = (self.bytes_to_compare(budget), budget.device)
@@ -149,9 +151,12 @@ class MemoryEstimate:
 def estimate_all(
     run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]
 ) -> list[MemoryEstimate]:
-    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names. Missing
-    compute formats are added to the cache `fits_by_format`. Raises UsageError if the batch size cannot be divided, if
-    ranks share a model, or if activation checkpointing finds no blocks."""
+    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names.
+
+    `fits_by_format` is a cache that maps a compute format to the run's activations. Missing formats are added. Raises
+    UsageError if the batch size cannot be divided, if a model is split over ranks (--tensor_parallel_size,
+    --pipeline_parallel_size), or if activation checkpointing finds no blocks.
+    """
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
     return [_estimate(run.changed(strategy=name, ds_config=""), network, budget, fits_by_format) for name in PLANNED]
@@ -206,8 +211,9 @@ def _most_images(estimate: MemoryEstimate, activation_fit: LinearFit, budget: Me
 
 
 def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tuple[MemoryEstimate | None, str]:
-    """Returns the strategy that RULE recommends and a sentence with its figures. If no strategy fits, returns None and
-    a sentence that says what is missing. `estimates` are in the order of PLANNED.
+    """Returns the estimate of the strategy that RULE recommends, and a sentence with its figures. SuperOffload is never
+    recommended. If no other strategy fits, returns None and a sentence that says what is missing. `estimates` are in
+    the order of PLANNED.
 
     Raises:
         UsageError: if `train` would refuse every strategy. The message says why it refuses the first strategy of
@@ -233,7 +239,7 @@ def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tu
 
 
 def gigabytes(size: int) -> str:
-    """Returns a size in GB (10^9 bytes)."""
+    """Returns a number of bytes as a text in GB (10^9 bytes), with two decimals."""
     return f"{size / 1e9:,.2f}"
 
 
@@ -242,8 +248,8 @@ def without_auto(settings: Settings) -> Settings:
     recommended strategy and the reason for it.
 
     Raises:
-        UsageError: if no strategy fits, or if torchrun, srun or DeepSpeed's launcher started this process, because each
-            rank would then choose separately, and the choices could differ.
+        UsageError: if no strategy fits, or `train` would refuse every strategy. Also if torchrun, srun or DeepSpeed's
+            launcher started this process, because each rank would then choose separately, and the choices could differ.
     """
     if settings.placement.strategy != AUTO:
         return settings

@@ -72,7 +72,8 @@ class Network:
 
 def network_of(run: Run) -> Network:
     """Returns the properties of a run's model, with its adapters and frozen weights. The model is built without values,
-    on torch's meta device. Raises UsageError if --lora.target or --trainable matches nothing in the model."""
+    on torch's meta device. Raises UsageError for what `create_meta_model` and `check_patterns` refuse, such as a
+    --lora.target or --trainable that matches nothing in the model."""
     from cifar_zero.build_model import check_patterns, create_meta_model
     from cifar_zero.models.moe import MixtureOfExperts
 
@@ -148,14 +149,17 @@ def predicted(run: Run, network: Network) -> Prediction:
 
 
 def parameter_size(spec: Spec, precision: str) -> int:
-    """Returns the bytes of one element of the parameters in the forward pass."""
+    """Returns the bytes of one element of the parameters as a rank stores them: 2 with bf16-true, and under DeepSpeed
+    in every precision but 32-true, else 4. Under autocast and in fsdp2's mixed precision, they are stored in
+    float32."""
     if precision == "bf16-true" or (spec.family == "deepspeed" and precision != "32-true"):
         return 2
     return FLOAT32
 
 
 def _state_tensors(optimizer: Choice) -> int:
-    """Returns how many numbers an optimizer keeps for each element of a parameter, as DeepSpeed's C++ versions do."""
+    """Returns how many numbers an optimizer keeps for each element of a parameter. torch's optimizers and DeepSpeed's
+    C++ versions keep the same."""
     more = sum(bool(optimizer.options.get(option)) for option in ("momentum", "centered"))
     return OPTIMIZERS[optimizer.name].moments + more
 
@@ -239,10 +243,12 @@ def host_buffers(run: Run, network: Network) -> int:
 
 
 def built_on_host(run: Run, network: Network) -> int:
-    """Returns the bytes that the model takes on the host while it is built, before it is cast and sharded.
+    """Returns the bytes that the model takes on the host while it is built, before it is cast and sharded. Returns 0
+    for strategies that build it on the device.
 
     The model is built in float32, or in bfloat16 with bf16-true. fsdp2 builds it on the host. Stage 3 shards each layer
-    right after it is built (deepspeed/strategy.py), but builds full models of other packages on the host.
+    right after it is built (deepspeed/strategy.py), but builds full models of other packages on the host. Where stage 3
+    keeps the shards in the host's memory, the bytes are those of the rank's shard.
     """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0

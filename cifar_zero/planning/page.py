@@ -20,7 +20,8 @@ SHOWN = ("ddp", *(f"deepspeed_stage_{stage}{end}" for stage in (1, 2, 3) for end
 
 
 def write_page(file: Path, settings: Settings) -> None:
-    """Writes the page. The sliders replace the model, precision, devices and batch size of `settings`."""
+    """Writes the page for one node without accumulation. The sliders replace the model, precision, devices and batch
+    size of `settings`."""
     settings = settings.changed(num_nodes=1, accumulate=1)
     budget = MemoryBudget(0, None, elsewhere=True)  # nothing is compared with it
     parameters: dict[str, int] = {}
@@ -46,7 +47,8 @@ def write_page(file: Path, settings: Settings) -> None:
 
 
 def numbers_sent(stage: int, parameters: int) -> int:
-    """Returns how many numbers a rank sends in a step, without the factor (N - 1) / N (docs/cluster.md)."""
+    """Returns how many numbers each of N ranks sends in a step, without the factor (N - 1) / N (docs/cluster.md).
+    `parameters` is the number of trained elements."""
     if stage == 3:  # parameters that stay gathered for the backward pass are sent twice, others three times
         return 3 * parameters - min(REUSE_ELEMENTS // 2, parameters)
     return (3 if stage else 2) * parameters

@@ -32,7 +32,8 @@ IMAGES = 32  # micro-batch per rank if no batch size is given
 
 
 def main() -> int:
-    """Prints the plan and returns the exit code, which is 1 if no strategy fits."""
+    """Prints the plan and returns the exit code, which is 1 if no strategy fits. With --html, writes the page instead
+    and returns 0."""
     arguments, flags = _parse()
     config = command_line.parse(flags)
     if config.placement.ds_config:

@@ -32,7 +32,8 @@ class FiniteSchedule(Schedule):
 
 
 def share_done(step: float, total: float) -> float:
-    """Returns the share of `total` steps that are done, from 0 to 1. It stays 1 after the last step."""
+    """Returns the share of `total` steps that are done, from 0 to 1. It stays 1 after the last step, and is 1 if
+    `total` is 0 or less."""
     return min(max(step / total, 0.0), 1.0) if total > 0 else 1.0
 
 
@@ -253,8 +254,9 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def with_total_steps(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
-    """Returns the schedule. If it has the option `total_steps` and its value is 0, the value is replaced by the
-    optimizer steps of the run. Raises ValueError if it would be replaced and the run has no end.
+    """Returns a copy of the schedule in which `total_steps` is the number of optimizer steps of the run, if the
+    schedule has this option and its value is 0. Otherwise returns the schedule itself. Raises ValueError if the run has
+    no end and the schedule needs it.
 
     Args:
         steps: returns the optimizer steps of the run. It is called only if the schedule needs them.

@@ -22,7 +22,7 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | s
     Trainer.
 
     Args:
-        num_parameters: Number of elements of all parameters. DeepSpeed's communication buckets are no larger.
+        num_parameters: Number of elements of all parameters. It limits DeepSpeed's communication buckets.
         largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers.
     """
     if run.spec.family == "baseline":
@@ -50,8 +50,8 @@ def _plain(placement: Placement) -> Strategy | str:
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
-    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise the class in the strategy's attribute
-    `hooks`, or Hooks if there is none."""
+    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise an instance of the class in the strategy's
+    attribute `hooks`. Without this attribute, or if `strategy` is None, returns `Hooks`."""
     # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
     # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy

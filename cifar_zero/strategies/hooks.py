@@ -74,8 +74,8 @@ class Hooks:
         return dict(tensors)
 
     def gradients(self, module: Module) -> dict[str, Tensor]:
-        """Returns `full_gradient` for every parameter of a module that is trained, on the CPU, keyed by the names in
-        the plain model. Collective."""
+        """Returns the `full_gradient` of each trained parameter of a module, on the CPU, keyed by the names in the
+        plain model. Gradients of experts that only other ranks have are included. Collective."""
         gradients: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -112,7 +112,8 @@ class Hooks:
         return local_of(parameter)
 
     def shard(self, full: Tensor, parameter: Any) -> Tensor:
-        """Returns this rank's shard of an unsharded tensor, without communication."""
+        """Returns this rank's shard of an unsharded tensor, sharded like `parameter`, without communication. If the
+        parameter is not sharded, returns the tensor itself."""
         return local_of(shard_like(full, parameter))
 
     def compute_dtype(self, parameter: Any) -> torch.dtype:
@@ -193,14 +194,15 @@ class Hooks:
         return count_bytes(parameters, [parameter.grad for parameter in parameters], optimizer.state)
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the complete configuration of DeepSpeed's engine, keyed by DeepSpeed's option names. The dict is
-        empty if the strategy has no engine."""
+        """Returns the configuration of DeepSpeed's engine, keyed by DeepSpeed's option names. The dict is empty if the
+        strategy has no engine."""
         return {}
 
 
 def shard_like(full: Any, like: Any) -> Any:
-    """Returns this rank's shard of an unsharded tensor, sharded like `like`. A value of another shape, such as an
-    optimizer's step count, is returned unchanged. Nothing is communicated."""
+    """Returns this rank's shard of an unsharded tensor, sharded like `like`. The value is returned unchanged if `like`
+    is not sharded, or if the value has another shape, such as an optimizer's step count. If `like` is empty, because
+    another rank of the pipeline has it, `like` itself is returned. Nothing is communicated."""
     if not like.numel():  # in a block of another rank of the pipeline
         return like
     if not isinstance(like, DTensor) or not isinstance(full, Tensor) or full.shape != like.shape:

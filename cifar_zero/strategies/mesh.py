@@ -46,7 +46,7 @@ class MeshStrategy(ModelParallelStrategy):
     only name that Lightning has for the ranks of one model.
 
     Args:
-        casts: Whether `shard` sets the precision.
+        casts: Whether `shard` makes the model compute in bfloat16.
     """
 
     hooks = MeshHooks

@@ -133,8 +133,8 @@ class PipelineStrategy(MeshStrategy):
     hooks = PipelineHooks
 
     def setup(self, trainer: Trainer) -> None:
-        """Splits the model, and then marks the parameters that only some ranks hold. Moving the model to the device
-        would drop the marks."""
+        """Splits the model, and makes a group over which `gathered` sends tensors on the CPU. Then marks the parameters
+        that only some ranks hold. This comes last, because moving the model to the device would drop the marks."""
         super().setup(trainer)
         self._hosts: Any = dist.new_group(backend="gloo")
         for stage in trainer.lightning_module.modules():

@@ -49,8 +49,8 @@ NOT_ZERO = ("check_val_every_n_epoch", "limit_train_batches", "val_check_interva
 
 
 def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None) -> Trainer:
-    """Returns Lightning's Trainer for a run. Raises UsageError if Lightning refuses an option of --trainer. See
-    `trainer_options` for the arguments."""
+    """Returns Lightning's Trainer for a run, with the loops of `fast_loop` and without Lightning's signal handlers.
+    Raises UsageError if Lightning refuses an option of --trainer. See `trainer_options` for the arguments."""
     options = trainer_options(run, run_dir, callbacks)
     try:
         made = Trainer(**options)
@@ -154,7 +154,8 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
 
 
 def _user_callbacks(flags: tuple[str, ...]) -> list[Callback]:
-    """Returns the callbacks that the flags --trainer.callbacks describe, as in LightningCLI."""
+    """Returns the callbacks that the flags --trainer.callbacks describe, as in LightningCLI. Raises UsageError if they
+    cannot be made."""
     if not flags:
         return []
     parser = ArgumentParser(exit_on_error=False)
@@ -184,8 +185,8 @@ def check_trainer_options(settings: Settings) -> None:
 
 @contextmanager
 def refusals(settings: Settings) -> Iterator[None]:
-    """Context manager that raises UsageError if Lightning refuses an option of --trainer within it. Some options cannot
-    be checked before Lightning knows the number of batches."""
+    """Context manager that turns an error of Lightning within it into UsageError, if the run has options of --trainer.
+    Some of these options cannot be checked before Lightning knows the number of batches."""
     try:
         yield
     except (MisconfigurationException, TypeError, ValueError) as error:

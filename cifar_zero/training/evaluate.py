@@ -61,9 +61,10 @@ def main() -> int:
 
 
 def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
-    """Returns the run that tests a checkpoint on one device. The recipe comes from the checkpoint, and the placement
-    is the default. The flags in `given` override them, except for the number of devices. Raises UsageError if the
-    checkpoint has no recipe, or if the user must name the folder of the images. See `evaluate` for the arguments."""
+    """Returns the run that tests a checkpoint on one device. The recipe comes from the checkpoint, and the placement is
+    the default. The flags in `given` override both, except for the number of devices. --data.source auto becomes
+    cifar10, and options of --trainer are dropped. Raises UsageError if the checkpoint has no recipe, or if the user
+    must name the folder of the images. See `evaluate` for the arguments."""
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")

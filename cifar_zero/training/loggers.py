@@ -36,8 +36,9 @@ RESULTS = ("test/acc", "val/acc", "test/loss", "perf/images_per_second")
 
 
 def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
-    """Creates and returns the loggers that --logger selects. Without a run folder, returns an empty list. Raises
-    UsageError if W&B has no login or its server does not answer."""
+    """Creates and returns the loggers that --logger selects. An error while they write does not end the run (see
+    `write_to`). Without a run folder, as on all ranks but rank 0, returns an empty list. Raises UsageError if W&B has
+    no login or its server does not answer."""
     made: list[Logger] = []
     if run_dir is None:
         return made
@@ -57,8 +58,8 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
 
 
 def write_to(logger: Any, write: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Calls `write`, which writes to a logger, with the other arguments. Prints the first error of each logger. No
-    error ends the training."""
+    """Calls `write`, which writes to `logger`, with `arguments` and `options`. Prints the first error of each logger.
+    No error is raised."""
     write_once = partial(write, *arguments, **options)
     if getattr(logger, "has_failed", False):
         failure_of(write_once)
@@ -92,8 +93,8 @@ def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> Non
 
 def _log_results(logger: Logger, run: Settings, metrics: dict[str, Any], step: int) -> None:
     """Adds the results of a run to one logger, if it is TensorBoard or W&B. In TensorBoard, adds a row to the HPARAMS
-    table, and adds the results as points at `step`. TensorBoard shows the number 4 as 4.0000, so whole numbers become
-    text in this table. In W&B, adds all of metrics.json to the summary of the run."""
+    table, and adds the results as points at `step`. All settings in this table but floats are text, because TensorBoard
+    would show the number 4 as 4.0000. In W&B, adds all of metrics.json to the summary of the run."""
     if isinstance(logger, TensorBoardLogger):
         optimizer, schedule = run.recipe.optimizer, run.recipe.schedule
         shown = {name: metrics[name] for name in SETTINGS}

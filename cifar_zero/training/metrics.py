@@ -50,8 +50,8 @@ def loss(
     Args:
         name: Name of the loss, as in --loss.
         scores: Class scores before the softmax, float32 (N, classes).
-        labels: Classes, int64 (N,), or the share of each class in each image, (N, classes). In an unreduced loss, an
-            image with the label IGNORED has the loss 0.
+        labels: Classes, int64 (N,), or the share of each class in each image, float32 (N, classes). An image with the
+            label IGNORED has the loss 0. The mean of cross_entropy leaves it out. The means of mse and bce count it.
         label_smoothing: Share of each label that is spread evenly over all classes.
         reduction: Whether to return the mean over the batch (mean) or the loss of each image (none).
     """
@@ -106,16 +106,20 @@ class SplitMetrics:
             self.curves = (self.roc, self.precision_recall)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Adds a batch to the counts. Scores (N, classes) are float32, before the softmax. Labels are (N,)."""
+        """Adds a batch to the counts. Scores (N, classes) are float32, before the softmax. Labels are int64 (N,),
+        IGNORED for images that do not count."""
         self.loss_sum.update(loss(self.loss, scores, labels, reduction="none"))
         probabilities = scores.double().softmax(dim=1)
         for metric in (self.confusion, *self.shares.values(), *self.curves):
             metric.update(probabilities, labels)
 
     def per_class(self) -> dict[str, Tensor]:
-        """Returns metrics by name, each with one value per class, float64 (classes,) on the CPU. The values of a class
-        without images are NaN. The precision of a class that was never predicted is 0, as in scikit-learn. With
-        `curves`, the area under the ROC curve and the average precision are included. Every rank must call it."""
+        """Returns metrics by name, each with one value per class, float64 (classes,) on the CPU. With `curves`, the
+        area under the ROC curve (auroc) and the average precision are included. Every rank must call it.
+
+        The values of a class without images are NaN. The auroc is also NaN if no other class has images. The precision
+        of a class that was never predicted is 0, as in scikit-learn.
+        """
         counts = self.confusion.compute().cpu().double()  # true class by predicted class
         right, images, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
         absent = images == 0
@@ -157,8 +161,8 @@ class SplitMetrics:
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
         """Returns the values to log, keyed by the tag of their curve. The tag is <split>/<metric> for the full split
-        (val or test), and <split>/<metric>_class/<name> for each class that has images in it. Every rank must call
-        it."""
+        (val or test). For each class with images, acc and, with at most 30 classes, precision and f1 have the tag
+        <split>/<metric>_class/<name>. Every rank must call it."""
         per_class = self.per_class()
         curves = ["acc"]  # metrics with a curve for each class
         if self.num_classes <= 30:

@@ -28,7 +28,7 @@ CPU_RANKS = 2
 
 TINY_MICRO_BATCH = 4
 """Largest number of images in a micro-batch for which `announce` recommends a larger batch if the strategy is ZeRO. The
-micro-batches of the tutorial have this size."""
+batches of PyTorch's tutorial "Training a Classifier" have this size."""
 
 
 def resolve(settings: Settings) -> Run:
@@ -57,8 +57,9 @@ def resolve(settings: Settings) -> Run:
 
 
 def announce(run: Run) -> None:
-    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks. Says that one CPU rank
-    shards nothing. Recommends a larger batch if several ranks use ZeRO and a micro-batch has at most TINY_MICRO_BATCH
+    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks on this computer. If the
+    strategy shards or splits the model and there is one CPU rank, says that it shards nothing. Unless the run is a
+    benchmark, recommends a larger batch if several ranks use ZeRO and a micro-batch has at most TINY_MICRO_BATCH
     images."""
     ranks, placement = run.placement.world_size, run.placement
     what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
@@ -107,8 +108,9 @@ def resolve_devices(settings: Settings) -> Settings:
 
 def _most_devices(settings: Settings, gpus: int) -> int:
     """Returns the largest number of GPUs on which the run is possible with micro-batches of at least LEAST_MICRO_BATCH
-    images. If not all GPUs are used, prints why. On the CPU, returns CPU_RANKS if the strategy shards or splits the
-    model and the run is possible on so many ranks, and 1 otherwise."""
+    images. With one replica, micro-batches may be smaller. Prints the number if there are several GPUs, and why not all
+    are used. On the CPU, returns CPU_RANKS if the strategy shards or splits the model and the run is possible on so
+    many ranks, and 1 otherwise."""
     cpu_ranks = CPU_RANKS if ds_config.spec_of(settings.placement).shards_tensors else 1
     why_not_all = ""
     for devices in range(gpus or cpu_ranks, 0, -1):

@@ -30,7 +30,7 @@ from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 def agree_on_checkpoint(run: Run, rank_infos: Sequence[RankInfo]) -> Run:
     """Returns the run with the path of the checkpoint that it resumes. On several nodes or under torchrun, rank 0
-    chooses the checkpoint for all ranks. Otherwise `resolve` has already chosen it.
+    chooses the checkpoint for all ranks. Otherwise `resolve` has already chosen it. Every rank must call it.
 
     After torchrun has restarted the ranks, the run resumes from the newest checkpoint that it has written itself,
     whatever --resume names. If it has written none, --resume applies as it did before the restart. Raises UsageError if
@@ -51,7 +51,8 @@ def agree_on_checkpoint(run: Run, rank_infos: Sequence[RankInfo]) -> Run:
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
     """Checks the checkpoint to resume, and returns the `Dataset.identity` of the images on which its run was trained.
-    The data module compares this identity with the identity of its own images. Returns None for a new run.
+    The data module compares this identity with the identity of its own images. Returns None for a new run, or if
+    another program wrote the checkpoint.
 
     Every rank must call it. Only rank 0 reads the checkpoint. Rank 0 verifies the checksums, and reads the names and
     shapes of tensors but not their values. Raises UsageError if the checkpoint is damaged, incomplete or not trusted,
@@ -79,7 +80,7 @@ def agree_on_images(run: Run) -> Run:
     the run unchanged.
 
     Rank 0 prepares CIFAR-10 or, if CIFAR-10 is not available, the embedded digits. The recipe then names this source.
-    If the source is the digits, the name of the run shows this too. Every rank must call it.
+    If the source is the digits, the name of the run gets a suffix. Every rank must call it.
     """
     if run.data.source != "auto":
         return run
@@ -87,9 +88,10 @@ def agree_on_images(run: Run) -> Run:
 
 
 def pretrained_weights(run: Run) -> Match | None:
-    """Returns the weights from which the training starts, or None for fresh weights or a resumed run. Raises UsageError
-    if the weights are damaged or belong to another model. Also raises UsageError if a pattern of --trainable or
-    --lora.target matches nothing in the model."""
+    """Returns the weights from which the training starts, or None for fresh weights or a resumed run. Every rank must
+    call it. Raises UsageError if the weights are damaged or belong to another model. Also raises UsageError, whatever
+    the run starts from, if a pattern of --trainable or --lora.target does not fit the model, or if the model is larger
+    than the memory."""
     model = create_meta_model(run.recipe, run.num_classes)
     _check_size(model, run)
     check_patterns(model, run.recipe.trainable, run.recipe.model.options.get("ep_size", 1))
@@ -122,8 +124,9 @@ def _check_size(model: nn.Module, run: Run) -> None:
 
 
 def open_run(run: Run, weights: Match | None) -> Path:
-    """Creates the run folder and returns its path. Prints messages about the start of the run, such as how many of the
-    pretrained weights fit. Only rank 0 calls it. The folder contains a recipe file that repeats the run. Raises
+    """Creates the run folder and returns its path. The folder contains a recipe file that repeats the run, and copies
+    of the files with the user's model and transform. Tells `local_launcher` the path, if it started this rank. Prints
+    messages about the start of the run, such as how many of the pretrained weights fit. Only rank 0 calls it. Raises
     UsageError if the folder cannot be written."""
     folder = run_folder.claim(run.output.out, run.run_name)
     if rank_environment.by_local_launcher():
@@ -151,7 +154,8 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 def record_ranks(run: Run, rank_infos: Sequence[RankInfo], run_dir: Path | None) -> None:
     """Writes the `RankInfo` of each rank into the run folder. Raises UsageError on all ranks if the nodes do not share
-    the directory --out. Does nothing on one node without torchrun. `run_dir` is None on all ranks but rank 0."""
+    the directory --out. Does nothing on one node without torchrun. Every rank must call it. `run_dir` is None on all
+    ranks but rank 0."""
     if not rank_0_decides(run):
         return
     if run_dir is not None:

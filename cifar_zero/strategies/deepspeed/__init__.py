@@ -46,7 +46,8 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> ZeROStrategy
 def engine_config(run: Run, num_parameters: int, largest_parameter: int) -> dict[str, Any]:
     """Returns the configuration of an engine; for the arguments see `strategies.build`. The command line decides batch
     size, accumulation, clipping, precision, optimizer and schedule. Lightning adds train_micro_batch_size_per_gpu,
-    gradient_accumulation_steps and gradient_clipping. No bucket is larger than the model."""
+    gradient_accumulation_steps and gradient_clipping. reduce_bucket_size and allgather_bucket_size are no larger than
+    the model, unless a raw configuration sets them."""
     placement, spec = run.placement, run.spec
     dtype = DTYPES[placement.precision]
     example = get_ds_config(spec.stage, dtype)
@@ -70,8 +71,8 @@ def engine_config(run: Run, num_parameters: int, largest_parameter: int) -> dict
 
 
 def _zero_section(placement: Placement, spec: Spec, num_parameters: int, largest_parameter: int) -> dict[str, Any]:
-    """Returns the options of DeepSpeed's ZeRO section that the flags set. DeepSpeed accepts the names of its fields
-    without the prefix stage3_, and ignores options of other stages."""
+    """Returns the options of DeepSpeed's ZeRO section that the strategy, --zero, --offload and --nvme_path set.
+    DeepSpeed accepts the names of its fields without the prefix stage3_, and ignores options of other stages."""
     offload = placement.offload
     zero: dict[str, Any] = asdict(placement.zero)
     if spec.stage == 3:

@@ -28,8 +28,8 @@ the learning rate from a checkpoint."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files. An error while writing is stored in `failure` and not raised, because the
-    other ranks would wait for this one.
+    """Writes and reads DeepSpeed's files. The first error while writing is stored in `failure`. No error while writing
+    is raised, because the other ranks would wait for this one.
 
     Args:
         trust: See `safe_load.load_safely`.
@@ -60,8 +60,9 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
 
 def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dict[str, Any]) -> str:
-    """Writes a checkpoint folder under a temporary name. Each rank writes its own files, and rank 0 renames the folder
-    when it is complete. Returns the first error of any rank, or an empty string. Every rank must call it.
+    """Writes a checkpoint folder under a temporary name. Each rank writes its own files. If none failed, rank 0 then
+    renames the folder to `final`. Returns the first error of any rank, or an empty string. An error of the rename is
+    returned on rank 0 only. Every rank must call it.
 
     Args:
         final: Path of the folder.
@@ -114,7 +115,8 @@ def with_names(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> d
 
 
 def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Sequence[str]]) -> None:
-    """Loads a plain checkpoint into an engine of any ZeRO stage and number of ranks.
+    """Loads a plain checkpoint into an engine of any ZeRO stage and number of ranks: weights, optimizer state, the
+    options in MOVED and the step count. Every rank must call it.
 
     Args:
         checkpoint: Content of the checkpoint, as `checkpoints.read.read` returns it.
@@ -146,7 +148,8 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
 
 
 def _fill(target: Tensor, parts: Parts, full: Mapping[str, Tensor]) -> Tensor:
-    """Copies the parts of a flat tensor from the unsharded tensors, keyed by name, and returns the flat tensor."""
+    """Copies into `target`, a flat tensor, the `parts` of the unsharded tensors `full`, which are keyed by name.
+    Returns `target`."""
     flat = target.view(-1)
     for name, (_, start, offset, length) in parts.items():
         flat[offset : offset + length] = full[name].flatten()[start : start + length]

@@ -35,8 +35,8 @@ class EngineHooks(Hooks):
         return self.strategy.deepspeed_engine
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
-        """Returns DeepSpeed's C++ implementation for an offloaded optimizer, else torch's. DeepSpeed's fused optimizer
-        is not used, because it would have to be compiled."""
+        """Returns DeepSpeed's C++ implementation for an offloaded optimizer, else torch's, fused on CUDA. DeepSpeed's
+        fused optimizer is not used, because it would have to be compiled."""
         zero = self.strategy.config.get("zero_optimization", {})
         if zero.get("offload_optimizer", {}).get("device", "none") != "none":
             return "deepspeed_cpu"
@@ -111,7 +111,8 @@ class EngineHooks(Hooks):
         return None if self.engine.zero_optimization() else self.norm(parameters) / loss_scale(self.engine)
 
     def step_gradient_norm(self) -> float | None:
-        """Returns the norm that the engine's last step computed, or None at ZeRO 0 with experts.
+        """Returns the norm that the engine's last step computed. Returns None if it computed none, or at ZeRO 0 with
+        experts.
 
         At ZeRO 0, DeepSpeed 0.19.8 computes no norm in float32 (DeepSpeed issue 7255), and in float16 a norm that is
         not divided by the loss scale. With experts in a low precision its norm leaves the experts out (DeepSpeed pull
@@ -181,8 +182,9 @@ class EngineHooks(Hooks):
 
 @contextmanager
 def rewriting(engine: Any) -> Generator[None, None, None]:
-    """Returns a context manager. On entry, ZeRO 3 shards the small parameters that it keeps gathered. On exit, it
-    gathers them again."""
+    """Context manager in which ZeRO 3 keeps all parameters sharded, so that the shards may be overwritten. On entry, it
+    shards the small parameters that are kept gathered. On exit, it gathers them again and calls `forget_second_copies`.
+    Does nothing below ZeRO 3."""
     shards = engine.zero_optimization_partition_weights()
     if shards:
         engine.optimizer.checkpoint_event_prologue()
@@ -193,8 +195,8 @@ def rewriting(engine: Any) -> Generator[None, None, None]:
 
 
 def forget_second_copies(module: Module) -> None:
-    """Drops the secondary copies of the parameters, which ZeRO 3 keeps with zero_hpz_partition_size. It is called after
-    the parameters were overwritten. Otherwise the old copies would be gathered until the next step (DeepSpeed 0.19.8,
+    """Drops the secondary copies of the parameters, which ZeRO 3 keeps with zero_hpz_partition_size. Call it after the
+    parameters were overwritten. Otherwise the old copies would be gathered until the next step (DeepSpeed 0.19.8,
     partition_parameters.py)."""
     for parameter in module.parameters():
         parameter.ds_secondary_tensor = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Extends stepcheck's DeepSpeedStrategy by what a training needs, such as checkpoints and experts."""
+"""Extends stepcheck's CPUDeepSpeedStrategy by what a training needs, such as checkpoints and experts."""
 
 import importlib
 import signal
@@ -77,8 +77,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`. Also
-        switches off marks for NVIDIA's profiler and the compilation of Muon, which no run needs."""
+        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`, with
+        a line that says so. Also switches off marks for NVIDIA's profiler and the compilation of Muon, which no run
+        needs."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
             self.checkpoint_io = AtomicCheckpointIO()
         deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at ZeRO 3
@@ -110,8 +111,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Casts the shards, makes the parameters contiguous, distributes experts over the ranks, keeps batch norms in
-        float32 and starts the engine. Raises UsageError for a parameter that DeepSpeed cannot train."""
+        """Casts the shards of ZeRO 3 under mixed precision, makes the parameters contiguous, distributes experts over
+        the ranks, keeps batch norms in float32 and starts the engine. Raises UsageError for a parameter that DeepSpeed
+        cannot train."""
         assert self.model is not None
         if self._casts_shards and self._training_engine is None:
             dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
@@ -164,9 +166,13 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint that any strategy wrote on any number of ranks, and returns its content. If the checkpoint
-        has this run's layout, DeepSpeed loads it, and each rank reads only its own shard. Any other checkpoint is
-        assembled from all shards and then sharded again."""
+        """Loads a checkpoint that any strategy wrote on any number of ranks, and returns its content. Every rank must
+        call it.
+
+        If the model has an engine for training, and the checkpoint has this run's layout, DeepSpeed loads it. Each rank
+        then reads only its own shard, and the returned content lacks the weights and the optimizer's state. Any other
+        checkpoint is assembled from all shards and then sharded again.
+        """
         path = Path(checkpoint_path)
         trained = self._training_engine is not None
         if trained and path.is_dir() and layout_of(path / TAG, self.checkpoint_io.trust) == self._layout:

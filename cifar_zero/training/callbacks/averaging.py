@@ -45,13 +45,14 @@ class BatchNormStatistics(Callback):
 
 
 class Averaging(Callback):
-    """Averages the trained parameters and the batch norm statistics over the training, in float32. Each rank averages
-    its own shards.
+    """Averages the trained parameters and the buffers, such as batch norm statistics, over the steps of the training,
+    in float32 (see `averaged_tensors`). Each rank averages its own shards.
 
     The training continues with the unaveraged weights, and a checkpoint has both the averages and the unaveraged
-    weights. The exponential average (Polyak and Juditsky 1992; Tarvainen and Valpola 2017) is updated after each
-    optimizer step. The decay of a step is min(1 - 1 / (step + 1), ema), as in the code of Mean Teacher. The first 1 /
-    (1 - ema) steps therefore count equally, and the model's initial weights do not contribute to the average.
+    weights. In validation and test the model has the averages. The exponential average (Polyak and Juditsky 1992;
+    Tarvainen and Valpola 2017) is updated after each optimizer step. The decay of a step, counted from 0, is min(1 - 1
+    / (step + 1), ema), as in the code of Mean Teacher. The first 1 / (1 - ema) steps therefore count equally, and the
+    model's initial weights do not contribute to the average.
 
     Args:
         ema: Decay of the average.
@@ -137,15 +138,15 @@ class Averaging(Callback):
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _agree(self, module: LightningModule) -> None:
-        """Replaces each average of a batch norm statistic by its mean over the ranks, because each rank has seen only
-        its own images."""
+        """Replaces the average of each buffer, such as a batch norm statistic, by its mean over the ranks, because each
+        rank has seen only its own images. Every rank must call it."""
         pairs = zip(averaged_tensors(module).values(), self._averages, strict=True)
         average_over_ranks([average for part, average in pairs if not isinstance(part, torch.nn.Parameter)])
 
 
 def average_statistics(module: LightningModule) -> None:
-    """Replaces the running mean and variance of each batch norm by their averages over the ranks. Every rank must call
-    it."""
+    """Replaces the running mean and variance of each batch norm that training changes (`tracked_batch_norms`) by their
+    means over the ranks. Every rank must call it."""
     statistics: list[Tensor] = []
     for norm in tracked_batch_norms(module):
         if norm.running_mean is not None and norm.running_var is not None:

@@ -23,7 +23,8 @@ SCHEMA = 3  # version of the record; the identity of the images in version 3 has
 class RunState(Callback):
     """Saves the configuration, the class names, the identity of the images and every rank's random state in each
     checkpoint, and restores the random states. If a run begins, or resumes on another number of ranks, each rank
-    derives its random state from the seed, the step and the index of its replica."""
+    derives its random state from the seed, the step and the index of its replica. If a run resumes with another
+    --accumulate, the counts of micro-batches are converted."""
 
     _states: Sequence[dict[str, Any]] = ()
     _schedule: str | None = None  # name of the schedule of the run that saved the checkpoint
@@ -104,9 +105,9 @@ class LastCheckpoint(Checkpoint):
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
-    """Converts the counts of micro-batches in a checkpoint for a run that resumes with another --accumulate.
-    Checkpoints are saved between optimizer steps, so the counts divide evenly. The state `fit_loop` is changed in
-    place."""
+    """Converts the counts of micro-batches in a checkpoint for a run that resumes with another --accumulate: `now`
+    instead of `before`. Checkpoints are saved between optimizer steps, so the counts divide evenly. The state
+    `fit_loop` is changed in place."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         in_hand = progress["processed"] - progress["completed"]  # 1 if a hook saved at the end of a batch
         for key in ("ready", "started", "processed"):

@@ -1,5 +1,5 @@
-"""Sets the number of threads, the convolution kernels and the memory thresholds that suit the size of the current
-batch, for ranks on the CPU."""
+"""Sets the number of threads and the convolution kernels that suit the size of the current batch, and the thresholds
+with which memory is kept between steps, for ranks on the CPU."""
 
 import ctypes
 import os
@@ -31,8 +31,9 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (ma
 
 
 class CPUKernels(Callback):
-    """Chooses the number of threads and the convolution kernels (torch's or oneDNN's). In training the choice
-    depends on the size of a micro-batch. In evaluation, whose batches are large, all threads and oneDNN are used.
+    """Chooses the number of threads and the convolution kernels (torch's or oneDNN's). In training the choice depends
+    on the size of a micro-batch. In evaluation, whose batches are large, all threads and oneDNN are used. At the start
+    of the training, also sets glibc's memory thresholds and calls `demote_network_threads`.
 
     Args:
         flops: Number of floating-point operations in the forward and backward pass of a training micro-batch.

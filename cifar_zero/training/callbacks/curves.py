@@ -59,9 +59,9 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
 
 
 class TrainingCurves(IntervalCallback):
-    """Writes the train/* curves and, with `writes_losses`, the loss of each optimizer step into the file `losses.csv`.
-    Between two points of the curves, the callback only keeps the losses on the device, so that no step waits for a
-    value to reach the host."""
+    """Writes the train/* curves. With `writes_losses`, also writes the loss of each optimizer step, averaged over its
+    micro-batches and all ranks, into the file `losses.csv`. Between two points of the curves, the callback only keeps
+    the losses on the device, so that no step waits for a value to reach the host."""
 
     def __init__(self, writes_losses: bool = True):
         # The newest point, by tag. train/loss is the mean over the micro-batches of the interval and over all ranks,

@@ -49,8 +49,8 @@ class EngineInfo(IntervalCallback):
             self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the settings in effect from the strategy. With a gradient scaler, starts to count the optimizer steps
-        that the scaler does not skip."""
+        """Reads the settings in effect from the strategy. Under DeepSpeed, rank 0 writes the engine's configuration.
+        With a gradient scaler, starts to count the optimizer steps that the scaler does not skip."""
         super().on_train_start(trainer, pl_module)
         self._applied_steps = trainer.global_step
         # Model states are measured in the second step, when the optimizer has its state, or in a run's only step.

@@ -17,7 +17,8 @@ FIX = "lower --optimizer.lr or set --gradient_clip_val 1"
 
 
 class Divergence(Callback):
-    """Ends a run whose losses or weights are NaN or infinite, or whose float16 loss scale has reached its minimum.
+    """Ends a run with RunError if losses or weights are NaN or infinite, or if the float16 loss scale has reached its
+    minimum.
 
     Training losses are checked before each checkpoint and at each point of the training curves, where they are on the
     host already. No training loss shows the effect of the last update. Therefore the losses of validation and test are
@@ -58,8 +59,8 @@ class Divergence(Callback):
     on_test_end = on_validation_end
 
     def _check(self, trainer: Trainer, losses: list[float]) -> None:
-        """Raises RunError unless all losses are finite. `losses` has the losses of the last micro-batches, in their
-        order. Its last element belongs to the current step."""
+        """Raises RunError unless all losses are finite. `losses` has the losses of the last micro-batches, the newest
+        last. The last one belongs to the current step."""
         for number, loss in enumerate(losses):
             if not math.isfinite(loss):
                 step = trainer.global_step - (len(losses) - 1 - number) // trainer.accumulate_grad_batches

@@ -87,8 +87,8 @@ class Interrupt(Callback):
         return requested > 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the signal handlers, and then checks whether any rank has received a signal that no exchange has
-        shared."""
+        """If no signal has ended the training, restores the signal handlers, and then asks all ranks for a signal that
+        no exchange has shared. If any signal has ended the training, ignores all further signals."""
         self.has_ended = True
         if self.signal is None:
             for number, handler in self._previous.items():
@@ -104,10 +104,12 @@ class Interrupt(Callback):
 
 
 def keep_handlers(trainer: Trainer) -> None:
-    """Keeps Lightning (2.6.6) from replacing the signal handlers. Lightning has no option for this. Lightning's handler
-    of SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be in another
-    collective. After `fit`, Lightning restores the handlers that it found before `fit`, so a rank would ignore Ctrl-C
-    again."""
+    """Keeps Lightning (2.6.6) from replacing the signal handlers. Lightning has no option for this.
+
+    Lightning's handler of SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be
+    in another collective. After `fit`, Lightning would restore the handlers that it found before `fit`. A second signal
+    could then interrupt a run that is already ending, where `Interrupt.on_train_end` ignores signals.
+    """
     connector: Any = trainer._signal_connector
     connector.register_signal_handlers = lambda: None
 

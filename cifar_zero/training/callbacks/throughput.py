@@ -85,7 +85,7 @@ class Throughput(IntervalCallback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Records the time from the start of the command to the end of the first step. If the curves have a point at
-        this step, writes it."""
+        this step, writes the point."""
         key = "perf/seconds_to_first_step"
         if key not in self.totals_of_run and trainer.global_step > self._logged_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
@@ -156,8 +156,8 @@ FORMATS = {
 
 class ProgressLines(IntervalCallback):
     """Prints each point of the curves as a line on rank 0, in the format of DeepSpeedExamples
-    (training/DeepSpeed-SuperOffload/finetune_zero3.py). The callbacks `curves` and `throughput`, whose values are
-    printed, must come before this callback in the Trainer's list."""
+    (training/DeepSpeed-SuperOffload/finetune_zero3.py), and a line after each validation. The callbacks `curves` and
+    `throughput`, whose values are printed, must come before this callback in the Trainer's list."""
 
     def __init__(self, curves: TrainingCurves, throughput: Throughput):
         self._curves, self._throughput = curves, throughput
@@ -185,7 +185,8 @@ class ProgressLines(IntervalCallback):
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the number of FLOPs in a forward and backward pass of a batch. A multiply-add counts as two FLOPs. Only
     matrix products and convolutions are counted, as by torch's FlopCounterMode. Activations that activation
-    checkpointing recomputes are not counted again. `side` is the height and width of an image in pixels."""
+    checkpointing recomputes are not counted again. `side` is the height and width of an image in pixels. A user's model
+    that needs values is built and run on the CPU."""
 
     def count(net: torch.nn.Module) -> int:
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
