@@ -80,13 +80,14 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
 
 
 def trained_names(net: nn.Module) -> set[str]:
-    """Returns the names of the tensors of `net` that training changes. These are the parameters that are not frozen,
-    and the buffers of the layers that have such parameters."""
+    """Returns the names of the tensors of `net` that training may change: the parameters that are not frozen, and the
+    buffers except those of layers whose parameters are all frozen."""
     names: set[str] = set()
+    complete = all(parameter.requires_grad for parameter in net.parameters())
     for prefix, module in net.named_modules():
         trained = [name for name, own in module.named_parameters(prefix, recurse=False) if own.requires_grad]
         names.update(trained)
-        if trained:
+        if trained or complete:
             names.update(dict(module.named_buffers(prefix, recurse=False)))
     return names
 

@@ -52,11 +52,12 @@ def check_resumable(content: Mapping[str, Any], name: object) -> None:
     optimizer: dict[str, Any] = {}
     if RECORD in content:
         lacking |= {"random_states", "image_identity"} - content[RECORD].keys()
-        optimizer = content[RECORD]["config"]["optimizer"]["options"]
+        optimizer = content[RECORD]["config"]["optimizer"]
     if lacking:
         raise of_another_version(name, KeyError(min(lacking)))
     states = content["optimizer_states"]
-    stateless = not optimizer.get("momentum", 1) or not content["global_step"]  # plain SGD, or no step yet
+    plain = optimizer.get("name") == "sgd" and not optimizer["options"]["momentum"]
+    stateless = plain or not content["global_step"]
     if not states or not (stateless or any(each["state"] for each in states)):
         raise UsageError(
             f"{name} has no optimizer state: start a run from its weights with --weights {name} and without --resume"

@@ -95,7 +95,9 @@ def _checkpoint_of(settings: Settings) -> Path | None:
         raise UsageError(f"--resume {resume} contains only weights: start a run from them with --weights {resume}")
     if not resume and not requeued:
         return None
-    for folder in (Path(resume or out / name), out / name, out / (name + FALLBACK_SUFFIX)):
+    named = Path(resume or out / name)
+    named = named.parent if named.suffix == ".ckpt" else named
+    for folder in (named, out / name, out / (name + FALLBACK_SUFFIX)):
         atomic.recover(folder)
     if requeued or resume in ("last", IF_ANY):
         try:

@@ -237,6 +237,8 @@ def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
     try:
         said = {key: plain_data.parse_json(metadata[key], key) for key in (DTYPES, RECIPE, "classes")}
         dtypes = {name: getattr(torch, dtype) for name, dtype in said[DTYPES].items()}
+        if not all(isinstance(dtype, torch.dtype) for dtype in dtypes.values()):
+            raise TypeError(f"{DTYPES} has another name than those of dtypes")
         record = {"config": said[RECIPE], "classes": said["classes"]}
         step = int(metadata["step"])
     except (AttributeError, KeyError, TypeError, UsageError, ValueError) as error:

@@ -104,12 +104,14 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """One sentence that says how many variants agree with the reference, and how many have each outcome. If no
-        variant has learned, the sentence says that too."""
-        outcomes = [variant.outcome for variant in self.variants if variant.outcome != "reference"]
+        """One sentence that says how many variants agree with the reference, and how many have each outcome. If the
+        reference itself has failed, or no variant has learned, the sentence says that too."""
+        outcomes = [variant.outcome for variant in self.variants[1:]]
         agree = sum(outcome in PASSING for outcome in outcomes)
         counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in SIGNS if outcome in outcomes)
         sentence = f"{agree} of {len(outcomes)} agree with {self.reference.name}: {counts}"
+        if not self.reference.passed:
+            sentence += f"; {self.reference.name} itself: {self.reference.outcome}"
         losses = [[*variant.run.losses.values()] for variant in self.variants if variant.run]
         if losses and not any(map(has_fallen, losses)):
             sentence += f"; no variant has learned (the loss did not fall by {FLAT:.0%}): agreement is not evidence"

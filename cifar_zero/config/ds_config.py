@@ -106,8 +106,8 @@ def options_of(file: str) -> dict[str, Any]:
         adam_w_mode, by_torch = optimizer.pop("adam_w_mode", True), optimizer.pop("torch_adam", False)
         if not adam_w_mode and raw["optimizer"]["type"].lower() == "adam":  # without decoupled weight decay it is Adam
             optimizer["name"] = "adam"
-        elif by_torch:  # torch's AdamW decays the weights by default
-            optimizer["weight_decay"] = raw["optimizer"]["params"].get("weight_decay", 0.01)
+        elif by_torch and "weight_decay" not in raw["optimizer"]["params"]:  # torch's AdamW decays the weights
+            optimizer["weight_decay"] = 0.01
     if "warmup_max_lr" in schedule:
         optimizer["lr"] = schedule.pop("warmup_max_lr")
     if "total_num_steps" in schedule:

@@ -92,6 +92,8 @@ def data(options: Namespace) -> Finding:
     for name in (*ARCHIVES, "train"):
         if (root / name).exists():
             return ok(f"{root / name}; the first run decodes it; {disk.summary}")
+    if decoded := sorted((root / ".cifar-zero").glob("cifar*/meta.json")):
+        return ok(f"{decoded[0].parent}: decoded images; {disk.summary}")
     return warning(
         f"no images in {root}: a run downloads CIFAR-10 (170 MB), or trains on digits if it cannot",
         f"put {ARCHIVES[0]} into {root}, or name its directory with --data.root DIR",

@@ -81,7 +81,11 @@ def find_images(paths: Sequence[str]) -> list[Path]:
                 raise UsageError(f"{path} is neither a file nor a folder: name images or folders of images")
             files.append(path)
             continue
-        inside = [file for file in sorted(path.rglob("[!.]*")) if file.suffix.lower() in SUFFIXES and file.is_file()]
+        inside: list[Path] = []
+        for file in sorted(path.rglob("*")):
+            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.suffix.lower() in SUFFIXES and not hidden and file.is_file():
+                inside.append(file)
         if not inside:
             raise UsageError(f"no {', '.join(SUFFIXES)} images in {path}")
         files += inside

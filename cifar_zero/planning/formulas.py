@@ -21,11 +21,10 @@ follow the software:
 import math
 from dataclasses import dataclass
 
-from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.models import MODELS, ThirdParty
-from cifar_zero.optimizers import OPTIMIZERS
+from cifar_zero.optimizers import OPTIMIZERS, Muon, MuonSGD, OptimizerOptions
 
 FLOAT32 = 4
 
@@ -41,6 +40,7 @@ class Weight:
     """One parameter of a model, before it is sharded."""
 
     elements: int
+    states: int  # numbers that the optimizer keeps for each element, 0 if the weight is frozen
     trained: bool = True
     ranks_that_share: int = 1  # ranks over which experts are distributed (--model.ep_size); 1 for other weights
 
@@ -76,6 +76,7 @@ def network_of(run: Run) -> Network:
     --lora.target or --trainable that matches nothing in the model."""
     from cifar_zero.build_model import check_patterns, create_meta_model
     from cifar_zero.models.moe import MixtureOfExperts
+    from cifar_zero.optimizers.groups import parameter_groups
 
     net = create_meta_model(run.recipe, run.num_classes)
     ep_size = run.recipe.model.options.get("ep_size", 1)
@@ -84,10 +85,14 @@ def network_of(run: Run) -> Network:
     for module in net.modules():
         if isinstance(module, MixtureOfExperts):
             experts |= {id(parameter) for parameter in module.experts.parameters()}
+    optimizer = OPTIMIZERS[run.recipe.optimizer.name](**run.recipe.optimizer.options)
+    states: dict[str, int] = {}
+    for group in parameter_groups(optimizer, dict(net.named_parameters())):
+        states |= dict.fromkeys(group["param_names"], _state_tensors(optimizer, "muon" in group))
     weights: list[Weight] = []
-    for parameter in net.parameters():
+    for name, parameter in net.named_parameters():
         sharing = ep_size if id(parameter) in experts else 1
-        weights.append(Weight(parameter.numel(), parameter.requires_grad, sharing))
+        weights.append(Weight(parameter.numel(), states.get(name, 0), parameter.requires_grad, sharing))
     blocks: list[int] = []
     for block in getattr(net, "blocks", []):
         blocks.append(sum(parameter.numel() for parameter in block.parameters()))
@@ -123,8 +128,8 @@ def predicted(run: Run, network: Network) -> Prediction:
     # DeepSpeed updates float32 copies of the weights (zero/stage_1_and_2.py, zero/stage3.py). Stage 0 (fp16/) keeps
     # them only if the model itself is not float32.
     masters = spec.family == "deepspeed" and (spec.stage > 0 or size < FLOAT32)
-    # elements of a rank's shards, of parameters that stay gathered, and of trained shards
-    stored = persistent = trained = 0
+    # elements of a rank's shards, of parameters that stay gathered, of trained shards, and of the optimizer's state
+    stored = persistent = trained = states = 0
     for weight in network.weights:
         kept = weight.elements // weight.ranks_that_share
         # Experts are sharded among the ranks that have the same experts. A shard has as many bytes as with all ranks.
@@ -133,8 +138,9 @@ def predicted(run: Run, network: Network) -> Prediction:
             persistent += kept
         stored += kept if spec.stage in (1, 2) else shard
         trained += shard * weight.trained
+        states += shard * weight.states
     persistent, stored, gradients = persistent * size, stored * size, trained * size
-    update = trained * (_state_tensors(run.recipe.optimizer) * (FLOAT32 if masters else size) + FLOAT32 * masters)
+    update = states * (FLOAT32 if masters else size) + trained * FLOAT32 * masters
     if not spec.offload_optimizer:
         return Prediction(States(persistent + stored, gradients, update))
     if spec.offload_optimizer == "nvme":
@@ -157,11 +163,13 @@ def parameter_size(spec: Spec, precision: str) -> int:
     return FLOAT32
 
 
-def _state_tensors(optimizer: Choice) -> int:
-    """Returns how many numbers an optimizer keeps for each element of a parameter. torch's optimizers and DeepSpeed's
-    C++ versions keep the same."""
-    more = sum(bool(optimizer.options.get(option)) for option in ("momentum", "centered"))
-    return OPTIMIZERS[optimizer.name].moments + more
+def _state_tensors(optimizer: OptimizerOptions, by_muon: bool) -> int:
+    """Returns how many numbers an optimizer keeps for each element of a parameter, which Muon updates if `by_muon`.
+    torch's optimizers and DeepSpeed's C++ versions keep the same."""
+    if isinstance(optimizer, Muon | MuonSGD):  # all other parameters are updated by AdamW, or by SGD with momentum
+        return 2 if isinstance(optimizer, Muon) and not by_muon else 1
+    more = sum(bool(getattr(optimizer, option, 0)) for option in ("momentum", "centered"))
+    return optimizer.moments + more
 
 
 def buckets(run: Run, network: Network) -> int:

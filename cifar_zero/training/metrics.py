@@ -51,7 +51,7 @@ def loss(
         name: Name of the loss, as in --loss.
         scores: Class scores before the softmax, float32 (N, classes).
         labels: Classes, int64 (N,), or the share of each class in each image, float32 (N, classes). An image with the
-            label IGNORED has the loss 0. The mean of cross_entropy leaves it out. The means of mse and bce count it.
+            label IGNORED has the loss 0, and the mean leaves it out.
         label_smoothing: Share of each label that is spread evenly over all classes.
         reduction: Whether to return the mean over the batch (mean) or the loss of each image (none).
     """
@@ -66,11 +66,11 @@ def loss(
     if name == "mse":
         each = F.mse_loss
     of_images = each(scores, shares, reduction="none").sum(dim=1)
-    if not soft:
-        of_images = of_images.masked_fill(labels == IGNORED, 0)
-    if reduction == "mean":
-        return of_images.mean()
-    return of_images
+    if soft:
+        return of_images.mean() if reduction == "mean" else of_images
+    counted = labels != IGNORED
+    of_images = of_images.masked_fill(~counted, 0)
+    return of_images.sum() / counted.sum() if reduction == "mean" else of_images
 
 
 class SplitMetrics:

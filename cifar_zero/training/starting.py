@@ -138,10 +138,10 @@ def open_run(run: Run, weights: Match | None) -> Path:
     with run_folder.removed_on_failure(folder):
         recipe = command_line.dump(run.changed(data=images, ds_config=raw))
         write(folder / run_folder.CONFIG, recipe.encode())
+        for code in (run.recipe.model.name, run.recipe.augment.transform):
+            run_folder.keep_code(folder, code)
     if raw:
         say(ds_config.summary(run.placement.ds_config))
-    for code in (run.recipe.model.name, run.recipe.augment.transform):
-        run_folder.keep_code(folder, code)
     if run.fell_back and run.output.resume:
         say(
             "WARNING: this run continues on the embedded handwritten digits INSTEAD OF CIFAR-10, because it began on "

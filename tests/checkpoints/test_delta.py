@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from cifar_zero import models
-from cifar_zero.build_model import create_model
+from cifar_zero.build_model import create_model, trained_names
 from cifar_zero.checkpoints.read import RECORD
-from cifar_zero.checkpoints.weights import apply_delta, read_plain
+from cifar_zero.checkpoints.weights import apply_delta, encode, read_plain, read_safetensors
 from cifar_zero.config import command_line
 from cifar_zero.config.settings import tree_of
 from cifar_zero.core.errors import UsageError
@@ -87,6 +87,20 @@ def test_the_programs_read_a_delta(
         assert run(evaluate, monkeypatch, *arguments, "--accelerator", "cpu") == 0
         tables.append(capsys.readouterr().out.splitlines()[1:])
     assert tables[0] == tables[1]
+
+
+def test_a_delta_that_names_no_dtype_is_refused(base: Path, delta: Path):
+    content, metadata = read_safetensors(delta)
+    delta.write_bytes(encode(content, {**metadata, "base_dtypes": '{"fc1.weight": "load"}'}))
+    with pytest.raises(UsageError, match="is damaged, or another version"):
+        apply_delta(base, delta)
+
+
+def test_training_changes_the_statistics_of_layers_without_parameters():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2, affine=False))
+    assert trained_names(net) == net.state_dict().keys()
+    net[0].bias.requires_grad_(False)
+    assert trained_names(net) == {"0.weight"}
 
 
 def test_a_delta_belongs_only_to_its_base(base: Path, checkpoint: Path, delta: Path, tmp_path: Path):

@@ -16,11 +16,16 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(small_data: list[str], t
     train_all({tmp_path: [*small_data, *FLAGS]})
     content = last_checkpoint(tmp_path)
     record, optimizer = content["cifar_zero"], content["optimizer_states"][0]
+    rms = {**record["config"], "optimizer": {"name": "rmsprop", "options": {"momentum": 0.0}}}
     changes = {
         "it has no 'config'": {"cifar_zero": {"classes": record["classes"]}},
         "unknown options: new": {"cifar_zero": {**record, "config": {**record["config"], "new": 1}}},
         "NoneType": {"cifar_zero": None},
         "has no optimizer state: start a run from its weights with": {"optimizer_states": [{**optimizer, "state": {}}]},
+        "has no optimizer state": {
+            "optimizer_states": [{**optimizer, "state": {}}],
+            "cifar_zero": {**record, "config": rms},
+        },
     }
     for message, change in changes.items():
         torch.save({**content, **change}, tmp_path / "last.ckpt")

@@ -37,6 +37,12 @@ def continued(*flags: str) -> Settings:
     return command_line.parse(flags, saved_config)
 
 
+def test_a_checkpoint_is_found_by_its_path_after_a_crash_between_two_renames(tmp_path: Path):
+    checkpoint = checkpoint_of(tmp_path, "theirs")
+    checkpoint.rename(f"{checkpoint}.old")
+    assert resumed(tmp_path, "--resume", str(checkpoint)) == str(checkpoint)
+
+
 def test_a_resumed_run_needs_no_repeated_flags(tmp_path: Path):
     """A resumed run has the configuration of the earlier run, which recipes and flags override."""
     flags = ["--optimizer", "adam", "--optimizer.betas", "[0.8, 0.9]", "--schedule", "cosine", "--epochs", "9"]

@@ -37,7 +37,10 @@ def failed(name: str) -> Variant:
 def test_the_headline_counts_each_outcome():
     others = trained("ddp"), trained("fsdp2", "agrees"), trained("zero", "different"), failed("fsdp")
     counts = "1 bit-identical, 1 agrees, 1 different, 1 not trained"
-    assert comparison(*others).headline == f"2 of 4 agree with baseline: {counts}"
+    compared = comparison(*others)
+    assert compared.headline == f"2 of 4 agree with baseline: {counts}"
+    compared.reference.outcome = "different"
+    assert compared.headline == f"2 of 4 agree with baseline: {counts}; baseline itself: different"
 
 
 def test_an_accuracy_that_is_too_low_fails():

@@ -60,6 +60,12 @@ def test_auto_leaves_a_value_to_the_flags(tmp_path: Path):
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, "", {"batch_size": 32, "accumulate": 2}),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "", {"optimizer": "adam"}),
         ({"optimizer": {"type": "Adam"}}, "", {"optimizer": "adamw", "optimizer.weight_decay": 0.0}),
+        ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "", {"optimizer.weight_decay": 0.01}),
+        (
+            {"optimizer": {"type": "Adam", "params": {"torch_adam": True, "weight_decay": "auto"}}},
+            "--optimizer.weight_decay 0.3",
+            {"optimizer.weight_decay": 0.3},
+        ),
         ({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}, "", {"optimizer.lr": 0.0001}),
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "", {"optimizer": "sgd", "optimizer.momentum": 0.0}),
         (

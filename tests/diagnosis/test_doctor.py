@@ -55,6 +55,14 @@ def test_this_machine_is_fit():
         assert bool(check["fix"]) == (check["status"] == "warning"), check
 
 
+def test_decoded_images_need_no_archive(diagnose: Callable[..., tuple[int, str]], tmp_path: Path):
+    assert "no images in" in diagnose("data", "--data.root", str(tmp_path))[1]
+    decoded = tmp_path / ".cifar-zero" / "cifar10" / "meta.json"
+    decoded.parent.mkdir(parents=True)
+    decoded.touch()
+    assert "cifar10: decoded images" in diagnose("data", "--data.root", str(tmp_path))[1]
+
+
 def test_each_check_prints_one_line(diagnose: Callable[..., tuple[int, str]]):
     code, output = diagnose("all-reduce", "memory", "out", "--ranks", "1")
     assert code == 0

@@ -28,7 +28,9 @@ def test_a_folder_by_a_checkpoint_and_its_export(tmp_path: Path):
     formats.export(checkpoint, checkpoint.with_suffix(".safetensors"), "safetensors")
     (folder / "below").mkdir(parents=True)
     (folder / "notes.txt").write_text("no image")
-    (folder / ".hidden.png").write_text("no image")
+    (folder / ".hidden").mkdir()
+    for hidden in (".hidden.png", ".hidden/an.png"):
+        (folder / hidden).write_text("no image")
     images = np.random.default_rng(0).integers(0, 256, (100, 3, 2, 2), np.uint8).repeat(16, axis=2).repeat(16, axis=3)
     for number, image in enumerate(images):
         Image.fromarray(image.transpose(1, 2, 0)).save(folder / ("below" if number >= 90 else "") / f"{number:02}.png")

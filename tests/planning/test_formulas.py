@@ -3,21 +3,25 @@ from typing import Any
 import pytest
 import torch
 
+from cifar_zero import models
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import make_settings
 from cifar_zero.optimizers import OPTIMIZERS
-from cifar_zero.planning.formulas import Network, Weight, predicted
+from cifar_zero.optimizers.groups import parameter_groups
+from cifar_zero.planning.formulas import Network, Weight, network_of, predicted
 
-ADAM = Choice("adam")
-LARGE = Network((Weight(2_520 * 2_520),) * 10, blocks=())
+LARGE = Network((Weight(2_520 * 2_520, states=2),) * 10, blocks=())
 """63.5 million parameters: stage 3 keeps none of them whole, and 1 to 9 ranks shard them evenly."""
 ELEMENTS = 10 * 2_520 * 2_520
 
 
-def bytes_each(strategy: str, ranks: int, precision: str, optimizer: Choice = ADAM) -> float:
-    settings = make_settings(strategy=strategy, devices=ranks, precision=precision, optimizer=optimizer)
-    states = predicted(Run(**vars(settings), num_classes=10), LARGE)
+def run_of(**settings: Any) -> Run:
+    return Run(**vars(make_settings(**settings)), num_classes=10)
+
+
+def bytes_each(strategy: str, ranks: int, precision: str) -> float:
+    states = predicted(run_of(strategy=strategy, devices=ranks, precision=precision, optimizer=Choice("adam")), LARGE)
     return (states.device.total + states.host.total) / ELEMENTS
 
 
@@ -46,13 +50,18 @@ def test_float32_has_master_weights_only_under_deepspeed():
     [
         *(("sgd", {"momentum": 0.0}), ("sgd", {"momentum": 0.9}), ("adamw", {}), ("lion", {}), ("adagrad", {})),
         *(("rmsprop", {"momentum": 0.9, "centered": True}), ("rmsprop", {}), ("adadelta", {})),
+        *(("muon", {}), ("muon", {"momentum": 0.0}), ("muon_sgd", {}), ("muon_sgd", {"sgd_momentum": 0.0})),
     ],
 )
 def test_state_of_an_optimizer(name: str, options: dict[str, Any]):
-    """The formula agrees with the number of tensors that torch's optimizer keeps per parameter."""
-    parameter = torch.nn.Parameter(torch.ones(1_000))
-    parameter.grad = torch.ones(1_000)
-    optimizer = OPTIMIZERS[name](**options).build([parameter], "torch")
-    optimizer.step()
-    kept = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value) and value.numel() == 1_000]
-    assert bytes_each("baseline", 1, "32-true", Choice(name, options)) == 8 + 4 * len(kept)
+    """The formula agrees with the numbers that the optimizer keeps. The model is Net, which has matrices, filters and
+    biases."""
+    net, optimizer = models.build("net", 10), OPTIMIZERS[name](**options)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    built = optimizer.build(parameter_groups(optimizer, dict(net.named_parameters())), "torch")
+    built.step()
+    kept = [value for state in built.state.values() for value in state.values()]
+    elements = sum(value.numel() for value in kept if torch.is_tensor(value) and value.dim() > 0)
+    run = run_of(strategy="baseline", devices=1, optimizer=Choice(name, options))
+    assert predicted(run, network_of(run)).device.optimizer == 4 * elements

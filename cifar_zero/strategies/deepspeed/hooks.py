@@ -188,10 +188,12 @@ def rewriting(engine: Any) -> Generator[None, None, None]:
     shards = engine.zero_optimization_partition_weights()
     if shards:
         engine.optimizer.checkpoint_event_prologue()
-    yield
-    if shards:
-        engine.optimizer.checkpoint_event_epilogue()
-        forget_second_copies(engine.module)
+    try:
+        yield
+    finally:
+        if shards:
+            engine.optimizer.checkpoint_event_epilogue()
+            forget_second_copies(engine.module)
 
 
 def forget_second_copies(module: Module) -> None:
