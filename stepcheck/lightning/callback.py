@@ -52,7 +52,8 @@ class StepCheck(Callback):
             replay_every: Replay each step whose number is divisible by this; 0 for none.
             steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
-            only: Regular expression: gradients of other weights are not replayed, and need no memory.
+            only: Regular expression. Gradients of weights in whose names it does not match are not compared, and need
+                no memory.
             outputs: Whether to compare the outputs of all submodules in these steps.
             on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and continue.
             file: JSON file to which rank 0 writes the verdict at the end.
