@@ -21,8 +21,8 @@ from stepcheck.engines.adapter import EngineAdapter, Hook, NotAuditable
 from stepcheck.patch import wrap_function
 
 SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compress_hook: torch.float16}
-"""DDP's communication hooks that only send gradients, each with the dtype that it sends, or None for the gradient's
-own."""
+"""DDP's communication hooks that send the gradients themselves, each with the dtype in which it sends them, or None for
+the gradient's own."""
 
 
 class PlainAdapter(EngineAdapter):

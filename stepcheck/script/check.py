@@ -61,8 +61,8 @@ class ScriptCheck(Callback):
         self._trainer, self._module, self._copy = trainer, pl_module, copy.deepcopy(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Applies the script's numerical settings, matches the names of weights and buffers, and registers the
-        hooks."""
+        """Applies the script's numerical settings, matches the names of weights and buffers, and registers the hooks.
+        Raises UsageError if the weights do not match. If the buffers do not, they are not judged."""
         use_settings(self.recording.settings)
         build_copy(self._copy, trainer)
         self._copy = PlainCopy(self._copy, INTERNAL)
