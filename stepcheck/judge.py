@@ -58,7 +58,8 @@ class Judge:
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
     def gradients(self, step: Step) -> None:
-        """Compares the gradients that reach the optimizer with what autograd computed."""
+        """Compares the gradients that reach the optimizer with what autograd computed. Keeps the latter in `expected`,
+        and its deviation, for a baseline."""
         adapter, verdict = self.adapter, self.verdict
         trained = self.trained & self._comparable(step)
         if not trained.any():

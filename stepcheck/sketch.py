@@ -23,8 +23,8 @@ PERIOD = 65537
 """Number of rows after which the signs repeat. It is prime, so that it is no multiple of a layer's size."""
 
 BLOCK = 16
-"""Rows that are added in one pass. The sums of up to eight blocks are added in float32 too, before a conversion to
-float64, so that a sketch loses little precision."""
+"""Rows that are added in one pass. On a CPU, a block and the sums of up to eight blocks are added in float32, unless
+`project` is to be exact. Longer sums are added in float64, so that a sketch loses little precision."""
 
 CHUNK_ROWS = {"cpu": 128}
 """Rows that are projected at a time, by device type. On a CPU they fit into the cache."""
@@ -52,7 +52,7 @@ def project(values: Tensor, start: int = 0, exact: bool = False, measure: bool =
     """Returns the sketch of a part of a tensor, and the squared norm of this part: float64 (K + 1,).
 
     Args:
-        values: The part, of any floating or complex dtype and shape, contiguous in the tensor.
+        values: The part, of any floating or complex dtype and shape, contiguous in the flattened tensor.
         start: Position of the part in the flattened tensor, in elements.
         exact: Whether to compute in float64, for values that must agree to the last bit. Otherwise a CPU adds up to
             128 rows in float32 (see BLOCK). Other devices always compute in float64, because their float32 may be TF32.

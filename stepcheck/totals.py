@@ -50,8 +50,8 @@ class Totals:
         self._add("summands", index, sketch[K].sqrt())
 
     def add_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
-        """Adds the gradient of a tensor that the optimizer updates. With `measure`, its norm is computed exactly
-        instead of estimated."""
+        """Adds the gradient of a tensor that the optimizer updates to the sums of the parameters of which the tensor
+        holds `parts`. With `measure`, the norm of each part is computed exactly instead of estimated."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for part in parts:
             sketch = project(flat[part.offset : part.offset + part.length], part.start, measure=measure)

@@ -215,12 +215,10 @@ def plan(
     strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str = "raw"
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases to train, and the reason for each row that cannot be trained, by the row's name. A row is in
-    neither of both if no strategy trains it, or if `quick` is true and it is not among the first.
+    neither if no strategy trains it, or if `quick` is true and it is not among the first QUICK rows.
 
     Args:
         strategies: Names from STRATEGIES.
-        ranks: Number of ranks of each case.
-        quick: Whether only the first QUICK rows are trained.
         seeds: Number of cases with different seeds, for each row and strategy.
         through: Name of the framework that trains, or "raw".
     """

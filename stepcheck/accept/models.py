@@ -1,5 +1,5 @@
-"""Defines two small models, made of patterns that have broken strategies. Each pattern cites the issues of DeepSpeed
-that report it."""
+"""Defines two small models, made of patterns that have broken strategies. Comments cite issues of DeepSpeed that report a
+pattern."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -31,7 +31,6 @@ def train_case(
 
     Args:
         fields: Fields of the Case.
-        device: This rank's device.
         folder: A folder that all ranks share. Not used.
         baseline: Arguments of the `Baseline` to which the steps are added or with which they are compared.
     """
@@ -45,7 +44,7 @@ def train_case(
 
 @cache
 def _baseline(**arguments: Any) -> Baseline:
-    """Returns the baseline of all cases of this process, which reads its file once."""
+    """Returns the baseline of all cases of this process. The baseline reads its file once."""
     return Baseline(**arguments)
 
 

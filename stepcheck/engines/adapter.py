@@ -33,8 +33,9 @@ def tensors_in(nested: Any) -> list[Tensor]:
 
 
 class Hook:
-    """A hook of an audit on a module or an optimizer. In a copy or a pickle of the module, the hook is replaced by one
-    that does nothing, because the copy belongs to another training or to a program without stepcheck."""
+    """A hook of an audit on a module or an optimizer. It does nothing while torch.compile or torch.func traces a call.
+    In a copy or a pickle of the module, the hook is replaced by one that does nothing, because the copy belongs to
+    another training or to a program without stepcheck."""
 
     def __init__(self, call: Callable[..., Any]):
         self.call = call

@@ -132,7 +132,8 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Returns the parameter groups of a module's FSDP state: one up to torch 2.11, a list since."""
+    """Returns the parameter groups of a module's FSDP state. A state has at most one up to torch 2.11, and a list of
+    them since. Without a state, the list is empty."""
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

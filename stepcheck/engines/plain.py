@@ -68,7 +68,8 @@ class PlainAdapter(EngineAdapter):
 
     @contextmanager
     def changes_accepted(self) -> Iterator[None]:
-        """Context manager in which torch changes gradients. They do not count as modified, unless they already did."""
+        """Context manager in which torch may change gradients. A gradient that did not count as modified before does
+        not count as modified afterwards."""
         unmodified = self.left.keys() - self.modified_gradients()
         yield
         for index in unmodified:

@@ -34,7 +34,8 @@ IGNORED = "DeepSpeed ignores that; to clip, use the Trainer's gradient_clip_val"
 class StepCheck(Callback):
     """Audits each step of a training, with any module, data and strategy. Every rank must have this callback.
 
-    After the training, `verdict` holds the result.
+    After the training, `verdict` holds the result. If the strategy cannot be audited, the training continues without an
+    audit, and the verdict is "not judged".
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class StepCheck(Callback):
             outputs: Whether to compare the outputs of all submodules in these steps.
             on_fault: Whether to raise StepCheckError at the first step with a fault, or to print this fault and
                 continue.
-            file: JSON file to which rank 0 writes the verdict at the end, also after an exception. If it cannot be
-                written, the callback says nothing.
+            file: JSON file to which rank 0 writes the verdict at the end, also after an exception. A file that
+                cannot be written is left out without an error.
         """
         self.replays: dict[str, Any] = {"every": replay_every, "steps": {*steps}, "only": only, "outputs": outputs}
         self.count = count

@@ -65,8 +65,8 @@ class StateRecorder(Callback):
 
 
 def differences(saved: StateRecorder, resumed: StateRecorder) -> list[Finding]:
-    """Returns what differs between a run that continued and the run that was resumed, on any rank, at most 100
-    findings. A rank compares the end of the runs only if the first resumed step started alike. Every rank must call
+    """Returns what differs between a run that continued and the run that was resumed, on all ranks, as up to 100
+    findings. A rank compares the ends of the runs only if the first resumed step started alike. Every rank must call
     it."""
     found = _differences(saved.step, saved.first, resumed.first, "in the first resumed step")
     found = found or _differences(0, saved.last, resumed.last, "at the end")

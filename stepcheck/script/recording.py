@@ -113,7 +113,7 @@ def update_options(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
 
 
 def samples_in(batch: Any) -> int:
-    """Returns the number of samples in a batch: the length of its longest tensor."""
+    """Returns the number of samples in a batch: the length of its longest tensor, or 1 if no tensor has dimensions."""
     return max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=1)
 
 
