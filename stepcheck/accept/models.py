@@ -1,5 +1,5 @@
-"""Defines two small models, made of patterns that have broken strategies. Comments cite issues of DeepSpeed that report a
-pattern."""
+"""Defines two small models, made of patterns that have broken strategies. Comments cite DeepSpeed's issues that report
+a pattern."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
