@@ -24,17 +24,19 @@ from stepcheck.verdict import Verdict
 
 
 def install(**settings: Any) -> None:
-    """Audits each engine and optimizer that this process builds. Takes the arguments of `AutoAudit`."""
+    """Audits each engine and optimizer that this process builds. Takes the arguments of `AutoAudit`. Must be called
+    before torch and deepspeed are imported."""
     auto_audit = AutoAudit(**settings)
     patches = {"torch": auto_audit.patch_torch, "deepspeed": auto_audit.patch_deepspeed}
     sys.meta_path.insert(0, AfterImport(patches))
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Patches modules right after they are imported.
+    """Patches modules right after they are imported. `patches` maps the name of a module to a function that takes the
+    module.
 
-    A module may be looked up several times before it is imported. transformers, for example, checks whether deepspeed
-    is installed.
+    A module that is only looked up is not patched. transformers, for example, looks up whether deepspeed is installed,
+    and imports it later.
     """
 
     def __init__(self, patches: dict[str, Callable[[Any], None]]):
@@ -59,7 +61,16 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 class AutoAudit:
-    """Audits every engine and optimizer that this process builds, without a call in the script."""
+    """Audits every engine and optimizer that this process builds after `patch_torch` and `patch_deepspeed` were called,
+    without a call in the script.
+
+    Args:
+        reports: Folder to which rank 0 writes the verdicts, as a JSON file for each process.
+        every: See `Audit`.
+        weights_every: See `Audit`.
+        keep_going: Whether the training continues after a fault. By default the process ends with exit code 1.
+        baseline: Arguments of `Baseline`, or None for an audit without a baseline.
+    """
 
     def __init__(
         self,
@@ -73,19 +84,19 @@ class AutoAudit:
         self.options = {"every": every, "weights_every": weights_every}
         self.baseline: Any = baseline  # arguments of Baseline, or the object after the first audit has begun
         self.verdicts: list[Verdict] = []  # of all audits
-        self.refused: dict[int, Verdict] = {}  # of engines that cannot be audited, by their id
-        # Optimizers that are not audited yet, in order, and whether their model had no wrapper at its forward pass.
+        self.refused: dict[int, Verdict] = {}  # of engines and models that cannot be audited, by their id
+        # Optimizers that are not audited yet, in order, and whether an audit was refused at a forward pass.
         self.pending: Any = weakref.WeakKeyDictionary()
         self.building = False  # whether an engine is being built, which may call its optimizer once
         self.forward_hook: Any = None  # handle of the hook that waits for the first forward pass
         self.has_fault = False  # whether the audits have found a fault
         self.process = 0  # id of the process that trains, because a forked process inherits this object
-        self.start_time = 0  # of the first audit in this process, in nanoseconds: ids of processes are in no order
+        self.start_time = 0  # of the first audit in this process, in ns. Reports are sorted by it, not by process ids
         self.is_first_rank = False
 
     def patch_torch(self, torch: Any) -> None:
-        """Registers each optimizer that is built from now on. Its audit starts at the first forward pass of its model,
-        or at its first step."""
+        """Registers each optimizer that is built from now on. An optimizer of FSDP2's parameters is audited at once.
+        The audit of any other starts at the first forward pass of its model, or else at its first step."""
         importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
         importlib.import_module("stepcheck.engines.plain").watch()
         wrap_function(torch.optim.Optimizer, "__init__", self._build_optimizer)
@@ -103,7 +114,7 @@ class AutoAudit:
             self.forward_hook = modules.register_module_forward_pre_hook(self.before_forward)
 
     def patch_deepspeed(self, deepspeed: Any) -> None:
-        """Audits the engines that `deepspeed.initialize` returns."""
+        """Audits each engine that `deepspeed.initialize` returns from now on, if the engine has an optimizer."""
         wrap_function(deepspeed, "initialize", self._initialize)
 
     def _initialize(
@@ -132,7 +143,8 @@ class AutoAudit:
 
     def audit(self, engine: Any, optimizer: Any = None, start: Any = None) -> Any:
         """Starts the audit of an engine, or of the model that an optimizer updates, if `engine` is None. Returns the
-        audit, or None if the engine cannot be audited. Never raises an error, because the script would end."""
+        audit. If it cannot start, keeps the reason in `refused` and returns None. Never raises an error, because the
+        script would end."""
         try:
             from stepcheck.auditor import audit
 
@@ -159,8 +171,9 @@ class AutoAudit:
         return started
 
     def before_forward(self, module: Any, inputs: Any) -> None:
-        """Starts the audits of the pending optimizers that train a module, at its first forward pass, when all wrappers
-        have been built."""
+        """Starts the audit of each pending optimizer that updates a parameter of `module`. torch calls this method
+        before the forward pass of every module. By then, most scripts have built all wrappers. If an audit is refused,
+        `before_step` tries again."""
         import torch
 
         if torch.compiler.is_compiling() or self.building or not torch.is_grad_enabled():
@@ -187,8 +200,9 @@ class AutoAudit:
             self.audit(None, optimizer)
 
     def on_fault(self, finding: Any) -> None:
-        """Prints the first fault and, unless the run is to continue, ends this process at once. Every rank does the
-        same, because a remaining rank would wait for the others."""
+        """Prints the first fault, on the first rank. Unless `keep_going` is set, writes the verdicts and ends this
+        process with exit code 1. The audit calls this method on every rank, because a remaining rank would wait for the
+        others."""
         if self.is_first_rank and not self.has_fault:
             print(f"stepcheck: {finding}", flush=True)
         self.has_fault = True
@@ -199,7 +213,8 @@ class AutoAudit:
             os._exit(1)
 
     def finish(self) -> None:
-        """Writes the verdicts into the folder of reports, on rank 0."""
+        """Writes the verdicts to a file in the folder of reports, and the steps of a new baseline unless there was a
+        fault. Does nothing on ranks other than 0, or in a forked process that has started no audit itself."""
         if not self.is_first_rank or os.getpid() != self.process:
             return
         verdicts = [each.as_dict() for each in (*self.verdicts, *self.refused.values())]
@@ -219,7 +234,8 @@ class AutoAudit:
 
 
 def _rank() -> int:
-    """Returns the rank of this process from its process group, or else from the environment variable RANK."""
+    """Returns the rank of this process from its process group, or else from the environment variable RANK (default:
+    0)."""
     import torch.distributed as dist
 
     initialized = dist.is_available() and dist.is_initialized()
@@ -231,9 +247,9 @@ def _ids(optimizer: Any) -> set[int]:
 
 
 def find_model(optimizer: Any) -> Any:
-    """Returns the smallest module that holds all parameters of an optimizer, or the outermost wrapper of this module
-    (DDP, FSDP or torch.compile). If no single module holds them all, returns a new module that contains several modules
-    and tensors, which together hold them."""
+    """Returns the module with the fewest submodules, of all modules of this process that hold all parameters of an
+    optimizer. If this module is wrapped, returns its outermost wrapper (DDP, FSDP1 or torch.compile). If no module
+    holds all parameters, returns a new module that contains several modules and tensors, which together hold them."""
     import torch
 
     # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.
@@ -258,7 +274,7 @@ def find_model(optimizer: Any) -> Any:
 
 
 def _outermost(root: Any, modules: list[Any]) -> Any:
-    """Returns the outermost wrapper of a module, or the module."""
+    """Returns the outermost wrapper of `root` among `modules`, or `root` if it has none."""
     names = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
     wrappers = [each for each in modules if type(each).__name__ in names and any(m is root for m in each.modules())]
     return max(wrappers, key=_size, default=root)

@@ -2,9 +2,10 @@
 
 Autograd is trusted: a hook on each parameter sees the gradient of each micro-batch as PyTorch computed it, unreduced
 and unsharded. What an engine makes of these gradients (it adds, scales, reduces, clips and shards them) is linear. So
-their random projections (sketch.py), averaged over the ranks, must equal the projections of what reaches the optimizer.
-The weights that forward and backward passes use must have the projections of the optimizer's weights. torch's optimizer
-repeats slices of each update. Nothing is gathered or computed twice. A step costs one small collective.
+their random projections (sketch.py), averaged over the ranks, must equal the projections of what reaches the optimizer,
+up to the factor of clipping. The weights that forward and backward passes use must have the projections of the
+optimizer's weights. torch's optimizer repeats slices of each update. Nothing else is computed twice, and no tensor is
+gathered. A step without a fault costs one small collective.
 """
 
 import time
@@ -28,8 +29,9 @@ from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a hook. Adds its time to `seconds` of the verdict. If the hook raises an exception, the step is not judged,
-    the audit ends on all ranks at the end of the step, and the training continues."""
+    """Wraps a method of Audit that hooks call. Adds its time to `seconds` of the verdict. If the method raises an
+    exception, the step is not judged, the audit ends on all ranks at the end of the step, and the training continues.
+    After that, or after `stop` or `detach`, the method does nothing."""
 
     @wraps(method)
     def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
@@ -67,9 +69,11 @@ class Audit:
             model: A DeepSpeedEngine, or the model: as it is, in DistributedDataParallel, or after `fully_shard`.
             optimizer: The torch optimizer that updates the model, unless `model` is a DeepSpeedEngine.
             every: Audit each step whose number is divisible by this.
-            weights_every: Compare each weight in every so many steps. Gradients and updates are compared in each step.
-            on_fault: "raise" raises StepCheckError at the first step with a fault, "warn" prints the fault, and a
-                function is called with the fault.
+            weights_every: Compare each weight in every so many steps. Gradients and updates are compared in each
+                audited step.
+            on_fault: "raise" raises StepCheckError on all ranks at the end of a step with a fault. "warn" prints the
+                first fault of the training, on rank 0. A function is called on all ranks with the first fault of each
+                step that has one.
             start: What `Start` recorded before the engine was built.
             replay: A `Replay`, which computes chosen steps again on a copy of the module.
             baseline: An `AuditBaseline`, which saves each step or compares it with a saved one.
@@ -95,7 +99,7 @@ class Audit:
         self._batches = Batches(adapter.ranks.rank, adapter.ranks.size, adapter.device)
         self._options: dict[int, dict[str, Any]] = {}  # before the engine's step, by id of the parameter group
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
-        self._local: list[tuple[Kind, Tensor, Any]] = []  # this rank's shares of tolerances in this step
+        self._local: list[tuple[Kind, Tensor, Any]] = []  # what `add` has got in this step
         self._trains: bool | None = None  # whether the module was in training mode in the last step
         self._began = 0.0
         self._in_backward = False
@@ -127,8 +131,9 @@ class Audit:
         self.stopped = True
 
     def stop(self, what: str, why: str) -> None:
-        """Ends the audit, but leaves its hooks in place, because a hook of this rank is running and cannot remove them.
-        Every rank must call it at the same place."""
+        """Ends the audit: from now on its hooks do nothing. The verdict says that `what` is not judged, because of
+        `why`. The hooks stay in place, because a hook of this rank is running and cannot remove them. Every rank must
+        call this method at the same point of the training."""
         self.verdict.not_judged[what] = why
         self.running, self.stopped = False, True
 
@@ -139,11 +144,12 @@ class Audit:
         self._batch_norms.counts = {}
 
     def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
-        """Adds a value that only this rank compares.
+        """Adds a value that only this rank compares. It is judged at the end of the step.
 
         Args:
             kind: What was compared.
-            share: Error / tolerance. Of a tensor, the largest element counts. For a note, at most 1 is recorded.
+            share: Error / tolerance. Of a tensor, the largest element counts. For the kind "note", it is reduced to at
+                most 1, so that it is no fault.
             text: What is wrong if the share exceeds 1, or a function that returns it.
         """
         share = torch.as_tensor(share, dtype=torch.float64)
@@ -167,7 +173,9 @@ class Audit:
 
     @guarded
     def before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
-        """Compares a module's unsharded weights just before it computes, and watches their gradients."""
+        """Records the unsharded weights of a module just before it computes, as far as they are compared in this step,
+        and watches the gradients of the weights that FSDP2 has just unsharded. `own` maps the names of the module's own
+        parameters to their indices."""
         if not self.running or not torch.is_grad_enabled():
             return
         for name, index in own.items():
@@ -244,7 +252,8 @@ class Audit:
 
     @guarded
     def before_update(self, optimizer: Any) -> None:
-        """Adds the gradients that reach the optimizer, and checks its options."""
+        """Adds the gradients that reach the optimizer, checks that its options are those that `before_step` has
+        recorded, and prepares the comparison of the update."""
         if not self.adapter.owns_step:  # the script may set gradients itself
             self._begin_step()
         if not self.running:
@@ -274,7 +283,12 @@ class Audit:
             self._updates.end(optimizer, self.add)
 
     def end_step(self, skipped: bool = False) -> None:
-        """Judges the step that has ended. If it has a fault, raises StepCheckError or calls `on_fault` on all ranks."""
+        """Judges the step that has ended, if it is audited, and moves on to the next step. If there is a fault, raises
+        StepCheckError, prints the fault or calls a function, as `on_fault` says. Every rank must call this method.
+
+        Args:
+            skipped: Whether the engine left the update out, because a gradient overflowed.
+        """
         if self.running and self.replay is not None:
             self.replay.judge()
         start = time.perf_counter()
@@ -292,7 +306,8 @@ class Audit:
             print(f"stepcheck: {findings[0]}", flush=True)
 
     def _judge_step(self, skipped: bool) -> None:
-        """Sums the contributions of the ranks. Adds the findings to the verdict, which are the same on all ranks."""
+        """Sums the contributions of the ranks, judges the sums, and adds the findings to the verdict. Every rank adds
+        the same findings."""
         adapter, verdict = self.adapter, self.verdict
         self._batch_norms.compare(self.add)
         local, self._local = self._local, []

@@ -1,8 +1,9 @@
 """Saves projections of the audited steps of a script, and compares a later run with them.
 
 Two runs of one script may drift apart, because rounding errors accumulate. So gradients are compared only as long as
-both runs have the same weights, bit by bit. The first step after which the weights differ is named. If the gradients
-of that step were the same, bit by bit, its update is a fault.
+both runs have the same weights, bit by bit. The first step that begins with different weights is named. The update
+before this step is a fault if its gradients were the same, bit by bit, and if the weights differ by more than 4 units
+of roundoff.
 """
 
 import importlib.metadata
@@ -21,7 +22,8 @@ from stepcheck.judge import Judge, Step
 from stepcheck.sketch import K
 
 KERNELS = 64.0
-"""Error of a gradient, in units of roundoff, that other kernels of another machine or release may cause."""
+"""Allowed difference between two gradients relative to their norm, in units of roundoff, because another machine or
+release may use other kernels."""
 
 ENVIRONMENT = ("ATEN_", "CUBLAS_", "CUDA_", "DS_", "MKL_", "NCCL_", "OMP_", "TORCH_")
 """Beginnings of the names of environment variables that may change what is computed."""
@@ -33,7 +35,13 @@ class Baseline:
     """Saves the steps of all audits of a process, or reads saved ones."""
 
     def __init__(self, file: str, compare: bool, command: str):
-        """Reads a saved baseline, to compare steps with it or to add steps. Begins a new one if there is no file."""
+        """Reads the baseline in a file.
+
+        Args:
+            file: The file. Unless `compare` is set, it need not exist.
+            compare: Whether to compare steps with the baseline. Otherwise steps are added to it.
+            command: Command line of the run, which is saved. If another one was saved, the verdicts note this.
+        """
         self.file, self.compare = Path(file), compare
         self.about = {"command": command, **_machine(), **_versions()}
         saved: Any = torch.load(file, weights_only=True) if compare or self.file.exists() else {"audits": {}}
@@ -45,7 +53,7 @@ class Baseline:
         self.audits: dict[str, dict[int, dict[str, Any]]] = saved["audits"]
 
     def audit(self, name: str) -> "AuditBaseline":
-        """Returns the baseline of an audit, whose name is the same in both runs."""
+        """Returns the part of the baseline for one audit. `name` must be the same in both runs."""
         return AuditBaseline(self.audits.setdefault(name, {}), self.compare, self.changed)
 
     def write(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from stepcheck.engines.adapter import tensors_in
 
 ELEMENTS = 4096
-"""Elements of a batch that its fingerprint reads."""
+"""Number of elements that a fingerprint reads, from the start of a batch's first tensor with several elements."""
 
 
 class Batches:
@@ -29,8 +29,8 @@ class Batches:
         self._before, self._drew, self.repeats_random = None, False, False
 
     def before_forward(self, inputs: Any) -> None:
-        """Adds the inputs of a micro-batch to the fingerprint, and compares the random state with the first micro-batch
-        of the step."""
+        """Adds the inputs of a micro-batch to the fingerprint, and compares the random state with the state before the
+        first micro-batch of the step."""
         first = next((each for each in tensors_in(inputs) if each.numel() > 1), None)
         if first is not None and not first.is_sparse and not first.is_complex():
             values = first.detach().reshape(-1)[:ELEMENTS].double()
@@ -48,8 +48,13 @@ class Batches:
             self._drew = not torch.equal(_random_state(self.fingerprints.device), self._before)
 
     def notes(self, step: int, fingerprints: Tensor) -> dict[str, str]:
-        """Returns a sentence for each repetition in a step, keyed by what repeats: batches or random numbers.
-        `fingerprints` has the fingerprints of all ranks, on the CPU."""
+        """Returns a sentence for each kind of repetition in a step, keyed by "batches" and "random numbers". Random
+        numbers are compared on this rank only.
+
+        Args:
+            step: Number of the step.
+            fingerprints: Fingerprints of all ranks, on the CPU. They are kept for the next audited step.
+        """
         found, seen, last = {}, fingerprints.tolist(), self.last
         same = [(one, two) for two in range(len(seen)) for one in range(two) if seen[one] and seen[one] == seen[two]]
         if same:

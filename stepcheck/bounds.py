@@ -48,15 +48,15 @@ EXACT = 1e-12
 """Relative error of a sketch in float64: some 1e4 additions that each round by 1e-16."""
 
 UPDATE = 1e-4
-"""Relative error of a correct update or optimizer state."""
+"""Largest relative error of a correct update or optimizer state."""
 
 CLIPPING = 1e-3
-"""Relative error of a clipped norm, because engines add 1e-6 to it. Two roundings in the optimizer's dtype are added,
-of the norm and of the factor."""
+"""Largest relative error of a clipped norm, because engines add 1e-6 to the norm by which they divide. Two roundings in
+the optimizer's dtype are allowed in addition, of the norm and of the factor."""
 
 CANCELLATION = 1e-3
-"""Share of the norm of all gradients that is added to the norm of one gradient before its error is divided by it. A
-gradient that nearly cancels still has the rounding error of its summands."""
+"""The relative error of a gradient is its error, divided by the sum of its norm and this share of the norm of all
+gradients. A gradient that nearly cancels still has the rounding error of its summands."""
 
 
 def factor_tolerance(strength: float, ranks: int) -> float:
@@ -77,10 +77,10 @@ def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:
 
 
 def gradient_deviation(summands: Tensor, sizes: Tensor, unit: float, micro_batches: int, ranks: int) -> Tensor:
-    """Returns the standard deviation of each number in the sketch of a gradient's error.
+    """Returns for each parameter the standard deviation of the numbers in the sketch of its gradient's error.
 
     Args:
-        summands: S of each parameter, as the module's docstring defines it.
+        summands: S of each parameter, as the module's docstring defines it, float64 (parameters,).
         sizes: Number of elements of each parameter.
         unit: Unit roundoff of the lowest dtype in which gradients are added or sent.
         micro_batches: Number of micro-batches that each rank accumulates.

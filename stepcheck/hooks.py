@@ -10,7 +10,8 @@ from stepcheck.engines.adapter import Hook
 
 
 class Hooks:
-    """Calls an audit before forward passes and checkpoints, and for each gradient that autograd computes."""
+    """Makes modules and parameters call an audit: before each forward pass, before a state dict is loaded into a
+    module, and with each gradient that autograd computes. `audit.undo` removes the hooks."""
 
     def __init__(self, audit: Any):
         self.audit, self.adapter = audit, audit.adapter
@@ -48,7 +49,8 @@ class Hooks:
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the outermost modules that define a forward pass, unlike a ModuleList."""
+    """Yields `module` if its class defines a forward pass. Otherwise (a ModuleList, for example) yields the outermost
+    of its submodules that define one."""
     if type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from _called_modules(child)

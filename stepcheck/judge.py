@@ -15,17 +15,17 @@ COLUMNS = {
     "summands": 1,  # sum of the norms of these gradients
     "actual": K,  # sketch of this rank's part of what reaches the optimizer
     "square": 1,  # its squared norm
-    "replica_difference": K,  # the same sketch, weighted by the replica: 0 in sum if all replicas are equal
+    "replica_difference": K,  # `actual`, weighted by the replica: 0 in sum if all replicas are equal
     "reference": K,  # sketch of this rank's part of the optimizer's weights
     "used": K,  # sketch of the weights that this rank has used
-    "used_difference": K,
-    "uses": 1,
+    "used_difference": K,  # `used`, weighted by the rank: 0 in sum if all ranks use the same
+    "uses": 1,  # whether this rank has used the weight and compares it in this step
     "moved": 1,  # largest change of `used` within the step
     "trained": 1,  # whether this rank's optimizer updates it
     "modified": 1,  # whether the gradient at the step is not the one that the backward pass has left
 }
-"""What each rank contributes for each parameter: widths of the columns of one matrix, whose sums over the ranks are
-judged."""
+"""What each rank contributes for each parameter: names and widths of the columns of a matrix that has a row for each
+parameter. The sum of the ranks' matrices is judged."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Step:
 
 
 class Judge:
-    """Compares the sums with their tolerances, and records the results in a verdict."""
+    """Compares the sums of each step with their tolerances, and records the results in a verdict."""
 
     def __init__(self, adapter: EngineAdapter, verdict: Verdict):
         self.adapter, self.verdict = adapter, verdict
@@ -58,7 +58,8 @@ class Judge:
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
     def gradients(self, step: Step) -> None:
-        """Compares the gradients that reach the optimizer with what autograd computed."""
+        """Compares the gradients that reach the optimizer with what autograd computed. Keeps the latter in `expected`,
+        and its deviation, for a baseline."""
         adapter, verdict = self.adapter, self.verdict
         trained = self.trained & self._comparable(step)
         if not trained.any():
@@ -110,8 +111,10 @@ class Judge:
     def _measure(
         self, trained: Tensor, expected: Tensor, summands: Tensor, deviation: Tensor, tolerance: float
     ) -> None:
-        """Adds to the verdict how many gradient elements were judged, and the smallest error that would have been
-        detected. A gradient counts as judged if losing half of it would be detected, or if autograd computed 0."""
+        """Adds to the verdict how many gradient elements were judged, and the smallest scale errors that would have
+        been detected: of all gradients together, and of one gradient (the median over the gradients). The verdict keeps
+        the largest over all steps. A gradient counts as judged if losing half of it would be detected, or if autograd
+        computed 0."""
         visible = (SIGMAS * deviation[:, 0] / expected.abs().amax(1).clamp(min=1e-30))[trained]
         computed = summands[trained] > 0
         self.verdict.values += int(self.sizes[trained][(visible < 0.5) | ~computed].sum())
@@ -121,7 +124,9 @@ class Judge:
             self.verdict.smallest_tensor_error = max(median, self.verdict.smallest_tensor_error or 0.0)
 
     def _comparable(self, step: Step) -> Tensor:
-        """Returns for each row whether the gradient that autograd computed should reach the optimizer unchanged."""
+        """Returns for each row, bool (rows,), whether only the engine and known clipping have changed the gradient
+        since autograd computed it. Adds to the verdict how many gradient elements there are, and why some are not
+        judged."""
         adapter, verdict = self.adapter, self.verdict
         verdict.values_in_all += int(self.sizes[self.trained].sum())
         modified = step.sums["modified"][:, 0] > 0
@@ -138,8 +143,8 @@ class Judge:
         self, step: Step, factor: float, tolerance: float, norm: float, complete: bool
     ) -> tuple[Kind, float, str] | None:
         """Judges the factor that all gradients have in common. Clipping may make it smaller than 1. `norm` is the norm
-        of all gradients if `complete` is true, or else of the compared gradients only. Returns the
-        fault, if there is one."""
+        of all gradients if `complete` is true, or else of the compared gradients only. Returns the fault (kind, error /
+        tolerance and text) or None."""
         limit, share = self.adapter.clip_limit(), abs(factor - 1) / tolerance
         rounding = CLIPPING + 2 * self.optimizer_unit
         if limit and norm > limit * (1 - rounding):
@@ -174,7 +179,9 @@ class Judge:
         return f", as if {' or '.join(found)}" if found else ""
 
     def weights(self, step: Step) -> None:
-        """Compares the weights that forward and backward passes used with the optimizer's weights."""
+        """Compares the weights that forward and backward passes used with the optimizer's weights, as far as it is
+        their turn in this step. If a weight that the optimizer does not update changes between steps, the verdict notes
+        it."""
         uses, adapter = step.sums["uses"], self.adapter
         used = (uses[:, 0] > 0).nonzero()[:, 0]
         if not len(used):

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def wrap_function(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replaces a function of `owner` by one that calls `wrapper` with the original function and its arguments."""
+    """Replaces the attribute `name` of `owner`, a function, by a function that calls `wrapper` with the original
+    function and the arguments of the call, and returns the wrapper's result."""
     original = getattr(owner, name)
 
     @wraps(original)

@@ -1,4 +1,4 @@
-"""Writes verdicts to files."""
+"""Defines the flags for files with verdicts and baselines, and writes these files."""
 
 import argparse
 import json
@@ -37,8 +37,9 @@ def add_baseline_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def baseline_of(options: argparse.Namespace, command: str) -> Iterator[dict[str, Any] | None]:
-    """Yields the arguments of `Baseline` for --save or --against, or None. A file of --save replaces an earlier one at
-    the end, if steps were saved. Raises UsageError if there is no file to compare with."""
+    """Yields the arguments of `Baseline` for --save or --against, or None without these flags. If steps were saved, the
+    file of --save replaces an earlier one at the end of the context. Raises UsageError if there is no file to compare
+    with."""
     if options.against:
         if not options.against.is_file():
             raise UsageError(f"--against: {options.against} is not a file")
@@ -64,12 +65,13 @@ def refuse_folders(options: argparse.Namespace) -> None:
 
 
 def write_files(options: argparse.Namespace, passed: bool, engines: list[dict[str, Any]], **more: Any) -> int:
-    """Writes the files of --json and --junit, if they are given. Returns the exit code.
+    """Writes the files of --json and --junit, if they are given. Returns the exit code: the one in `more`, or else 0 if
+    `passed` is true and 1 if it is not.
 
     Args:
         passed: Whether nothing is wrong.
         engines: The verdict of each engine or case, as plain data.
-        more: More fields of the result, or other values.
+        more: More fields of the written result. `command` and `exit_code` replace the default values.
     """
     command = ["stepcheck", *sys.argv[1:]]
     result = {"passed": passed, "exit_code": int(not passed), "command": command, "engines": engines, **more}
@@ -82,7 +84,8 @@ def write_files(options: argparse.Namespace, passed: bool, engines: list[dict[st
 
 
 def write_junit(file: Path, result: dict[str, Any]) -> None:
-    """Writes a test case for each audited engine, and a skipped one for each row that is left out."""
+    """Writes a test case for each engine or case of a result of `write_files`, and a skipped one for each row that is
+    left out. If there is no engine, writes one failed test case."""
     engines = result["engines"] or [{"engine": "no engine", "steps": 0, "findings": [], "summary": "", "passed": False}]
     failed = [each for each in engines if not each["passed"]]
     counts = {"tests": len(engines) + len(result.get("left_out", {})), "failures": len(failed)}

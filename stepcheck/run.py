@@ -26,7 +26,9 @@ spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
 if spec:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
-"""The module that each Python process imports at its start (Python's documentation of `site`)."""
+"""Text of the module sitecustomize, which each Python process imports at its start (Python's documentation of `site`).
+`package` is the folder that contains stepcheck, `settings` has the arguments of `install`, and `folder` contains this
+module."""
 
 
 def add_parser(commands: Any) -> None:
@@ -56,7 +58,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script under the audit. Returns the exit code."""
+    """Runs the script under the audit. Returns the exit code: the script's, or 1 if the script's is 0 and there is a
+    fault or no step was audited. Raises UsageError if the script or launcher does not exist."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     program = command[0] if command else ""
     if program.endswith(".py"):
@@ -91,7 +94,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the script, which gets the terminal's Ctrl-C itself. Passes SIGTERM on. Returns the exit code."""
+    """Waits for the script, which gets the terminal's Ctrl-C itself. Passes SIGTERM on. Returns the exit code, which is
+    128 + N if signal N ended the script."""
     handlers = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.terminate()),
@@ -105,7 +109,8 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Namespace) -> int:
-    """Prints the verdicts, and writes them to the files of --json and --junit. Returns the exit code."""
+    """Prints the verdicts, and writes them to the files of --json and --junit. Returns `code`, the script's exit code,
+    or 1 if it is 0 and there is a fault or no step was audited."""
     audited = [each for each in verdicts if each["steps"]]
     passed = bool(audited) and all(each["passed"] for each in audited)
     for each in verdicts:

@@ -20,11 +20,11 @@ WIDTH = 4096
 """Elements in a row. A tensor is projected as a matrix with rows of this length."""
 
 PERIOD = 65537
-"""Rows after which the signs repeat, which is a prime number so that the period is no multiple of a layer's size."""
+"""Number of rows after which the signs repeat. It is prime, so that it is no multiple of a layer's size."""
 
 BLOCK = 16
-"""Rows that are added in one pass. The sums of up to eight blocks are added in float32 too, before a conversion to
-float64, so that a sketch loses little precision."""
+"""Rows that are added in one pass. On a CPU, a block and the sums of up to eight blocks are added in float32, unless
+`project` is to be exact. Longer sums are added in float64, so that a sketch loses little precision."""
 
 CHUNK_ROWS = {"cpu": 128}
 """Rows that are projected at a time, by device type. On a CPU they fit into the cache."""
@@ -42,7 +42,8 @@ def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Returns a tensor that is neither sparse nor complex. Each complex number becomes two numbers."""
+    """Returns a tensor that is neither sparse nor complex. Of a complex tensor, the real and imaginary parts become a
+    last dimension of size 2."""
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
@@ -51,10 +52,10 @@ def project(values: Tensor, start: int = 0, exact: bool = False, measure: bool =
     """Returns the sketch of a part of a tensor, and the squared norm of this part: float64 (K + 1,).
 
     Args:
-        values: The part, of any floating or complex dtype and shape, contiguous in the tensor.
+        values: The part, of any floating or complex dtype and shape, contiguous in the flattened tensor.
         start: Position of the part in the flattened tensor, in elements.
-        exact: Whether to compute in float64, for values that must agree to the last bit. Otherwise a CPU adds 16 rows
-            in float32. Other devices always compute in float64, because their float32 may be TF32.
+        exact: Whether to compute in float64, for values that must agree to the last bit. Otherwise a CPU adds up to
+            128 rows in float32 (see BLOCK). Other devices always compute in float64, because their float32 may be TF32.
         measure: Whether to compute the squared norm. Otherwise it is estimated from the sums of rows, to about one
             percent for a tensor of more than one row.
     """

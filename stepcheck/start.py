@@ -13,8 +13,8 @@ PLAIN = (int, float, str)
 
 
 class Start:
-    """Records a model and its optimizer before an engine is built: plain attributes of modules, tied parameters, and
-    options."""
+    """Records a model and its optimizer before an engine is built: attributes of modules that are numbers or strings,
+    replaced forward methods, tied parameters, frozen parameters, and options."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None):
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
@@ -24,7 +24,9 @@ class Start:
         self.options = {id(parameter): options_of(group) for group in groups for parameter in group["params"]}
 
     def changes(self, model: nn.Module) -> list[str]:
-        """Returns a sentence for each value that has changed since the start."""
+        """Returns sentences about what has changed in `model` since the start: the first changed attribute of each
+        submodule, each parameter that was frozen or unfrozen, and the first parameter that is tied to others than
+        before. Does not compare options (see `changed_options`)."""
         model = model.module if isinstance(model, DistributedDataParallel) else model
         after = {name: _attributes(module) for name, module in model.named_modules()}
         texts = []
@@ -41,8 +43,9 @@ class Start:
 
 
 def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str]:
-    """Yields a sentence for each optimizer option that differs from the user's value. The learning rate is left
-    out if a schedule may have changed it."""
+    """Yields a sentence for each optimizer option of a parameter that differs from the value that the user gave to the
+    optimizer (`start`) or in the engine's configuration. A learning rate is compared only with a configuration, and
+    only if there is no schedule, because a schedule changes it."""
     given = adapter.given_options()
     for index, parameter in enumerate(adapter.parameters):
         if start and id(parameter) in start.options:
@@ -54,7 +57,7 @@ def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group that are plain data."""
+    """Returns the options of a parameter group that are numbers, strings or tuples, in a new dictionary."""
     return {key: value for key, value in group.items() if isinstance(value, (*PLAIN, tuple))}
 
 

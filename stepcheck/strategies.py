@@ -28,7 +28,8 @@ def deepspeed_folder() -> Path | None:
 
 @cache
 def deepspeed_words(word: str, *files: str) -> set[str]:
-    """Returns the matches of a regular expression in files of the installed DeepSpeed.
+    """Returns the matches of a regular expression in files of the installed DeepSpeed. The set is empty if DeepSpeed is
+    not installed.
 
     Args:
         word: The expression. Its ^ matches at each line.

@@ -50,8 +50,8 @@ class Totals:
         self._add("summands", index, sketch[K].sqrt())
 
     def add_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
-        """Adds the gradient of a tensor that the optimizer updates. With `measure`, its norm is computed exactly
-        instead of estimated."""
+        """Adds the gradient of a tensor that the optimizer updates to the sums of the parameters of which the tensor
+        holds `parts`. With `measure`, the norm of each part is computed exactly instead of estimated."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for part in parts:
             sketch = project(flat[part.offset : part.offset + part.length], part.start, measure=measure)
@@ -59,7 +59,8 @@ class Totals:
             self._add("square", part.index, sketch[K])
 
     def add_optimizer_weights(self, indices: Collection[int]) -> None:
-        """Adds this rank's parts of some weights, with the values that the optimizer holds."""
+        """Adds this rank's parts of some weights, with the values that the optimizer holds, cast to the dtype of the
+        forward pass."""
         adapter = self.adapter
         for target in adapter.targets.values():
             flat = adapter.local(target.tensor).detach().reshape(-1)
@@ -77,7 +78,8 @@ class Totals:
         self.columns[column][self.adapter.rows[index]] += value.to(self.adapter.device)
 
     def add_used_weight(self, index: int, parameter: Tensor) -> None:
-        """Records a weight that a forward or backward pass uses, and how far it is from its first use in this step."""
+        """Records an unsharded weight that a forward or backward pass uses, and how much it has changed since its first
+        use in this step. An empty tensor, as ZeRO 3 leaves it after use, is ignored."""
         if not parameter.numel():
             return
         in_use = parameter.to(self.adapter.compute_dtype(index))
@@ -90,8 +92,9 @@ class Totals:
     def all_reduce(
         self, shares: Sequence[Tensor], failed: bool, fingerprints: Tensor
     ) -> tuple[dict[str, Tensor], float, Tensor, list[float]]:
-        """Sums the contributions of all ranks. Returns, on the CPU, the sums of the columns, the largest of all ranks'
-        shares (FAILED if the audit of a rank has failed), the fingerprints of all ranks, and this rank's shares.
+        """Sums the contributions of all ranks. Every rank must call it, and it waits for the device. Returns, on the
+        CPU, the sums of the columns, the largest of all ranks' shares (FAILED if the audit of a rank has failed), the
+        fingerprints of all ranks, and this rank's shares, in which NaN has become infinite.
 
         Args:
             shares: Error / tolerance of each value that only this rank compares.
@@ -123,6 +126,6 @@ def _columns(matrix: Tensor) -> dict[str, Tensor]:
 
 
 def _difference_factor(replica: int, replicas: int) -> float:
-    """Returns the factor of a replica. The factors of all replicas differ and add up to 0, so that the sum over equal
-    replicas is 0."""
+    """Returns the factor by which a replica's sketch is multiplied before the sum over the replicas. The factors of all
+    replicas differ and add up to 0, so that the sum over equal replicas is 0."""
     return (2 * replica - replicas + 1) / replicas

@@ -30,7 +30,7 @@ TORCH_STEPS = {name: _own_step(getattr(torch.optim, name)) for name in ELEMENTWI
 """The steps of torch's classes as they are when this module is imported, before a script or an engine replaces them."""
 
 Report = Callable[[Kind, Tensor, Callable[[], str]], None]
-"""Takes a kind, error / tolerance of each compared value, and a function that names the worst value."""
+"""Takes a kind, error / tolerance of each compared value, and a function that returns what is wrong with the worst."""
 
 Pair = tuple[str, Tensor | None, Tensor]
 """The name of a value, the actual value or None if it is missing, and the expected value."""
@@ -42,13 +42,14 @@ class Slice:
 
     target: Tensor
     name: str  # of the parameter
-    part: slice
-    before: Tensor
+    part: slice  # of this rank's flattened part of the tensor, in real numbers
+    before: Tensor  # the slice before the update
     copy: nn.Parameter
 
 
 def torch_class(optimizer: Any) -> Any:
-    """Returns the class of torch.optim that computes the updates of an optimizer element by element, or None."""
+    """Returns the class of torch.optim that computes the same updates as an optimizer, if it is known that these
+    updates are computed element by element, or else None."""
     own = type(optimizer)
     if own.__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
         return torch.optim.AdamW if optimizer.adam_w_mode else torch.optim.Adam
@@ -72,11 +73,14 @@ class UpdateCheck:
         self.kept: dict[int, tuple[Slice, dict[str, Tensor]]] = {}  # what the last update left, by id of the target
 
     def reset(self) -> None:
-        """Drops the state after the last update, because a checkpoint is about to be loaded."""
+        """Drops the state after the last update. It will be out of date, because a checkpoint is about to be loaded, or
+        because steps that are not audited came in between."""
         self.kept = {}
 
     def begin(self, optimizer: Any, report: Report) -> None:
-        """Updates copies of slices, before the optimizer updates its tensors."""
+        """Compares weights and state with what the last update has left, and updates copies of slices, before the
+        optimizer updates its tensors. Does nothing if the optimizer is about to leave the step out because of an
+        overflow, or if `torch_class` does not know its updates."""
         self.slices = []
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if self.optimizer_class is None or (
@@ -113,7 +117,8 @@ class UpdateCheck:
             self.expected_state = copied.state
 
     def end(self, optimizer: Any, report: Report) -> None:
-        """Compares the optimizer's tensors and state with the copies, after its update."""
+        """Compares the optimizer's tensors and state with the copies, after its update, and keeps slices of them for
+        the next step."""
         if not self.slices:
             return
         actual = [self._slice_of(each.target, each.part) for each in self.slices]
@@ -150,8 +155,9 @@ class UpdateCheck:
         compare_pairs(weights, report, "state" if self.adapter.owns_step else "note", 0.0, changed)
 
     def _choose(self, target: Tensor) -> tuple[str, slice] | None:
-        """Returns a slice within one parameter's part of a target, and the parameter's name. Padding is left out,
-        because it may hold anything. Returns None for a target without parameters."""
+        """Returns the name of one parameter of which a target holds a part, and a random slice of the target within
+        this part. The slice counts real numbers. Padding is left out, because it may hold anything. Returns None for a
+        target without parameters."""
         known = self.adapter.targets.get(id(target))
         parts = [part for part in known.parts if part.length] if known else []
         if not parts:
@@ -163,7 +169,8 @@ class UpdateCheck:
         return self.adapter.names[part.index], slice(numbers * first, numbers * last)
 
     def _slice_of(self, value: Any, part: slice) -> Tensor:
-        """Returns a copy of a slice of a tensor, or of all of it if it has no dimensions."""
+        """Returns a copy of a slice of this rank's part of a tensor, flattened and as real numbers. A tensor without
+        dimensions is copied whole, and a number is converted to a tensor."""
         if not isinstance(value, Tensor):
             return torch.as_tensor(value)
         local = dense(self.adapter.local(value).detach())

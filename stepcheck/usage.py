@@ -10,8 +10,8 @@ SHOWN = 20  # the most names that an error lists
 
 
 class UsageError(Exception):
-    """Raised if the command line, the configuration or its data is wrong. The message is one line that names the fault
-    and the fix."""
+    """Raised if the command line is wrong, or a file or code that it names. The message is one line that names the
+    fault and the fix."""
 
     exit_code = 2
 

@@ -54,7 +54,7 @@ class Verdict:
     engine: str = ""  # what trains, for example "DeepSpeed 0.19.8, ZeRO 2, bfloat16, 2 ranks"
     steps: int = 0  # audited
     replayed: int = 0  # of these, steps that a plain copy has computed again
-    identical: int = 0  # of these, steps in which every value was bit-identical on this rank
+    identical: int = 0  # of the replayed steps, those in which every value was bit-identical on all ranks
     skipped: int = 0  # steps in which the engine left the update out, because a gradient overflowed
     findings: list[Finding] = field(default_factory=list)
     not_judged: dict[str, str] = field(default_factory=dict)  # what, and why
@@ -83,7 +83,7 @@ class Verdict:
 
     @property
     def coverage(self) -> float:
-        """The share of the gradient elements that was judged."""
+        """The share of the gradient elements that was judged, or 0 if there were none."""
         return self.values / self.values_in_all if self.values_in_all else 0.0
 
     def record(self, kind: Kind, share: float) -> None:
@@ -91,13 +91,13 @@ class Verdict:
         self.shares[kind] = max(self.shares.get(kind, 0.0), share)
 
     def add(self, step: int, kind: Kind, share: float, text: str, rank: int | None = None) -> None:
-        """Records error / tolerance of a kind in a step, and a finding if it exceeds 1."""
+        """Records error / tolerance of a kind in a step, and a finding if it exceeds 1 or is NaN."""
         self.record(kind, share)
         if not share <= 1:
             self.findings.append(Finding(step, kind, text, share, rank))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the verdict as plain data for JSON. Non-finite shares become strings."""
+        """Returns the verdict as plain data for JSON. In `shares`, infinity and NaN become "infinite"."""
         finite = {kind: share if share < float("inf") else "infinite" for kind, share in self.shares.items()}
         return {
             "outcome": self.outcome,

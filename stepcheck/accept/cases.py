@@ -14,7 +14,7 @@ MICRO_BATCH = 4
 """Sequences in a micro-batch of a rank."""
 
 QUICK = 3
-"""The first rows, which --quick trains."""
+"""Number of rows that --quick trains, from the first."""
 
 STRATEGIES = ("ddp", "fsdp2", *ZERO)
 
@@ -214,7 +214,14 @@ ROWS = (
 def plan(
     strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str = "raw"
 ) -> tuple[list[Case], dict[str, str]]:
-    """Returns the cases, and the reason why each other row is left out."""
+    """Returns the cases to train, and the reason for each row that cannot be trained, by the row's name. A row is in
+    neither if no strategy trains it, or if `quick` is true and it is not among the first QUICK rows.
+
+    Args:
+        strategies: Names from STRATEGIES.
+        seeds: Number of cases with different seeds, for each row and strategy.
+        through: Name of the framework that trains, or "raw".
+    """
     cases: list[Case] = []
     left_out: dict[str, str] = {}
     for row in ROWS[: QUICK if quick else None]:
@@ -246,7 +253,7 @@ def _trains(row: Case, strategy: str) -> bool:
 
 
 def stage_of(case: Case) -> int | None:
-    """Returns the ZeRO stage of a case with DeepSpeed."""
+    """Returns the ZeRO stage of a case, or None without DeepSpeed."""
     return ZERO.get(case.strategy, (None, False))[0]
 
 

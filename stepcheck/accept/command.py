@@ -24,7 +24,8 @@ THROUGH = {
     "accelerate": "stepcheck.accept.frameworks:train_through_accelerate",
     "transformers": "stepcheck.accept.frameworks:train_through_transformers",
 }
-"""The function that trains a case in a plain loop, or as a script for a framework does."""
+"""For each value of --through, the function that trains a case on a rank: in a plain loop ("raw"), or as a script for
+this framework does."""
 
 
 def add_parser(commands: Any) -> None:
@@ -51,7 +52,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains the cases and prints the verdict. Returns the exit code."""
+    """Trains the cases and prints the verdict. Returns the exit code, which is 1 if a case does not pass (see `_judge`)
+    or if there is no case. With --print_cases, lists the cases and returns 0."""
     usual = [name for name in STRATEGIES if name not in ZERO or deepspeed_folder()]
     if options.through != "raw":
         usual.remove("fsdp2")
@@ -96,7 +98,8 @@ def _print_cases(cases: Iterable[Case]) -> None:
 
 
 def _judge(case: Case, verdict: dict[str, Any]) -> Result:
-    """Returns the result of a case. A fault that each release has is not held against this one."""
+    """Returns the result of a case. If a fault that each release has explains all findings, the case passes, and its
+    outcome is "known"."""
     result = {**result_of(case, verdict, STEPS), "row": case.row, "strategy": case.strategy}
     known = known_fault(case, [str(Finding(**each)) for each in result["findings"]])
     if known:
@@ -106,7 +109,8 @@ def _judge(case: Case, verdict: dict[str, Any]) -> Result:
 
 
 def _conclude(results: list[Result], left_out: dict[str, str], options: argparse.Namespace) -> int:
-    """Prints the verdict and writes the files. Returns the exit code."""
+    """Prints the verdict and writes the files. Returns the exit code: 0 if all cases pass, and 1 if one does not or
+    there is none."""
     failed = [each for each in results if not each["passed"]]
     passed = bool(results) and not failed
     print()
@@ -135,7 +139,8 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
 
 
 def _total(results: Sequence[Result]) -> Verdict:
-    """Returns the verdict on cases without a fault together."""
+    """Returns one verdict on several cases without a fault. Counts are added. Of the shares and of the smallest errors
+    that would be seen, the largest counts."""
     counted = ("steps", "replayed", "identical", "values", "values_in_all")
     counts: Any = {name: sum(each[name] for each in results) for name in counted}
     kinds = {kind for each in results for kind in each["shares"]}

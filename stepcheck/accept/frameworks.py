@@ -25,14 +25,15 @@ from stepcheck.lightning.case import QUIET
 from stepcheck.strategies import ZERO
 
 Loss = Callable[[tuple[Tensor, Tensor], nn.Module], Tensor]
-"""Returns the loss of a micro-batch."""
+"""Takes a micro-batch (tokens and targets) and the model. Returns the loss."""
 
 Train = Callable[[Case, nn.Module, Loss, torch.device, Path], Any]
 """Trains a case, and returns the model as the framework has wrapped it."""
 
 
 def _train_case(train: Train, fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
-    """Trains a case on this rank. Returns the audit's verdict as plain data."""
+    """Trains a case on this rank. Returns the audit's verdict as plain data, with a fault if a loss is not divided by
+    the number of micro-batches exactly once."""
     case = Case(**fields)
     auto_audit = _auto_audit(str(folder))
     auto_audit.verdicts.clear()
@@ -66,7 +67,8 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
 
 @cache
 def _auto_audit(folder: str) -> AutoAudit:
-    """Starts to audit every engine and optimizer that this process builds from now on."""
+    """Starts to audit every engine and optimizer that this process builds from now on. A second call starts nothing,
+    and returns the same object."""
     auto_audit = AutoAudit(folder, weights_every=1, keep_going=True)
     auto_audit.patch_torch(torch)
     auto_audit.patch_deepspeed(deepspeed)

@@ -1,5 +1,5 @@
-"""Defines two small models, made of patterns that have broken strategies. Each pattern cites the issues of DeepSpeed
-that report it."""
+"""Defines two small models, made of patterns that have broken strategies. Comments cite DeepSpeed's issues that report
+a pattern."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,7 +31,8 @@ class Block(nn.Module):
 
 
 class Edges(nn.Module):
-    """Maps tokens (N, LENGTH) to scores (N, LENGTH, VOCABULARY). Leaves a layer out in some micro-batches."""
+    """Maps tokens (N, LENGTH) to scores (N, LENGTH, VOCABULARY). Leaves the layer `branch` out in the forward passes
+    with the numbers `without_branch`, counted from 1."""
 
     def __init__(self, without_branch: Sequence[int]) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ def _passes_without_branch(case: Case) -> Sequence[int]:
 
 
 def batches(case: Case, rank: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields tokens and the tokens that follow them, each (MICRO_BATCH, LENGTH)."""
+    """Yields tokens of this rank and the tokens that follow them, each int64 (MICRO_BATCH, LENGTH), without end."""
     draw = torch.Generator().manual_seed(1000 * case.seed + rank)
     while True:
         tokens = torch.randint(0, VOCABULARY, (MICRO_BATCH, LENGTH + 1), generator=draw).to(device)

@@ -27,8 +27,13 @@ from stepcheck.verdict import Verdict
 def train_case(
     fields: dict[str, Any], device: torch.device, folder: Path, baseline: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Trains a case on this rank, and adds its steps to a baseline or compares them. Returns the audit's verdict as
-    plain data."""
+    """Trains a case on this rank. Returns the audit's verdict as plain data.
+
+    Args:
+        fields: Fields of the Case.
+        folder: A folder that all ranks share. Not used.
+        baseline: Arguments of the `Baseline` to which the steps are added or with which they are compared.
+    """
     case = Case(**fields)
     steps = _baseline(**baseline) if baseline else None
     verdict = train(case, device, steps and steps.audit(str(case)))
@@ -39,7 +44,7 @@ def train_case(
 
 @cache
 def _baseline(**arguments: Any) -> Baseline:
-    """Returns the baseline of all cases of this process, which reads its file once."""
+    """Returns the baseline of all cases of this process. The baseline reads its file once."""
     return Baseline(**arguments)
 
 

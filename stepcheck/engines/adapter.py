@@ -26,14 +26,16 @@ def plain_name(name: str) -> str:
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
-    """Returns the tensors in nested lists and dictionaries, or in the output of a module of another library."""
+    """Returns the tensors in nested lists, tuples and dictionaries. The outermost container may be any Mapping, such as
+    an output of transformers."""
     leaves = tree_leaves(dict(nested) if isinstance(nested, Mapping) else nested)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Hook:
-    """A hook of an audit on a module or an optimizer. In a copy or a pickle of the module, the hook is replaced by one
-    that does nothing, because the copy belongs to another training or to a program without stepcheck."""
+    """A hook of an audit on a module or an optimizer. It does nothing while torch.compile or torch.func traces a call.
+    In a copy or a pickle of the module, the hook is replaced by one that does nothing, because the copy belongs to
+    another training or to a program without stepcheck."""
 
     def __init__(self, call: Callable[..., Any]):
         self.call = call
@@ -68,7 +70,8 @@ class Target:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This rank, and the number of ranks whose gradients are averaged."""
+    """The number of this rank, and the number of ranks that train together. Without torch.distributed, there is one
+    rank."""
 
     rank: int
     size: int
@@ -143,7 +146,8 @@ class EngineAdapter:
         return False, None
 
     def begin_micro_batch(self) -> str | None:
-        """Returns why the audit must end on all ranks before this forward pass, or None."""
+        """Is called before each forward pass. Returns why the audit must end on all ranks before this forward pass, or
+        None."""
 
     def own_part(self, index: int) -> tuple[Tensor, int]:
         """Returns this rank's part of a parameter (flat under ZeRO 3, otherwise with the parameter's dimensions), and
@@ -170,7 +174,8 @@ class EngineAdapter:
         return self.parameters[index].detach().clone()
 
     def prepare_copy(self, copy: nn.Module) -> None:
-        """Prepares a plain copy of the module, which was made before the engine was built."""
+        """Changes a plain copy of the module in place, so that it computes as the engine does. The copy was made before
+        the engine was built."""
 
     def compute_dtype(self, index: int) -> torch.dtype:
         """Returns the dtype in which a parameter is used in the forward pass."""
@@ -189,14 +194,15 @@ class EngineAdapter:
     """Whether the engine must divide each loss by the number of micro-batches. Lightning divides the loss itself."""
 
     divisor: float = 1.0
-    """The number by which the engine is expected to divide each loss, in addition to the loss scale."""
+    """The number by which the engine is expected to divide each loss, apart from multiplying it by the loss scale."""
 
     def reduction_factor(self) -> float:
         """Returns the configured ratio of the reduced gradient to the mean over the ranks."""
         return 1.0
 
     def clip_limit(self) -> float:
-        """Returns the largest norm of all gradients, or 0 without clipping."""
+        """Returns the norm to which all gradients together are clipped if their norm is larger, or 0 without
+        clipping."""
         return 0.0
 
     def given_options(self) -> dict[int, dict[str, Any]]:
@@ -215,7 +221,8 @@ class EngineAdapter:
     """Why gradients at the step may not be those that the backward pass has left."""
 
     def modified_gradients(self) -> set[int]:
-        """Returns the indices of the parameters whose gradients have changed between the backward pass and the step."""
+        """Returns the indices of the parameters whose gradients have changed between the backward pass and the step,
+        other than by torch's unscaling or its clipping of all gradients by their norm."""
         return set()
 
     def attach(self, audit: Any) -> None:

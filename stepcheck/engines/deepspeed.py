@@ -202,11 +202,13 @@ def _stage(engine: Any) -> int:
 
 FlatGroups = Iterator[tuple[Tensor, list[tuple[nn.Parameter, int, int, int]]]]
 """Tensors of an optimizer, each with a part for each parameter of its group, in order. A part is the parameter, the
-part's start in the parameter and in the tensor, and its length, which is 0 if only other ranks have the parameter."""
+part's start in the flattened parameter and in the flattened tensor, and its length, all in elements. The length is 0 if
+only other ranks have the parameter."""
 
 
 def flat_groups(engine: Any) -> FlatGroups:
-    """Yields each tensor that this rank's inner optimizer updates, with its parts."""
+    """Yields each tensor that this rank's inner optimizer updates, with its parts. Raises NotAuditable if DeepSpeed's
+    wrapper of the optimizer is unknown."""
     optimizer, stage = engine.optimizer, _stage(engine)
     if stage == 3:
         yield from _stage_3_groups(optimizer)
@@ -237,7 +239,7 @@ def _stage_3_groups(optimizer: Any) -> FlatGroups:
 
 
 def _partitions(optimizer: Any, groups: Any, targets: Any) -> FlatGroups:
-    """Yields this rank's partition of each flat group at ZeRO 1 and 2."""
+    """Yields this rank's partition of each flat group at ZeRO 1 and 2, and of BF16_Optimizer's groups."""
     paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(group) for group in groups]
     for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
         first = dist.get_rank(optimizer.real_dp_process_group[number]) * target.numel()
@@ -251,9 +253,9 @@ def _partitions(optimizer: Any, groups: Any, targets: Any) -> FlatGroups:
 
 
 def free(engine: Any) -> None:
-    """Destroys an engine. DeepSpeed keeps references to its tensors in gradient hooks, and at ZeRO 3 also in a stack
-    and in the cache of a method (0.16.0 to 0.19.8). Engines of this process that are built later do not autocast, as
-    they would after an engine with torch_autocast (0.17.2 to 0.19.8)."""
+    """Destroys an engine, and drops references to its tensors that DeepSpeed would keep: in gradient hooks, and at ZeRO
+    3 also in a stack and in the cache of a method (0.16.0 to 0.19.8). Also resets a global flag of DeepSpeed. After an
+    engine with torch_autocast, this flag would make all later engines of the process autocast (0.17.2 to 0.19.8)."""
     with suppress(ModuleNotFoundError):
         vars(importlib.import_module("deepspeed.runtime.torch_autocast"))["TORCH_AUTOCAST_INITIALIZED"] = False
     engine.destroy()

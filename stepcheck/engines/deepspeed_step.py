@@ -10,7 +10,7 @@ from stepcheck.engines.adapter import Hook, tensors_in
 from stepcheck.patch import wrap_function
 
 LOSS = 1e-5
-"""Relative error of the loss's scale: a few roundings of float32."""
+"""Largest relative error of the factor by which a loss is multiplied: a few roundings of float32."""
 
 METHODS = ("forward", "backward", "step", "load_checkpoint")
 
@@ -19,7 +19,7 @@ class EngineStep:
     """Wraps the engine's METHODS, to end the audit's steps and to measure the factor by which the engine multiplies the
     loss. DeepSpeed multiplies the loss itself (up to 0.18.1, and 0.19), or multiplies the gradients of the module's
     outputs in hooks (0.18.3 to 0.18.5, and wherever a script calls `loss.backward()`). Only the product of both factors
-    is judged."""
+    is judged. Also judges how far each call of `step` moves the learning-rate schedule."""
 
     def __init__(self, adapter: Any, audit: Any):
         self.adapter, self.engine, self.audit = adapter, adapter.engine, audit
@@ -76,7 +76,8 @@ class EngineStep:
         self._clear_losses()
 
     def _ratios(self) -> list[Tensor]:
-        """Returns the factor by which the engine's hooks have multiplied the gradient of each output."""
+        """Returns the factor by which the engine's hooks have multiplied the gradient of each output in the last
+        backward pass, or 1 where the gradient is 0."""
         return [
             torch.where(before > 0, after / before, torch.ones_like(before))
             for before, after in zip(self.incoming, self.outgoing, strict=False)

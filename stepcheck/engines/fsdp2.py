@@ -119,8 +119,9 @@ class FSDP2Adapter(PlainAdapter):
 
 
 def _sum_dtype(parameter: Any) -> torch.dtype | None:
-    """Returns the dtype in which the gradients of a parameter are added and sent, or None for the parameter's own. The
-    parameter's own is the default of torch 2.15. In earlier releases it is the dtype of the forward pass."""
+    """Returns the dtype in which the gradients of a parameter are added and sent, or None for the parameter's own. If
+    the policy names no reduce_dtype, torch 2.15 uses the parameter's own, and earlier releases the dtype of the forward
+    pass."""
     policy = parameter.mp_policy
     own = hasattr(type(parameter), "unsharded_grad_dtype")
     return policy.reduce_dtype or (None if own else policy.param_dtype)
@@ -131,7 +132,8 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Returns the parameter groups of a module's FSDP state: one up to torch 2.11, a list since."""
+    """Returns the parameter groups of a module's FSDP state. A state has at most one up to torch 2.11, and a list of
+    them since. Without a state, the list is empty."""
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

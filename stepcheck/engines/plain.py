@@ -21,7 +21,8 @@ from stepcheck.engines.adapter import EngineAdapter, Hook, NotAuditable
 from stepcheck.patch import wrap_function
 
 SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compress_hook: torch.float16}
-"""The dtype in which DDP's communication hooks send gradients; None for the gradient's own."""
+"""DDP's communication hooks that send the gradients themselves, each with the dtype in which it sends them, or None for
+the gradient's own."""
 
 
 class PlainAdapter(EngineAdapter):
@@ -46,10 +47,10 @@ class PlainAdapter(EngineAdapter):
         audit.undo.callback(WATCHED.pop, id(self.optimizer), None)
 
     scaled_by: float | None = None
-    """The factor of a GradScaler that has divided the gradients by it."""
+    """The loss scale by which a GradScaler has divided the gradients of this step, or None."""
 
     clipped_to: float | None = None
-    """The norm to which torch.nn.utils.clip_grad_norm_ has clipped the gradients of this step."""
+    """The norm to which torch.nn.utils.clip_grad_norm_ has clipped the gradients of this step, or None."""
 
     def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
         return True, self.parameters[index].grad
@@ -67,7 +68,8 @@ class PlainAdapter(EngineAdapter):
 
     @contextmanager
     def changes_accepted(self) -> Iterator[None]:
-        """Context manager in which torch changes gradients. They do not count as modified, unless they already did."""
+        """Context manager in which torch may change gradients. A gradient that did not count as modified before does
+        not count as modified afterwards."""
         unmodified = self.left.keys() - self.modified_gradients()
         yield
         for index in unmodified:
@@ -139,7 +141,8 @@ def watch() -> None:
 
 
 def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clips, and tells the adapters whether this is by the norm of all their gradients, which the audit repeats."""
+    """Clips gradients. If these are all gradients of an adapter, and they are clipped by their 2-norm for the first
+    time in this step, the adapter keeps the limit, which the audit checks. Otherwise they count as modified."""
     parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     given = {id(each) for each in parameters}
     arguments = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments

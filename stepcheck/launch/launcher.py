@@ -34,7 +34,8 @@ def train_cases(
     **settings: Any,
 ) -> list[Result]:
     """Trains cases, prints a line for each as it ends, and returns their results. A case in which a rank fails or hangs
-    has an `error`, and new ranks train the rest.
+    has an `error`, and new ranks train the rest. If ranks fail before they have imported their modules, all remaining
+    cases have this `error`.
 
     Args:
         cases: Trained one after the other.
@@ -65,7 +66,9 @@ def train_cases(
 
 
 def result_of(case: Any, verdict: dict[str, Any], steps: int, *reasons: str) -> Result:
-    """Returns the result of a case. It passes if it has no fault, and if everything was judged.
+    """Returns the result of a case. Its outcome is "different" if it has findings, or else "not judged" if it has an
+    error, a part that is not judged, too few audited steps, or another reason. Otherwise it is "agrees", and the case
+    passes. The share of the gradients that was judged does not count.
 
     Args:
         case: Its text becomes the result's name.
@@ -96,7 +99,8 @@ def result_of(case: Any, verdict: dict[str, Any], steps: int, *reasons: str) -> 
 def _started(
     cases: Sequence[Any], ranks: int, train: str, settings: dict[str, Any]
 ) -> Iterator[tuple[Processes, Path]]:
-    """Starts ranks that train cases. Yields them, and the folder of their logs and verdicts."""
+    """Starts ranks that train cases. Yields them, and the folder of their logs and verdicts. Ends the ranks and removes
+    the folder at the end of the context."""
     temporary = tempfile.TemporaryDirectory(prefix="stepcheck-")
     folder = Path(temporary.name)
     work = {"train": train, "cases": [asdict(case) for case in cases], "settings": settings}
@@ -124,7 +128,8 @@ def _started(
 
 
 def _lines(processes: Processes, file: Path, hang_seconds: float) -> Iterator[Any]:
-    """Yields what the first rank writes, until it ends, or another rank fails, or all are silent for too long."""
+    """Yields the JSON values that the first rank writes, one a line, until it ends, another rank fails, or there is no
+    new line for `hang_seconds`."""
     text, heard = "", time.monotonic()
     with file.open() as written:
         while time.monotonic() - heard < hang_seconds:
@@ -140,7 +145,8 @@ def _lines(processes: Processes, file: Path, hang_seconds: float) -> Iterator[An
 
 
 def _error(processes: Processes, folder: Path, hang_seconds: float) -> str:
-    """Returns the exception of the rank that failed first, or that the ranks hang."""
+    """Returns an error line: the last exception in the log of the rank that failed first, or that the ranks hang. Waits
+    up to a second for each rank to end."""
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(1)

@@ -24,7 +24,8 @@ from stepcheck.start import Start
 from stepcheck.verdict import Verdict
 
 INTERNAL = vars(LightningModule()).keys()
-"""Attributes of every LightningModule. The user's own attributes, such as counters and modes, belong to a step."""
+"""Names of the attributes of every LightningModule. A replay restores only the other attributes of a module, which are
+the user's own, such as counters and modes."""
 
 
 IGNORED = "DeepSpeed ignores that; to clip, use the Trainer's gradient_clip_val"
@@ -33,7 +34,8 @@ IGNORED = "DeepSpeed ignores that; to clip, use the Trainer's gradient_clip_val"
 class StepCheck(Callback):
     """Audits each step of a training, with any module, data and strategy. Every rank must have this callback.
 
-    After the training, `verdict` holds the result.
+    After the training, `verdict` holds the result. If the strategy cannot be audited, the training continues without an
+    audit, and the verdict is "not judged".
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class StepCheck(Callback):
             replay_every: Replay each step whose number is divisible by this; 0 for none.
             steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
-            only: Regular expression: gradients of other weights are not replayed, and need no memory.
+            only: Regular expression. Gradients of weights in whose names it does not match are not compared, and need
+                no memory.
             outputs: Whether to compare the outputs of all submodules in these steps.
-            on_fault: Whether to raise StepCheckError at the first step with a fault, or to print it and continue.
-            file: JSON file to which rank 0 writes the verdict at the end.
+            on_fault: Whether to raise StepCheckError at the first step with a fault, or to print this fault and
+                continue.
+            file: JSON file to which rank 0 writes the verdict at the end, also after an exception. A file that
+                cannot be written is left out without an error.
         """
         self.replays: dict[str, Any] = {"every": replay_every, "steps": {*steps}, "only": only, "outputs": outputs}
         self.count = count
@@ -77,7 +82,8 @@ class StepCheck(Callback):
         return min(self.verdicts, key=lambda each: order.index(each.outcome), default=Verdict())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module before the strategy shards it."""
+        """At the start of `fit`, copies the module if steps are to be replayed, before the strategy shards it. Makes
+        `configure_optimizers` record the module and its optimizer."""
         if stage != "fit":
             return
         self.verdicts, self._audits, self._replay, self._copy = [], [], None, None
@@ -90,14 +96,15 @@ class StepCheck(Callback):
         wrap_function(pl_module, "configure_optimizers", partial(self._configure_optimizers, pl_module))
 
     def _configure_optimizers(self, module: LightningModule, configure: Callable[[], Any]) -> Any:
-        """Records the module and its optimizer after the last hook before an engine starts."""
+        """Calls the module's own `configure_optimizers`, and records the module and its first optimizer. Under
+        DeepSpeed, this is the last hook before the engine is built."""
         vars(module).pop("configure_optimizers", None)
         configured = configure()
         self._start = Start(module, optimizer_of(configured))
         return configured
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the audits. Lightning calls this method after the strategy has built its engine."""
+        """Starts an audit for each optimizer. Lightning calls this method after the strategy has built its engine."""
         vars(pl_module).pop("configure_optimizers", None)
         if not pl_module.automatic_optimization and self._copy is not None:
             self._unjudged["replays"] = "the module steps its optimizers itself"
@@ -133,7 +140,8 @@ class StepCheck(Callback):
                 audited.verdict.notes[", ".join(hooks.names)] = f"if it changes gradients, {IGNORED}"
 
     def _run_hooks(self, hooks: UserHooks, audited: Audit, plain: Any) -> None:
-        """Finds the user's hooks that change gradients, which DeepSpeed ignores."""
+        """Reports each of the user's hooks that changes gradients, because DeepSpeed ignores such changes. `plain` is a
+        plain copy of the module that has the gradients of a step."""
         try:
             for name in hooks.changing(plain):
                 audited.add("gradient", 2.0, f"{name} changes gradients, and {IGNORED}")
@@ -178,7 +186,8 @@ class StepCheck(Callback):
             self._replay.loss(loss)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Reports learning-rate schedules that have moved more than once since the last step."""
+        """Reports learning-rate schedules with the interval "step" that have moved more than once since the last
+        step."""
         for audited in self._audits[:1]:
             if audited.step == self._seen:
                 continue
@@ -215,7 +224,8 @@ class StepCheck(Callback):
 
 
 def build_copy(copied: Any, trainer: Trainer) -> None:
-    """Builds a copy of a module as Lightning builds the module, with a `log` that does nothing."""
+    """Builds a copy of a module in place as Lightning builds the module, by `setup("fit")` and `configure_model`. The
+    copy's `log` and `log_dict` do nothing, its weights use no memory, and its buffers move to the rank's device."""
     copied.trainer = trainer
     copied.log = copied.log_dict = _nothing
     with random_state_kept():

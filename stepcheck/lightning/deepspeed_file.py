@@ -8,7 +8,7 @@ from stepcheck.strategies import config_keys, deepspeed_words
 from stepcheck.usage import UsageError, nearest, short
 
 DEFINED = r"""(?<=^    )\w+(?= ?:)|(?<=["'])\w+(?=["'])"""
-"""A field of a class, or a word in quotation marks."""
+"""Regular expression for a key that DeepSpeed's sources may read: a field of a class, or a word in quotation marks."""
 
 REFUSED = {
     "optimizer": "it would replace the module's configure_optimizers: remove it, and set it in the module",
@@ -26,8 +26,9 @@ PRECISION_OF_SECTION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the configuration for Lightning's strategy, and the fields of a case that the file sets. Raises
-    UsageError if the file has a key that DeepSpeed does not read, or that would replace a part of the module."""
+    """Returns the configuration for Lightning's strategy, and the fields of a case that the file sets (`accumulate`,
+    `clip` and `precision`). Values that are "auto" or null, and the keys in OF_LOADER, are left out. Raises UsageError
+    if the file cannot be read, is no JSON object, or has a section in REFUSED or a key that DeepSpeed does not read."""
     what = f"--strategies {file}"
     try:
         tree = json.loads(Path(file).read_text())

@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains the cases and prints the verdict. Returns the exit code."""
+    """Trains the cases and prints the verdict. Returns the exit code, which is 1 unless all cases agree."""
     results = train(parse_cases(options))
     failed = [each for each in results if not each["passed"]]
     for each in failed:
@@ -120,9 +120,10 @@ def cases_of(
 
     Args:
         classes: Names and arguments of the user's classes: module, module.lr, datamodule, ...
-        strategies: Names of strategies, or DeepSpeed configuration files. The default is all strategies with DeepSpeed.
+        strategies: Names of strategies, or DeepSpeed configuration files. The default is all strategies with DeepSpeed,
+            or ddp if DeepSpeed is not installed.
         accumulate: Numbers of micro-batches per step. The default is what a file sets, or 1.
-        maths: Fields of all cases that a configuration of DeepSpeed may set too. Both must agree.
+        maths: Fields of all cases that a DeepSpeed configuration file may set too. Both values must be equal.
         **same: Other fields of all cases.
 
     Raises:
@@ -154,7 +155,7 @@ def _check_strategy(name: str) -> None:
 
 
 def _default_ranks() -> int:
-    """Returns the number of GPUs, or 2. Imports torch only where there is a driver of GPUs."""
+    """Returns the number of GPUs, or 2 if there is none. Imports torch only where there is a driver of GPUs."""
     if not has_gpu():
         return 2
     import torch
@@ -169,7 +170,9 @@ def train(cases: Sequence[ModuleCase]) -> list[Result]:
 
 
 def _judge(case: ModuleCase, verdict: dict[str, Any]) -> Result:
-    """Returns the result of a case. A case agrees only if every step was audited and replays took place."""
+    """Returns the result of a case. A case agrees only if it has no fault, if every step was audited unless it was
+    skipped, if ENOUGH of the gradients' values were judged, and if at least one step was replayed (unless none was to
+    be). Raises UsageError if the rank has refused a flag or the user's code."""
     if "refused" in verdict:
         raise UsageError(verdict["refused"])
     steps = case.steps - case.resume_at - verdict.get("skipped", 0)

@@ -23,7 +23,7 @@ from stepcheck.verdict import Finding, Kind
 NOT_RESTORED = "Lightning restores a position in an epoch only for loaders with state_dict, and never a shuffled order"
 
 Checksums = dict[tuple[Kind, str], Any]
-"""The checksum of each tensor, and each number, by kind and name."""
+"""Checksums of tensors, and numbers and strings as they are, by kind and name."""
 
 
 class StateRecorder(Callback):
@@ -65,7 +65,8 @@ class StateRecorder(Callback):
 
 
 def differences(saved: StateRecorder, resumed: StateRecorder) -> list[Finding]:
-    """Returns what differs between a run that continued and the run that was resumed, on any rank. Every rank must call
+    """Returns what differs between a run that continued and the run that was resumed, on all ranks, as up to 100
+    findings. A rank compares the ends of the runs only if the first resumed step started alike. Every rank must call
     it."""
     found = _differences(saved.step, saved.first, resumed.first, "in the first resumed step")
     found = found or _differences(0, saved.last, resumed.last, "at the end")
@@ -96,7 +97,7 @@ def _state(trainer: Trainer, module: LightningModule, batch: Any) -> Checksums:
 
 
 def _weights(trainer: Trainer, module: LightningModule) -> Checksums:
-    """Returns the weights, buffers, options and optimizer state of this rank."""
+    """Returns the weights, options and optimizer state of this rank, and on rank 0 the buffers."""
     found: Checksums = {}
     for name, parameter in module.named_parameters():
         found |= _flat("weight", name, getattr(parameter, "ds_tensor", parameter))

@@ -31,7 +31,9 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
     - In bfloat16, gradients are not checked for overflow unless the configuration turns the check on. With the check,
       ZeRO 1 and 2 wait for all gradients in each step and skip a step with NaN (DeepSpeed 0.19.8,
       runtime/precision_config.py). No other strategy does either.
-    - Parameter groups with only frozen parameters train. ZeRO 1 and 2 (DeepSpeed 0.19.8) raise IndexError.
+    - A parameter group with only frozen parameters is allowed. ZeRO 1 and 2 (DeepSpeed 0.19.8) raise IndexError.
+
+    Unless the configuration sets zero_force_ds_cpu_optimizer, it is false, so that any optimizer may be offloaded.
 
     Args:
         **options: The options of Lightning's DeepSpeedStrategy.
@@ -54,7 +56,8 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
 
     def setup_environment(self) -> None:
-        """Starts the process group. On CPU ranks, skips Lightning's check for CUDA."""
+        """Starts the process group, and makes `engine.backward` not divide the loss. On CPU ranks, skips Lightning's
+        check for CUDA."""
         precision: Any = self.precision_plugin
         precision.backward = partial(precision.backward, scale_wrt_gas=False)  # Lightning has divided the loss already
         if not self.on_cpu:
@@ -99,8 +102,9 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
 
 
 def _drop_frozen_groups(optimizer: Any, scheduler: Any) -> None:
-    """Removes parameter groups without trained parameters from an optimizer and its scheduler. ZeRO 1 and 2 (DeepSpeed
-    0.19.8, stage_1_and_2.py) read the first trained parameter of each group, and raise IndexError if there is none."""
+    """Removes parameter groups without trained parameters from an optimizer and its scheduler, in place, unless no
+    group has any. ZeRO 1 and 2 (DeepSpeed 0.19.8, stage_1_and_2.py) read the first trained parameter of each group, and
+    raise IndexError if there is none."""
     trained = [any(each.requires_grad for each in group["params"]) for group in optimizer.param_groups]
     if all(trained) or not any(trained):
         return

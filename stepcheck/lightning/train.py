@@ -30,7 +30,8 @@ EPOCHS = 1000
 
 
 def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
-    """Trains a case. Returns the verdict as plain data, or a line that says why user code or a flag is refused."""
+    """Trains a case. Returns the verdict as plain data. If user code or a flag is refused, returns only `refused`, a
+    line that says why."""
     try:
         verdict = train_and_judge(ModuleCase(**fields), device, folder)
     except UsageError as error:
@@ -39,8 +40,12 @@ def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> di
 
 
 def train_and_judge(case: ModuleCase, device: torch.device, folder: Path) -> Verdict:
-    """Trains a case, and resumes it if the case says so. If a replay differs, trains once more, to find the first
-    module whose output differs."""
+    """Trains a case and returns its verdict. With `resume_at`, also resumes the training from a checkpoint, adds what
+    differs, and returns the verdict of the resumed run. If the run before it has a fault or is not judged, returns the
+    verdict of that run and resumes nothing.
+
+    Without `resume_at`, trains once more if a replay differs, to find the first module whose output differs.
+    """
     if case.resume_at:
         saved = StateRecorder(case.resume_at, folder / f"{str(case).replace('/', '_')}.ckpt")
         before = _train(case, device, folder, saved)
@@ -103,7 +108,7 @@ def reproducible_kernels() -> Iterator[None]:
 
 def _trainer(case: ModuleCase, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
     """Returns a Trainer without output. It has a logger, which a module may need, and validates on one batch, because a
-    schedule may need a metric of the validation."""
+    schedule may need a metric of the validation. Raises UsageError if an option of --trainer is wrong."""
     own: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": case.ranks,

@@ -105,8 +105,8 @@ def _check_kind(part: str, user_class: Any) -> None:
 
 
 def _has_no_default(user_class: type, argument: str) -> bool:
-    """Returns whether a constructor argument must be given. jsonargparse (4.53) passes None instead if the argument has
-    no type."""
+    """Returns whether a constructor argument must be given. For an argument without a type, jsonargparse (4.53) would
+    pass None and raise no error."""
     for each in user_class.__mro__:
         if "__init__" in vars(each):
             parameters = inspect.signature(each.__init__).parameters

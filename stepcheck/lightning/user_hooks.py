@@ -19,10 +19,12 @@ HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_cl
 
 
 class UserHooks:
-    """Runs the user's hooks on a plain copy of the module."""
+    """Runs the user's hooks that may change gradients (HOOKS), of callbacks and of the module, on a plain copy of the
+    module."""
 
     def __init__(self, trainer: Trainer, module: LightningModule):
-        """Lists the hooks. Callbacks and modules with a true attribute `keeps_gradients` are left out."""
+        """Lists the hooks. The hooks of a callback or module with a true attribute `keeps_gradients` are left out,
+        because they change no gradients."""
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         owners = [each for each in (*callbacks, module) if not getattr(each, "keeps_gradients", False)]
         self.trainer, self.module = trainer, module
@@ -30,7 +32,8 @@ class UserHooks:
         self.names = [f"{name} of {type(owner).__name__}" for owner, name in self.hooks]
 
     def changing(self, plain: Any) -> list[str]:
-        """Returns the names of the hooks that change gradients of a plain copy."""
+        """Returns the names of the hooks that change gradients. Calls each hook once on `plain`, a plain copy of the
+        module that has the gradients of a step. A hook gets the gradients as the hooks before it have left them."""
         optimizer = optimizer_of(plain.configure_optimizers())
         plain.optimizers = lambda *args, **options: optimizer
         plain.clip_gradients = self._clip  # DeepSpeed's plugin clips nothing when it is called

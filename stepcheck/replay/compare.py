@@ -42,14 +42,15 @@ class Compared:
 
     kind: Kind
     name: str
-    error: float  # relative
-    tolerance: float
+    error: float  # relative to the norm; infinite if the value is missing
+    tolerance: float  # also relative
     elements: int
     explanation: str = ""
 
     @property
     def share(self) -> float:
-        """Returns the share of the tolerance that the error uses. It is infinite if the error is NaN."""
+        """Returns error / tolerance. It is infinite if the error is NaN, or if the tolerance is 0 and the error is
+        not."""
         if math.isnan(self.error) or not self.tolerance:
             return math.inf if self.error else 0.0
         return self.error / self.tolerance
@@ -63,7 +64,7 @@ class Compared:
 
 
 def identical(actual: Computed, replay: Computed) -> bool:
-    """Returns whether a step is bit-identical with a replay."""
+    """Returns whether a step is bit-identical with a replay. Buffers that only one of them has are not compared."""
     buffers = actual.buffers.keys() & replay.buffers.keys()
     return (
         _same(actual.losses, replay.losses)
@@ -161,7 +162,8 @@ def _compared(
 
 
 def epsilon(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the machine epsilon of a dtype in products. For float32 it is TF32's epsilon, if torch may use TF32."""
+    """Returns the machine epsilon of a dtype in products on a device. For float32 it is TF32's epsilon, if torch may
+    use TF32 on this device."""
     tf32 = dtype == torch.float32 and device.type == "cuda" and _may_use_tf32()
     return 2.0**-10 if tf32 else torch.finfo(dtype).eps  # TF32 has 10 bits after the point
 
@@ -187,13 +189,14 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def mean_square(values: Iterable[float]) -> float:
-    """Returns the root of the mean of the squares of the finite values."""
+    """Returns the root of the mean of the squares of the finite values, or 0 if there are none."""
     finite = [each for each in values if math.isfinite(each)]
     return math.sqrt(sum(each * each for each in finite) / len(finite)) if finite else 0.0
 
 
 def common_factor(actual: Tensor, expected: Tensor) -> float | None:
-    """Returns the factor if a float64 tensor is a multiple of another one, or else None."""
+    """Returns the factor by which `expected` must be multiplied to give `actual`, both float64. Returns None if no
+    factor gives it up to CONSTANT of its norm."""
     factor = float((actual * expected).sum() / expected.square().sum().clamp(min=1e-300))
     return factor if (actual - factor * expected).norm() <= CONSTANT * actual.norm() else None
 

@@ -25,9 +25,10 @@ DRAWS_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.b
 class Exact(TorchFunctionMode):
     """Context manager in which torch computes in float64, whatever precision the code requests.
 
-    Random numbers are drawn in the dtype in which the training draws them, because generators draw different numbers in
-    float64. Random numbers that a function in C++ or CUDA draws internally, as attention with dropout does, are not
-    handled.
+    Random numbers are drawn in a lower precision and then converted, because generators draw different numbers in
+    float64. Dropout draws in the lowest dtype of the training. Methods such as `Tensor.normal_` draw in float32, and
+    functions such as `torch.rand` draw in the dtype that they are given, or else in float32. Random numbers that a
+    function in C++ or CUDA draws internally, as attention with dropout does, are not handled.
     """
 
     def __init__(self, lowest: torch.dtype):

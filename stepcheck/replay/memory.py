@@ -12,7 +12,8 @@ _peaks: dict[str, int] = {}  # of each type of device, before the last replay
 
 
 def available(device: torch.device) -> float | None:
-    """Returns the free bytes of a GPU, or this rank's share of the free bytes of the machine. None if unknown."""
+    """Returns the free bytes of a GPU, including those that torch keeps, or else this rank's share of the free bytes of
+    the machine. None if unknown."""
     if device.type == "cuda":  # torch keeps freed memory for later tensors
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + kept)

@@ -46,7 +46,8 @@ class PlainCopy:
     """Computes micro-batches again. Between two replays its weights keep their shapes but use no memory."""
 
     def __init__(self, module: nn.Module, internal: Collection[str] = ()):
-        """Takes a deep copy of a module, made before an engine or wrapper is built of the module.
+        """Takes a deep copy of a module, made before an engine or wrapper is built of the module. Frees the memory of
+        the copy's weights.
 
         Args:
             module: The copy.
@@ -71,7 +72,8 @@ class PlainCopy:
         self._dtypes = {each.dtype for each in weights.values() if each.is_floating_point()} or {torch.float32}
 
     def state_of(self, module: nn.Module) -> State:
-        """Returns copies of the state in a module's attributes, such as counters and modes."""
+        """Returns copies of the attributes of a module and its submodules that are plain data or tensors, such as
+        counters and modes."""
         states = {}
         for name, part in module.named_modules():
             own = {key: value for key, value in vars(part).items() if key not in self.internal and _is_state(value)}
@@ -87,7 +89,7 @@ class PlainCopy:
         exact: bool = False,
         then: Callable[[Any], None] | None = None,
     ) -> Computed:
-        """Returns what plain PyTorch computes for the micro-batches of a step.
+        """Returns what plain PyTorch computes for the micro-batches of a step, from the values that `keep` has saved.
 
         Args:
             micro_batches: For each micro-batch, the function that computes its loss, the states of the random
@@ -164,7 +166,8 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def drop_weights(module: nn.Module, device: torch.device | None = None) -> None:
-    """Frees the memory of a module's weights and gradients. The weights keep their shapes, and are on `device`."""
+    """Frees the memory of a module's weights and gradients. The weights keep their shapes, and move to `device` if it
+    is given."""
     for parameter in module.parameters():
         parameter.data = parameter.new_empty((), device=device).expand(parameter.shape)
         parameter.grad = None

@@ -10,8 +10,8 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the states of Python's, NumPy's and torch's random generators. Of the GPUs, only the rank's own generator
-    is read, because reading all of them would initialize every GPU in each rank."""
+    """Returns the states of Python's, NumPy's (if it is imported) and torch's random generators. Of the GPUs, only the
+    rank's own generator is read, because reading all of them would initialize every GPU in each rank."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
@@ -31,7 +31,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Returns whether torch's random generators are in the same state."""
+    """Returns whether torch's random generators are in the same state. Those of Python and NumPy are not compared."""
     return all(torch.equal(one[key], other[key]) for key in ("torch", "cuda") if key in one and key in other)
 
 

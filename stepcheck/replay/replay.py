@@ -20,13 +20,15 @@ BYTES = 36
 gradients of the training and of the first replay (4 each), and weights, their gradient and its sum in float64."""
 
 STEADY = 10.0
-"""The least ratio of a fault's error to the difference between two replays of the step."""
+"""The least ratio of a fault's error to the difference between two replays of the step. With a smaller ratio, the step
+is not judged."""
 
 
 class Replay:
-    """Computes chosen steps again on a plain copy, on each rank separately. Pass it to `audit`.
+    """Computes chosen steps again on a plain copy, on each rank separately. Pass it to `audit`. A step that the audit
+    leaves out is not computed again.
 
-    Call `micro_batch` before each forward pass.
+    Call `micro_batch` before each forward pass, and `loss` after it.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class Replay:
             copy: A deep copy of the module that will be trained, made before an engine or wrapper is built of it.
             every: Replay each step whose number is divisible by this; 0 for none.
             steps: Numbers of more steps to replay, from 1.
-            only: Regular expression: gradients of other weights are not compared, and need no memory.
+            only: Regular expression. Gradients of weights in whose names it does not match are not compared, and need
+                no memory.
             outputs: Whether to compare the outputs of all submodules, so that a fault names the first that differs.
             internal: Names of attributes of the module that a replay must not restore.
         """
@@ -184,7 +187,7 @@ class Replay:
         self._chosen = False
 
     def _compute(self, exact: bool = False, then: Callable[[Any], None] | None = None) -> Computed | None:
-        """Returns a replay, or None if it fails on this rank."""
+        """Returns a replay of the step, or None if it fails on this rank. Restores the random states afterwards."""
         if self.actual is None or self._error:
             return None
         adapter = self.audit.adapter
@@ -211,7 +214,8 @@ class Replay:
         return self.copy.autocasts and bool(self.copy.trained - low.gradients.keys() - self.hooked)
 
     def _leave_out_unknown(self, actual: Computed, low: Computed) -> None:
-        """Leaves out values that either the training or the replay lacks."""
+        """Removes, in both, the values that cannot be compared: losses and outputs, if only one of both has them, and
+        gradients that hooks of the script may change."""
         if len(actual.losses) != len(low.losses):
             actual.losses, low.losses = [], []
         for name in self.hooked:  # the copy lacks the hooks
@@ -223,7 +227,8 @@ class Replay:
             self.outputs, actual.outputs, low.outputs = False, [], []
 
     def _report(self, low: Computed, exact: Computed | None) -> None:
-        """Adds what was compared to the audit."""
+        """Adds the results of a replayed step to the audit. `exact` is None if the step was bit-identical on all ranks.
+        Every rank must call this method."""
         audit, actual = self.audit, self.actual
         assert actual is not None
         if exact is None:
@@ -263,7 +268,8 @@ class Replay:
                 )
 
     def _watch(self, module: nn.Module, computed: Computed) -> list[Any]:
-        """Makes submodules add their outputs to `computed`."""
+        """Makes submodules add their outputs to `computed`, if outputs are compared. Returns the handles of the
+        hooks."""
         if not self.outputs:
             return []
         return [

@@ -61,8 +61,8 @@ class ScriptCheck(Callback):
         self._trainer, self._module, self._copy = trainer, pl_module, copy.deepcopy(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Applies the script's numerical settings, matches the names of weights and buffers, and registers the
-        hooks."""
+        """Applies the script's numerical settings, matches the names of weights and buffers, and registers the hooks.
+        Raises UsageError if the weights do not match. If the buffers do not, they are not judged."""
         use_settings(self.recording.settings)
         build_copy(self._copy, trainer)
         self._copy = PlainCopy(self._copy, INTERNAL)
@@ -244,7 +244,8 @@ class ScriptCheck(Callback):
         self.verdict.add(self.number, "update", float(shares[worst]), text)
 
     def _state_for(self, optimizer: Any, weight: Any, name: str) -> dict[str, Any] | None:
-        """Returns the script's state of a weight for the module's optimizer, or None if it has other entries."""
+        """Returns the script's state of a weight for the module's optimizer, or None if the module's optimizer keeps
+        other entries. The step count is set to the number of recorded steps before this one."""
         own, state = optimizer.state[weight], {**self._values[name].state}
         if state and "step" in own:  # DeepSpeed's Adam counts steps elsewhere
             state["step"] = torch.full_like(own["step"], self.number - 1)

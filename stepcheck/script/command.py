@@ -40,7 +40,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares the script with the module. Returns the exit code."""
+    """Compares the script with the module, and prints the verdict. Returns the exit code, which is 1 if a step differs
+    or cannot be judged."""
     verdict = _compare(options)
     for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
         print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")

@@ -11,7 +11,7 @@ from stepcheck.verdict import Verdict
 
 
 class RecordedBatches:
-    """Yields the script's micro-batches. Each iteration is an epoch of the script."""
+    """Yields the script's micro-batches. Each new iterator yields the script's next epoch."""
 
     def __init__(self, recording: Recording):
         self._recording, self._next = recording, 1
@@ -28,7 +28,7 @@ class RecordedBatches:
 
 def compare_batches(recording: Recording, loader: Iterable[Any], verdict: Verdict) -> None:
     """Compares the batches of the module's own loader with the script's batches, in order. Adds the first difference to
-    the verdict."""
+    the verdict. At the start of each epoch, sets the random state with which the script's loader began this epoch."""
     epoch, own = None, iter(())
     for number in range(1, recording.steps + 1):
         step = recording.step(number)

@@ -37,7 +37,8 @@ def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> s
 
 
 def explain_batch(script: object, module: object) -> str:
-    """Returns how the module's batch differs from the script's, or "" if they are equal bit by bit."""
+    """Returns the first difference of the module's batch from the script's, or "" if their tensors have the same shapes
+    and values."""
     pairs = tensors_in(script), tensors_in(module)
     shapes = [[tuple(each.shape) for each in batch] for batch in pairs]
     if shapes[0] != shapes[1]:

@@ -34,7 +34,7 @@ TRUE = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float64: "6
 
 
 class RecordingEnded(BaseException):
-    """Ends the script. A script may catch every Exception."""
+    """Ends the script after the last recorded step. It is no Exception, because a script may catch every Exception."""
 
 
 class Refused(RecordingEnded):
@@ -49,8 +49,8 @@ class Recorder:
         self._optimizer: Any = None
         self._model: Any = None
         self._step: RecordedStep | None = None
-        self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batches, with their epoch, and the
-        # random state before it
+        self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batches, each with its epoch, and
+        # the random state before this epoch
         self._iterators = 0
         self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
         self._before: Any = None  # random state before the first module call since the last backward pass
@@ -126,8 +126,9 @@ class Recorder:
             self._before, self._unscaled, self._seen = None, None, []
 
     def _trained_on(self) -> tuple[Any, int, Any]:
-        """Returns the batch of the current micro-batch. It is the oldest fetched batch of which a module has received a
-        tensor, or else the last fetched batch."""
+        """Returns the batch of the current micro-batch, the number of its epoch, and the random state before this
+        epoch. The batch is the oldest fetched one of which a module has received a tensor since the last backward pass,
+        or else the last fetched one. Drops the batches before it. Raises Refused if there is no batch."""
         if not self._fetched:
             raise Refused("its loop must take its batches from a torch DataLoader")
         while len(self._fetched) > 1 and not self._was_seen(self._fetched[0][0]):
@@ -179,7 +180,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def main() -> int:
-    """Records the first optimizer steps of a script. Returns the exit code."""
+    """Records the first optimizer steps of a script. Returns the exit code 0, also if the script cannot be recorded:
+    the reason is then in the file REFUSED. An exception of the script's own is not caught."""
     folder, steps, script, *arguments = sys.argv[1:]
     recorder = Recorder(Path(folder), int(steps))
     recorder.install()

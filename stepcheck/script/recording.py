@@ -13,7 +13,8 @@ from stepcheck.engines.adapter import tensors_in
 from stepcheck.usage import UsageError
 
 OPTIONS = ("lr", "weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "rho", "amsgrad")
-"""Options of torch's optimizers that change an update."""
+"""Options of torch's optimizers that are compared, because they change an update. Rarer options, such as centered and
+maximize, are not compared."""
 
 
 PRODUCTS = tuple(
@@ -21,7 +22,8 @@ PRODUCTS = tuple(
     for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 )
 PRODUCTS_BEFORE_29 = ("cuda.matmul.allow_tf32", "cudnn.allow_tf32")
-"""Attributes of torch.backends that choose the precision of products of float32, such as TF32."""
+"""Attributes of torch.backends that choose the precision of products of float32, such as TF32: PRODUCTS since torch
+2.9, and these before it."""
 
 
 @dataclass
@@ -65,8 +67,8 @@ class Recording:
     skipped: int = 0  # steps that GradScaler left out, because a gradient overflowed
 
     def step(self, number: int) -> RecordedStep:
-        """Reads the step with this number, counted from 1. The file may hold objects of any class, because the script
-        has run on this machine."""
+        """Reads the step with this number, counted from 1. Its file is unpickled without a restriction of classes,
+        because the script itself has run on this machine."""
         return torch.load(self.folder / f"{number}.pt", weights_only=False)
 
     def add(self, step: RecordedStep) -> None:
@@ -102,7 +104,7 @@ def use_settings(expected: Mapping[str, Any]) -> None:
 
 
 def update_options(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Returns the options of a parameter group that change an update, as numbers."""
+    """Returns the OPTIONS that a parameter group has, each as a tuple of numbers."""
     found = {key: group[key] for key in OPTIONS if group.get(key) is not None}
     return {
         key: tuple(float(each) for each in (value if isinstance(value, (tuple, list)) else [value]))
@@ -111,23 +113,25 @@ def update_options(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
 
 
 def samples_in(batch: Any) -> int:
-    """Returns the number of samples in a batch: the length of its longest tensor."""
+    """Returns the number of samples in a batch: the length of its longest tensor, or 1 if no tensor has dimensions."""
     return max((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), default=1)
 
 
 def match_names(
     script: Mapping[str, Tensor], module: Mapping[str, Tensor], renames: Mapping[str, str]
 ) -> dict[str, str]:
-    """Maps the names of the script's tensors to names of the module's tensors. Names are equal after replacing prefixes
-    and adding one prefix to all names. If they are not, tensors are matched by order, if their shapes agree.
+    """Returns the name of a module's tensor for each name of a script's tensor. First replaces prefixes of the script's
+    names, and adds one common prefix to all of them. If the results are not the module's names, matches the tensors by
+    their order.
 
     Args:
         script: The script's tensors by name.
         module: The module's tensors by name.
-        renames: The prefix that replaces each prefix of the script's names.
+        renames: Maps prefixes of the script's names to the prefixes that replace them. The first that fits a name is
+            used.
 
     Raises:
-        UsageError: If tensors do not match. The message names them.
+        UsageError: If the numbers or shapes of the tensors differ. The message names the tensors.
     """
     renamed = {}
     for name in script:
