@@ -40,10 +40,14 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
             if not self.error and not self.stopped:
                 method(self, *args, **kwargs)
         except Exception as error:  # the audit's own, or what a user's tensor raises
-            self.error = f"the audit failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.error = _failure(error)
         self.verdict.seconds += time.perf_counter() - start
 
     return run
+
+
+def _failure(error: Exception) -> str:
+    return f"the audit failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class Audit:
@@ -69,8 +73,8 @@ class Audit:
             model: A DeepSpeedEngine, or the model: as it is, in DistributedDataParallel, or after `fully_shard`.
             optimizer: The torch optimizer that updates the model, unless `model` is a DeepSpeedEngine.
             every: Audit each step whose number is divisible by this.
-            weights_every: Compare each weight in every so many steps. Gradients and updates are compared in each
-                audited step.
+            weights_every: Compare each weight in every so many of the audited steps. Gradients and updates are compared
+                in each of them.
             on_fault: "raise" raises StepCheckError on all ranks at the end of a step with a fault. "warn" prints the
                 first fault of the training, on rank 0. A function is called on all ranks with the first fault of each
                 step that has one.
@@ -161,6 +165,7 @@ class Audit:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        self.depth = 0  # not after a step that raised an error, which the script has caught
         self._hooks.watch_gradients()
         self._begin_step()
         if not self.running:
@@ -293,8 +298,13 @@ class Audit:
             self.replay.judge()
         start = time.perf_counter()
         before = len(self.verdict.findings)
-        if self.running:
-            self._judge_step(skipped)
+        has_failed = bool(self.error) and not self.stopped and self.step % self.every == 0  # other ranks do not know
+        if self.running or has_failed:
+            try:
+                self._judge_step(skipped)
+            except Exception as error:  # the audit's own. The training goes on, and the audit ends with the next step
+                self.error = _failure(error)
+                self.verdict.not_judged[f"step {self.step} and later steps"] = self.error
         findings = self.verdict.findings[before:]
         self.verdict.seconds += time.perf_counter() - start
         self.running, self.step = False, self.step + 1
@@ -345,8 +355,10 @@ class Audit:
 
     @property
     def _in_turn(self) -> range:
-        """The indices of the weights to compare in this step."""
-        return range(-self.step % self.weights_every, len(self.adapter.parameters), self.weights_every)
+        """The indices of the weights to compare in this step. Audited steps take turns, so that `every` leaves none
+        out."""
+        turn = self.step // self.every
+        return range(-turn % self.weights_every, len(self.adapter.parameters), self.weights_every)
 
 
 audit = Audit

@@ -70,7 +70,7 @@ class AuditBaseline:
     def __init__(self, steps: dict[int, dict[str, Any]], compare: bool, changed: dict[str, str]):
         self.steps, self.compare, self.changed = steps, compare, changed
         self.drifts = False  # whether the weights have differed
-        self.same_gradients = False  # in the step before, bit by bit
+        self.same_gradients = 0  # the last step whose gradients were the same, up to the rounding of sketches
 
     def judge(self, judge: Judge, step: Step) -> None:
         """Saves a step, or compares it with the saved step of the same number and adds the findings to the verdict. If
@@ -92,16 +92,17 @@ class AuditBaseline:
             why = "does not have it" if saved is None else "has other weights"
             judge.verdict.not_judged[f"step {step.number} against the baseline"] = f"the baseline {why}"
             return
-        for kind, share, text in self._compare(judge, own, saved):
+        for kind, share, text in self._compare(judge, step.number, own, saved):
             judge.verdict.add(step.number, kind, share, text)
 
-    def _compare(self, judge: Judge, own: dict[str, Any], saved: dict[str, Any]) -> Iterator[Any]:
+    def _compare(self, judge: Judge, step: int, own: dict[str, Any], saved: dict[str, Any]) -> Iterator[Any]:
         names, sizes = own["names"], saved["weights"].norm(dim=1)
         errors = (own["weights"] - saved["weights"]).norm(dim=1)
         if self.drifts or (errors > EXACT * K * sizes).any():
             worst = int((errors / sizes.clamp(min=1e-30)).argmax())
             how = f"by {float(errors[worst] / sizes[worst].clamp(min=1e-30)):.1e} of the norm of {names[worst]}"
-            if self.same_gradients and not self.drifts and errors[worst] > 4 * judge.optimizer_unit * sizes[worst]:
+            of_one_update = self.same_gradients == step - 1 > 0
+            if of_one_update and not self.drifts and errors[worst] > 4 * judge.optimizer_unit * sizes[worst]:
                 yield "update", 2.0, f"the last update differs from the baseline's, {how}; its gradients were the same"
             elif not self.drifts:
                 judge.verdict.notes["weights drift from the baseline"] = f"from the start of this step on, {how}"
@@ -110,7 +111,8 @@ class AuditBaseline:
         size = saved["gradients"].norm(dim=1) + CANCELLATION * float(saved["gradients"].norm())
         tolerances = SIGMAS * (own["deviations"] + saved["deviations"]) + (KERNELS * judge.unit * size)[:, None]
         errors = (own["gradients"] - saved["gradients"]).abs()
-        self.same_gradients = bool((errors <= EXACT * size[:, None]).all())
+        if (errors <= EXACT * size[:, None]).all():
+            self.same_gradients = step
         shares = (errors / tolerances).amax(1).nan_to_num(nan=torch.inf)
         worst = int(shares.argmax())
         if shares[worst] > 1:

@@ -19,7 +19,8 @@ class Batches:
     def __init__(self, rank: int, ranks: int, device: torch.device):
         self.rank = rank
         self.fingerprints = torch.zeros(ranks, dtype=torch.float64, device=device)  # of this step; of other ranks 0
-        self.last: Tensor | None = None  # of all ranks, of the step before
+        self.last: Tensor | None = None  # of all ranks, in `last_step`
+        self.last_step = 0  # the last audited step
         self._before: Tensor | None = None  # the random state before the first micro-batch of this step
         self._drew = False  # whether that micro-batch has drawn random numbers
         self.repeats_random = False
@@ -53,17 +54,17 @@ class Batches:
 
         Args:
             step: Number of the step.
-            fingerprints: Fingerprints of all ranks, on the CPU. They are kept for the next audited step.
+            fingerprints: Fingerprints of all ranks, on the CPU. They are kept for the next step.
         """
         found, seen, last = {}, fingerprints.tolist(), self.last
         same = [(one, two) for two in range(len(seen)) for one in range(two) if seen[one] and seen[one] == seen[two]]
         if same:
             found["batches"] = f"ranks {same[0][0]} and {same[0][1]} had the same batch in step {step}"
-        elif last is not None and seen[self.rank] and seen[self.rank] == float(last[self.rank]):
+        elif last is not None and self.last_step == step - 1 and seen[self.rank] == float(last[self.rank]) != 0:
             found["batches"] = f"step {step} had the batch of the step before"
         if self.repeats_random:
             found["random numbers"] = f"the micro-batches of step {step} draw the same, so their dropout is the same"
-        self.last = fingerprints
+        self.last, self.last_step = fingerprints, step
         return found
 
 

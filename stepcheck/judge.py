@@ -61,6 +61,7 @@ class Judge:
         """Compares the gradients that reach the optimizer with what autograd computed. Keeps the latter in `expected`,
         and its deviation, for a baseline."""
         adapter, verdict = self.adapter, self.verdict
+        self.expected, self.deviation = torch.zeros_like(self.expected), torch.zeros_like(self.deviation)
         trained = self.trained & self._comparable(step)
         if not trained.any():
             return

@@ -117,5 +117,4 @@ def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Names
         print(f"stepcheck: {each['engine']}: {each['summary']}", flush=True)
     if not audited:
         print("stepcheck: no step was audited, so this run proves nothing", file=sys.stderr, flush=True)
-    write_files(options, passed, verdicts, command=options.command, exit_code=code)
-    return code if passed else code or 1
+    return write_files(options, passed, verdicts, command=options.command, exit_code=code if passed else code or 1)

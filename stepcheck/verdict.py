@@ -1,5 +1,6 @@
 """Defines the verdict of an audit: the faults, what was judged, and how small a fault it would have seen."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -97,15 +98,16 @@ class Verdict:
             self.findings.append(Finding(step, kind, text, share, rank))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the verdict as plain data for JSON. In `shares`, infinity and NaN become "infinite"."""
-        finite = {kind: share if share < float("inf") else "infinite" for kind, share in self.shares.items()}
+        """Returns the verdict as plain data for JSON, which has neither infinity nor NaN. Shares that are either become
+        the largest float."""
         return {
             "outcome": self.outcome,
             "summary": str(self),
             "passed": self.passed,
             "coverage": self.coverage,
             **asdict(self),
-            "shares": finite,
+            "findings": [{**asdict(each), "share": _finite(each.share)} for each in self.findings],
+            "shares": {kind: _finite(share) for kind, share in self.shares.items()},
         }
 
     def __str__(self) -> str:
@@ -138,6 +140,10 @@ class Verdict:
         if self.training_seconds:
             cost = 100 * self.seconds / self.training_seconds
             yield f"the audit took {cost:.1f} % of the time and {self.bytes / 1e3:,.0f} kB"
+
+
+def _finite(share: float) -> float:
+    return share if share < sys.float_info.max else sys.float_info.max
 
 
 class StepCheckError(RuntimeError):

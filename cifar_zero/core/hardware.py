@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 
+from stepcheck.control_groups import left_in_groups
+
 REPOSITORY = Path(__file__).parents[2]
 
 PACKAGES = ("torch", "lightning", "deepspeed", "torchmetrics")
 
 DRIVER = Path("/sys/module/nvidia/version")  # file with the version of NVIDIA's driver, if Linux has loaded it
-
-CGROUPS = Path("/sys/fs/cgroup")  # control groups of Linux, version 2
 
 
 def has_gpu_driver() -> bool:
@@ -47,7 +47,7 @@ def has_bfloat16() -> bool:
 def free_memory_bytes() -> int:
     """Returns how many bytes of CPU memory new processes can use without swapping and within the limits of this
     process's control groups."""
-    return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
+    return max(0, min([psutil.virtual_memory().available, *left_in_groups()]))
 
 
 def memory_bytes() -> int:
@@ -63,22 +63,6 @@ def gpu_memory_bytes() -> int:
 
         total += torch.cuda.get_device_properties(number).total_memory
     return total
-
-
-def _left_in_groups() -> list[int]:
-    """Returns the unused bytes of each control group that limits the memory of this process, for example the group of a
-    container. Cached files do not count as used, because the kernel frees them first (kernel.org,
-    admin-guide/cgroup-v2)."""
-    own, left = Path("/proc/self/cgroup"), list[int]()
-    if own.exists():
-        group = CGROUPS / own.read_text().rpartition("0::/")[2].strip()  # the line of cgroup version 2 is the last one
-        for folder in (group, *group.parents):
-            limit = folder / "memory.max"
-            if limit.exists() and (most := limit.read_text().strip()) != "max":
-                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                used = int((folder / "memory.current").read_text()) - int(counts.get("inactive_file", 0))
-                left.append(int(most) - used)
-    return left
 
 
 def cores() -> list[int]:

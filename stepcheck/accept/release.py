@@ -18,6 +18,7 @@ def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:
 
 def lacks_float16() -> str:
     """Returns why this machine cannot train in float16, or ""."""
-    if has_gpu() or "avx512_fp16" in Path("/proc/cpuinfo").read_text():
+    processor = Path("/proc/cpuinfo")  # of Linux
+    if has_gpu() or (processor.exists() and "avx512_fp16" in processor.read_text()):
         return ""
     return "this machine has neither a GPU nor a CPU with float16 (avx512_fp16)"

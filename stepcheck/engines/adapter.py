@@ -50,6 +50,13 @@ class Hook:
         return getattr, (nullcontext(), "__exit__")
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same shape and values. NaN equals NaN. The dtypes may differ."""
+    if one.shape != other.shape or torch.equal(one, other):
+        return one.shape == other.shape
+    return one.is_floating_point() and torch.allclose(one, other.to(one), rtol=0, atol=0, equal_nan=True)
+
+
 @dataclass(frozen=True)
 class Part:
     """A contiguous part of a parameter within a tensor of the optimizer. All numbers count elements."""
@@ -249,7 +256,9 @@ def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     def audited() -> Any:
         nonlocal calls
         calls += 1
+        depth, audit.depth = audit.depth, 0  # stays 0 if the closure raises an error
         result = closure()
+        audit.depth = depth
         if calls == 1:
             audit.before_update(optimizer)
         elif calls == 2:

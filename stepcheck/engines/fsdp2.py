@@ -24,12 +24,12 @@ class FSDP2Adapter(PlainAdapter):
     def __init__(self, module: nn.Module, optimizer: Any):
         super().__init__(module, optimizer)
         self.groups: dict[int, Any] = {}  # FSDPParam by id of the sharded parameter
-        self.divide_factors = set()
+        self.communicating: list[Any] = []  # the groups of parameters that are sent together
         self.fresh: set[int] = set()  # parameters whose next gradient is the first one of a step
         for part in module.modules():
             state = part._get_fsdp_state() if isinstance(part, FSDPModule) else None
             for group in _groups_of(state):
-                self.divide_factors.add(group.gradient_divide_factor)
+                self.communicating.append(group)
                 self.groups |= {id(each.sharded_param): each for each in group.fsdp_params}
         for index, parameter in enumerate(self.parameters):
             if isinstance(parameter, DTensor) and any(
@@ -88,12 +88,15 @@ class FSDP2Adapter(PlainAdapter):
                 count *= mesh.size(dim)
         return number, count
 
-    def begin_micro_batch(self) -> None:
+    def begin_micro_batch(self) -> str:
         """Records whether this micro-batch is the first one since the gradients were reset. It is the first one if no
-        parameter has a gradient. A single parameter does not show this, because an empty shard never has a gradient."""
+        parameter has a gradient. A single parameter does not show this, because an empty shard never has a gradient.
+        Returns why the audit cannot go on, or ""."""
         kept = any(self.parameters[index].grad is not None for index in self.trained)
         kept = kept or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
         self.fresh = set() if kept else {*self.trained}
+        several = len({group.gradient_divide_factor for group in self.communicating}) > 1
+        return "modules divide their gradients by different factors (set_gradient_divide_factor)" if several else ""
 
     def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
         if id(self.parameters[index]) not in self.groups:
@@ -111,7 +114,7 @@ class FSDP2Adapter(PlainAdapter):
         return super().rounding_dtypes() | {dtype for dtype in chosen if dtype}
 
     def reduction_factor(self) -> float:
-        (factor,) = self.divide_factors or {None}
+        factor = self.communicating[0].gradient_divide_factor if self.communicating else None
         return 1.0 if factor is None else self.ranks.size / factor
 
     def local(self, tensor: Any) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stepcheck.report import Result
-from stepcheck.verdict import Finding, Verdict
+from stepcheck.verdict import ENOUGH, Finding, Verdict
 
 HANG_SECONDS = 180
 """How long ranks may be silent. On an idle machine their imports take less than 10 seconds, and a case less than 1."""
@@ -67,8 +67,8 @@ def train_cases(
 
 def result_of(case: Any, verdict: dict[str, Any], steps: int, *reasons: str) -> Result:
     """Returns the result of a case. Its outcome is "different" if it has findings, or else "not judged" if it has an
-    error, a part that is not judged, too few audited steps, or another reason. Otherwise it is "agrees", and the case
-    passes. The share of the gradients that was judged does not count.
+    error, a part that is not judged, too few audited steps or judged gradients, or another reason. Otherwise it is
+    "agrees", and the case passes.
 
     Args:
         case: Its text becomes the result's name.
@@ -80,6 +80,8 @@ def result_of(case: Any, verdict: dict[str, Any], steps: int, *reasons: str) -> 
     unjudged = [f"not judged: {what}, because {why}" for what, why in result["not_judged"].items()]
     if result["steps"] < steps:
         unjudged.append(f"only {result['steps']} of {steps} steps were audited")
+    elif result["coverage"] < ENOUGH:
+        unjudged.append(f"less than {ENOUGH:.0%} of the gradients' values were judged")
     errors = [text for text in (result.get("error"), *unjudged, *reasons) if text]
     if result["findings"]:
         result |= {"outcome": "different", "summary": str(Finding(**result["findings"][0]))}

@@ -220,6 +220,7 @@ class StepCheck(Callback):
             each.not_judged |= self._unjudged
         if self.file is not None and trainer.is_global_zero:
             with suppress(OSError):  # a full disk must not end the training
+                self.file.parent.mkdir(parents=True, exist_ok=True)
                 self.file.write_text(json.dumps(self.verdict.as_dict(), indent=1))
 
 

@@ -18,7 +18,6 @@ from stepcheck.lightning.deepspeed_file import read_config
 from stepcheck.report import Result, add_flags, write_files
 from stepcheck.strategies import ZERO, deepspeed_folder, has_gpu
 from stepcheck.usage import UsageError, nearest, positive
-from stepcheck.verdict import ENOUGH
 
 STRATEGIES = ("ddp", *ZERO)
 
@@ -170,14 +169,13 @@ def train(cases: Sequence[ModuleCase]) -> list[Result]:
 
 
 def _judge(case: ModuleCase, verdict: dict[str, Any]) -> Result:
-    """Returns the result of a case. A case agrees only if it has no fault, if every step was audited unless it was
-    skipped, if ENOUGH of the gradients' values were judged, and if at least one step was replayed (unless none was to
-    be). Raises UsageError if the rank has refused a flag or the user's code."""
+    """Returns the result of a case (see `result_of`). It agrees only if every step was audited unless it was skipped,
+    and if at least one step was replayed (unless none was to be). Raises UsageError if the rank has refused a flag or
+    the user's code."""
     if "refused" in verdict:
         raise UsageError(verdict["refused"])
     steps = case.steps - case.resume_at - verdict.get("skipped", 0)
     unreplayed = "no step was replayed" if case.replayed and not verdict.get("replayed") else ""
-    few = f"less than {ENOUGH:.0%} of the gradients' values were judged" if verdict.get("coverage", 0) < ENOUGH else ""
     # argparse takes the last of an option that is given twice.
     alone = ["--strategies", case.strategy, "--accumulate", str(case.accumulate)]
-    return {**result_of(case, verdict, steps, unreplayed, few), "command": ["stepcheck", *sys.argv[1:], *alone]}
+    return {**result_of(case, verdict, steps, unreplayed), "command": ["stepcheck", *sys.argv[1:], *alone]}

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
+
+from stepcheck.engines.adapter import same_values
 
 LIBRARIES = {"lightning", "pytorch_lightning", "torch", "stepcheck"}
 
@@ -51,7 +52,7 @@ class UserHooks:
                 else:
                     getattr(plain, name)(*arguments[name])
                 after = _gradients(plain)
-                if before.keys() != after.keys() or not all(torch.equal(after[key], before[key]) for key in before):
+                if before.keys() != after.keys() or not all(same_values(after[key], before[key]) for key in before):
                     found.append(text)
         return found
 

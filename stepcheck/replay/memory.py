@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from stepcheck.control_groups import left_in_groups
+
 _peaks: dict[str, int] = {}  # of each type of device, before the last replay
 
 
 def available(device: torch.device) -> float | None:
     """Returns the free bytes of a GPU, including those that torch keeps, or else this rank's share of the free bytes of
-    the machine. None if unknown."""
+    the machine, within the limits of its container. None if unknown."""
     if device.type == "cuda":  # torch keeps freed memory for later tensors
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + kept)
@@ -21,8 +23,8 @@ def available(device: torch.device) -> float | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
         return None
-    free = next((line for line in lines if line.startswith("MemAvailable:")), "")
-    return 1024.0 * int(free.split()[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min([*free, *left_in_groups()]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
 
 
 def peak(device: torch.device) -> int:

@@ -242,7 +242,7 @@ class Replay:
         rounding = compare.mean_square(errors)
         compared = compare.worst(compare.compare(actual, low, exact, self.copy.lowest, rounding))
         faults = {(each.kind, each.name): each.error for each in compared if each.share > 1}
-        if faults:
+        if any(audit.adapter.ranks.all_gather(bool(faults))):  # a module with experts computes on all ranks or on none
             self._try(lambda: self._judge_again(low, exact, faults))
         unsure = [error for error in audit.adapter.ranks.all_gather(self._error) if error]
         if unsure:

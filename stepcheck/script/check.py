@@ -245,9 +245,9 @@ class ScriptCheck(Callback):
 
     def _state_for(self, optimizer: Any, weight: Any, name: str) -> dict[str, Any] | None:
         """Returns the script's state of a weight for the module's optimizer, or None if the module's optimizer keeps
-        other entries. The step count is set to the number of recorded steps before this one."""
+        other entries. A missing step count becomes the number of recorded steps before this one."""
         own, state = optimizer.state[weight], {**self._values[name].state}
-        if state and "step" in own:  # DeepSpeed's Adam counts steps elsewhere
+        if state and "step" in own and "step" not in state:  # DeepSpeed's Adam counts steps elsewhere
             state["step"] = torch.full_like(own["step"], self.number - 1)
         if state and state.keys() != own.keys():
             return None

@@ -2,10 +2,9 @@
 
 import math
 
-import torch
 from torch import Tensor
 
-from stepcheck.engines.adapter import tensors_in
+from stepcheck.engines.adapter import same_values, tensors_in
 from stepcheck.replay.compare import CONSTANT, common_factor
 from stepcheck.script.recording import RecordedStep, samples_in
 
@@ -45,7 +44,7 @@ def explain_batch(script: object, module: object) -> str:
         return f"shapes {shapes[1]} in the module, {shapes[0]} in the script"
     for one, other in zip(*pairs, strict=True):
         x, y = one.cpu().double(), other.cpu().double()
-        if torch.equal(x, y):
+        if same_values(x, y):
             continue
         spread = x - x.mean()
         slope = float((spread * y).sum() / spread.square().sum().clamp(min=1e-300))  # of the line that fits best

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from stepcheck.attach import find_model
-from stepcheck.engines.adapter import tensors_in
+from stepcheck.engines.adapter import same_values, tensors_in
 from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
 from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, update_options
@@ -106,9 +106,11 @@ class Recorder:
             self._step, self.recording.skipped = None, self.recording.skipped + 1
         return result
 
-    def _clip(self, clip: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, clip: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
+        if float(norm_type) != 2:
+            raise Refused(f"it clips the gradients by their {norm_type}-norm, and Lightning by their 2-norm")
         self.recording.gradient_clip_val = float(max_norm)
-        return clip(parameters, max_norm, *args, **kwargs)
+        return clip(parameters, max_norm, norm_type, **kwargs)
 
     def _backward(self, backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch, epoch, state = self._trained_on()
@@ -214,7 +216,7 @@ def _copied(nested: Any) -> Any:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.cpu())
+    return one.dtype == other.dtype and same_values(one, other.cpu())
 
 
 if __name__ == "__main__":

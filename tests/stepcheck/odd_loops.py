@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -84,6 +85,36 @@ def several_closures() -> list[float]:
         return loss
 
     return [float(optimizer.step(compute)) for _ in range(STEPS)]
+
+
+def failed_step() -> list[float]:
+    """Catches the error of an update and of a closure, and trains on."""
+    model = network()
+    optimizer = FailsOnce(model.parameters(), lr=1e-2)
+    losses = []
+    for number, (x, y) in enumerate(batches()):
+
+        def compute(x: Tensor = x, y: Tensor = y, fails: bool = number == 1) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if fails:
+                raise ValueError("the closure has failed")
+            return loss
+
+        with suppress(ValueError):
+            losses.append(float(optimizer.step(compute)))
+    return losses
+
+
+class FailsOnce(torch.optim.AdamW):
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            raise ValueError("the update has failed")
+        return super().step(closure)
 
 
 def scaled_loss() -> list[float]:
@@ -322,6 +353,16 @@ def sharded_and_clipped_by_value() -> list[float]:
     return fit(model, adam(model), lambda: clip_grad_value_(model.parameters(), 1e-3))
 
 
+def divided_by_different_factors() -> list[float]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    for part in (model[0], model[2], model):
+        fully_shard(part).set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply
+    model[0].set_gradient_divide_factor(3.0)
+    return fit(model, adam(model))
+
+
 def probe_of_one_rank() -> list[float]:
     model = wrapped(network())
     losses = fit(model, adam(model))
@@ -334,6 +375,7 @@ def probe_of_one_rank() -> list[float]:
 SCRIPTS: list[Callable[[], list[float]]] = [
     closure,
     several_closures,
+    failed_step,
     scaled_loss,
     clipped_by_value,
     clipped_in_two_parts,
@@ -360,6 +402,7 @@ SCRIPTS_OF_SEVERAL_RANKS: list[Callable[[], list[float]]] = [
     groups_of_one_rank,
     sharded_optimizer,
     sharded_and_clipped_by_value,
+    divided_by_different_factors,
     probe_of_one_rank,
 ]
 

@@ -30,6 +30,18 @@ torch.optim.AdamW.__init__ = init
 """
 
 
+LATER = """
+import torch
+real = torch.optim.AdamW.step
+def step(self, *args, **more):
+    self.count = getattr(self, "count", 0) + 1
+    for group in self.param_groups:
+        group["lr"] *= 1.01 if self.count == 3 else 1
+    return real(self, *args, **more)
+torch.optim.AdamW.step = step
+"""
+
+
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("baseline") / "new" / "before.pt"
@@ -44,6 +56,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (LOSS, {}, "step 1: the gradient of .* of its norm, from the same weights and batches", []),
         (BATCHES, {}, "step 1: the gradient of .* of its norm, from other batches", []),
         (OPTIMIZER, {}, "step 2: the last update differs from the baseline's, by .*", []),
+        (LATER, {}, "", ["weights drift from the baseline: from the start of this step on"]),
     ],
 )
 def test_a_later_run_against_a_baseline(
@@ -61,7 +74,8 @@ def test_a_later_run_against_a_baseline(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     report = tmp_path / "verdict.json"
-    code = main(["run", "--against", str(baseline), "--json", str(report), *SCRIPT, "--clip", "0"])
+    every = ["--every", "2"] if plant == LATER else []  # the update that differs is in a step between two audited ones
+    code = main(["run", "--against", str(baseline), "--json", str(report), *every, *SCRIPT, "--clip", "0"])
     engine: dict[str, Any] = json.loads(report.read_text())["engines"][0]
     found = [f"step {each['step']}: {each['text']}" for each in engine["findings"]]
     assert code == (1 if finding else 0), engine["summary"]

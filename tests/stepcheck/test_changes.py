@@ -1,13 +1,20 @@
 """Tests what an audit compares with the model as it was given: modules, and the counts of batch norms."""
 
+import json
+import math
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from stepcheck.auditor import audit
 from stepcheck.bounds import factor_tolerance
+from stepcheck.engines.adapter import same_values
+from stepcheck.judge import Judge
+from stepcheck.launch.launcher import result_of
 from stepcheck.start import Start
+from stepcheck.verdict import Verdict
 
 
 def step(engine: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -60,3 +67,55 @@ def test_an_option_that_json_gives_as_a_list_is_no_fault():
     with audit(model, optimizer, on_fault="warn", start=start) as audited:
         step(model, optimizer)
     assert audited.verdict.findings == []
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+@pytest.mark.parametrize("weights_every", [1, 3, 8])
+def test_every_weight_has_its_turn(every: int, weights_every: int):
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with audit(model, optimizer, every=every, weights_every=weights_every) as audited:
+        compared = set()
+        for number in range(1, every * weights_every + 1):
+            if number % every == 0:
+                compared |= {*audited._in_turn}
+            step(model, optimizer)
+    assert audited.verdict.steps == weights_every
+    assert compared == {*range(10)}
+
+
+def test_an_error_of_the_audit_itself_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(Judge, "gradients", fail)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with audit(model, optimizer) as audited:
+        for _ in range(3):
+            step(model, optimizer)
+    assert audited.verdict.not_judged["step 1 and later steps"] == "the audit failed: ZeroDivisionError: ours"
+
+
+def test_a_verdict_is_json():
+    verdict = Verdict()
+    verdict.add(1, "gradient", math.inf, "one")
+    verdict.add(1, "weight", math.nan, "another")
+    json.dumps(verdict.as_dict(), allow_nan=False)
+    assert verdict.as_dict()["findings"][1]["share"] > 1
+
+
+def test_a_case_of_which_little_was_judged_does_not_agree():
+    verdict = Verdict(steps=4, values=8, values_in_all=10)
+    result = result_of("a case", {**verdict.as_dict(), "took": 1.0}, 4)
+    assert (result["outcome"], result["summary"]) == (
+        "not judged",
+        "less than 90% of the gradients' values were judged",
+    )
+
+
+def test_nan_equals_nan():
+    values = torch.tensor([1.0, math.nan])
+    assert same_values(values, values.double())
+    assert not same_values(values, torch.tensor([math.nan, 1.0]))
+    assert not same_values(values, torch.zeros(3))

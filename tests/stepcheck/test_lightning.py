@@ -392,11 +392,14 @@ def test_what_the_check_cannot_follow_is_trained_and_named(build: Callable[[], T
 def test_nan_that_autograd_computes_is_no_fault():
     verdict = verdict_of(Infinite())
     assert (verdict.outcome, verdict.findings) == ("not judged", []), str(verdict)
+    assert not verdict_of(Infinite(), stage=2).findings  # ZeRO skips these steps
 
 
-def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path):
+def test_the_file_of_the_verdict_gets_a_folder_and_ends_nothing_if_it_cannot_be_written(tmp_path: Path):
     tmp_path.joinpath("file").touch()
-    assert verdict_of(Two(), check=StepCheck(file=tmp_path / "file" / "check.json")).outcome == "agrees"
+    for file in (tmp_path / "file" / "check.json", tmp_path / "new" / "check.json"):
+        assert verdict_of(Two(), check=StepCheck(file=file)).outcome == "agrees"
+    assert file.is_file()
 
 
 def test_a_module_may_set_the_precision_of_float32():

@@ -45,7 +45,8 @@ def test_keep_going_lets_the_script_end(
 ):
     (tmp_path / "sitecustomize.py").write_text(PLANT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert main(["run", "--keep_going", str(ROOT / SCRIPT)]) == 1
+    assert main(["run", "--keep_going", "--json", str(tmp_path / "verdict.json"), str(ROOT / SCRIPT)]) == 1
+    assert json.loads((tmp_path / "verdict.json").read_text())["exit_code"] == 1
     printed = capfd.readouterr().out
     assert "loss " in printed
     assert "3 steps audited" in printed

@@ -50,7 +50,7 @@ def verdict_of(
     ("flags", "given"),
     [
         ("--amp --accumulate 2 --clip 0.3 --recompute", {"recompute": "true"}),
-        ("--dropout 0.2", {"dropout": "0.2"}),
+        ("--dropout 0.2 --resumed", {"dropout": "0.2"}),
     ],
 )
 def test_a_script_without_mistakes(flags: str, given: Mapping[str, str], recorded: Callable[[str], Recording]):
@@ -112,6 +112,7 @@ def test_scripts_of_other_libraries(library: str, tmp_path: Path):
     [
         (f"{SCRIPT} --two_optimizers", "several optimizers"),
         (f"{SCRIPT} --lbfgs", "without a closure"),
+        (f"{SCRIPT} --clip 1 --norm inf", "clips the gradients by their inf-norm"),
         (f"{FOLDER / 'migrated.py'}", "without an optimizer step"),
         (f"{SCRIPT} --unknown", "exit code 2"),
     ],

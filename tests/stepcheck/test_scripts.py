@@ -20,6 +20,7 @@ ENGINES: list[tuple[str, int, set[str]]] = [
     # script, audited steps, what is not judged; in the order in which the audits start
     ("closure", 4, set()),
     ("several_closures", 0, {"this optimizer", "updates"}),
+    ("failed_step", 2, {"updates"}),  # not of a class that it does not know
     ("scaled_loss", 2, set()),
     ("clipped_by_value", 4, {FOREIGN}),
     ("clipped_in_two_parts", 4, {FOREIGN}),
@@ -44,6 +45,7 @@ ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
     ("sharded_optimizer, as a whole", 4, {"updates"}),
     ("sharded_optimizer", 4, {"gradients"}),
     ("sharded_and_clipped_by_value", 4, {FOREIGN}),
+    ("divided_by_different_factors", 0, {"step 1 and later steps"}),
     ("probe_of_one_rank", 4, set()),
     ("DistributedDataParallel", 0, {"all steps"}),  # refused: groups_of_one_rank
     ("Linear", 0, {"all steps"}),  # refused: the probe

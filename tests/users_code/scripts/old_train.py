@@ -41,13 +41,14 @@ def groups_of(model: nn.Module, decay_of_biases: float = 0.0) -> list[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in (
-        *("--amp", "--recompute", "--two_optimizers", "--lbfgs", "--tf32"),
+        *("--amp", "--recompute", "--two_optimizers", "--lbfgs", "--tf32", "--resumed"),
         *("--sum", "--undivided", "--no_zero_grad", "--by_epoch", "--decay_all"),
     ):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--norm", type=float, default=2.0)
     options = parser.parse_args()
     if options.tf32:
         torch.set_float32_matmul_precision("high")
@@ -63,6 +64,14 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=options.amp)
     loss_of = nn.CrossEntropyLoss(reduction="sum" if options.sum else "mean")
     loader = DataLoader(samples(), batch_size=8, shuffle=True)
+    if options.resumed:
+        moments = {"exp_avg": 0.1, "exp_avg_sq": 0.2}
+        state = optimizer.state_dict()
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, weight in enumerate(weights):
+            filled = {name: torch.full_like(weight, value) for name, value in moments.items()}
+            state["state"][number] = {"step": torch.tensor(9.0), **filled}
+        optimizer.load_state_dict(state)
     for _ in range(3):
         for number, (x, labels) in enumerate(loader, 1):
             with torch.autocast("cpu", torch.bfloat16, enabled=options.amp):
@@ -74,7 +83,7 @@ def main() -> None:
                 continue
             scaler.unscale_(optimizer)
             if options.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip, options.norm)
             scaler.step(optimizer)
             scaler.update()
             if options.two_optimizers:
