@@ -168,7 +168,7 @@ class Judge:
         return "scale", share, text + self._meaning(step, factor)
 
     def _meaning(self, step: Step, factor: float) -> str:
-        """Returns the likely cause of a wrong factor, or ""."""
+        """Returns the likely cause of a wrong `factor` of all gradients, as ", as if ...", or ""."""
         ranks, parts = self.adapter.ranks.size, step.micro_batches
         causes = {
             1 / parts: f"divided by the {parts} micro-batches once too often",

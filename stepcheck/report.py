@@ -65,13 +65,13 @@ def refuse_folders(options: argparse.Namespace) -> None:
 
 
 def write_files(options: argparse.Namespace, passed: bool, engines: list[dict[str, Any]], **more: Any) -> int:
-    """Writes the files of --json and --junit, if they are given. Returns the exit code: the one in `more`, or else 0 if
-    `passed` is true and 1 if it is not.
+    """Writes the files of --json and --junit, if they are given. Returns the result's exit code, by default 0 if
+    `passed`, else 1.
 
     Args:
-        passed: Whether nothing is wrong.
+        passed: Whether all was judged as required and agrees.
         engines: The verdict of each engine or case, as plain data.
-        more: More fields of the written result. `command` and `exit_code` replace the default values.
+        more: More fields of the result. May replace the default `command` and `exit_code`.
     """
     command = ["stepcheck", *sys.argv[1:]]
     result = {"passed": passed, "exit_code": int(not passed), "command": command, "engines": engines, **more}

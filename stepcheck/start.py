@@ -43,9 +43,9 @@ class Start:
 
 
 def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str]:
-    """Yields a sentence for each optimizer option of a parameter that differs from the value that the user gave to the
-    optimizer (`start`) or in the engine's configuration. A learning rate is compared only with a configuration, and
-    only if there is no schedule, because a schedule changes it."""
+    """Yields a sentence for each optimizer option of a parameter that differs from the user's value. This is the value
+    in `start`, or else in the engine's configuration. A learning rate is compared only with the configuration, and only
+    if no schedule changes it."""
     given = adapter.given_options()
     for index, parameter in enumerate(adapter.parameters):
         if start and id(parameter) in start.options:

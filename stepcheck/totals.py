@@ -34,7 +34,7 @@ class Totals:
         self.used = {}
 
     def mark(self, column: str, indices: Iterable[int]) -> None:
-        """Sets a column to 1 for some parameters."""
+        """Sets a flag of COLUMNS, "trained" or "modified", to 1 in this rank's rows of the parameters `indices`."""
         for index in indices:
             self.columns[column][self.adapter.rows[index]] = 1
 

@@ -88,7 +88,7 @@ class Verdict:
         return self.values / self.values_in_all if self.values_in_all else 0.0
 
     def record(self, kind: Kind, share: float) -> None:
-        """Updates the largest error / tolerance of a kind."""
+        """Records `share`, which is error divided by tolerance, if it is the largest of its kind so far."""
         self.shares[kind] = max(self.shares.get(kind, 0.0), share)
 
     def add(self, step: int, kind: Kind, share: float, text: str, rank: int | None = None) -> None:

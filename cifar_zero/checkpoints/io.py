@@ -33,8 +33,8 @@ class AtomicCheckpointIO(CheckpointIO):
         self.conclude(final, failure_of(write))
 
     def conclude(self, final: Path, failure: str) -> None:
-        """Sets `failure` after an attempt to write the checkpoint `final`. If it failed, also removes what was written
-        and prints the failure. Only rank 0 calls it."""
+        """Ends an attempt to write the checkpoint `final` on rank 0. `failure` is the error message, or "" if there was
+        none. Sets `self.failure`. After an error, also prints it and removes what was written."""
         self.failure = f"{final} could not be written: {failure}" if failure else ""
         if failure:
             failure_of(lambda: atomic.discard(atomic.staged(final)))

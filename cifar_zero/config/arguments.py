@@ -29,7 +29,7 @@ class Arguments:
 
     @property
     def consent(self) -> Consent:
-        """The consent to run code that the command line gives."""
+        """The consent to run code, as given by --trust and --trainer.callbacks."""
         return Consent(str(self.options.get("trust", False)).lower() == "true", tuple(self.callbacks))
 
 

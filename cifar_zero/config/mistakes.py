@@ -141,8 +141,9 @@ def described(hint: Any) -> str:
 
 
 def check_plain_type(flag: str, value: Any, hint: Any) -> None:
-    """Raises UsageError unless `value` has the type `hint`. Members of a union that are not plain data (`is_plain`) are
-    ignored, because jsonargparse would import a class that a string names. A bool does not count as a number."""
+    """Raises UsageError unless jsonargparse can convert `value` to `hint`. Of a union, only plain data (`is_plain`)
+    counts: for a class, jsonargparse would import whatever a string in `value` names. A bool does not count as a
+    number."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     plain = [kind for kind in kinds if is_plain(kind) and kind is not NoneType]
     if value is None and NoneType in kinds:

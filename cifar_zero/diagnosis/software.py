@@ -59,8 +59,9 @@ def torchvision_import(options: Namespace) -> Finding:
 
 
 def package(name: str, options: Namespace) -> Finding:
-    """Checks whether a package is installed in a tested version without a known bug. Otherwise warns. Fails if the
-    package is not installed, or if a known bug affects the whole package or a strategy with its default options."""
+    """Checks whether a package is installed in a tested version without a known bug. Fails if it is not installed, or
+    if a known bug affects all of it or a strategy with its default options. Warns of other bugs and of untested
+    versions."""
     expected = tested(name)
     try:
         version = Version(metadata.version(name))

@@ -161,10 +161,9 @@ def free_port() -> int:
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Installs handlers that record the signals in REQUESTS and forward them to the ranks that are in the list `ranks`
-    at that time. Signals that this process ignores, and SIGUSR1 outside of a SLURM job, are left as they are. Ctrl-C is
-    only recorded, because the terminal sends it to the ranks too. Returns the list of recorded signals, to which the
-    handlers append."""
+    """Installs a handler for each signal of REQUESTS. It appends the signal to the returned list, and forwards it to
+    the ranks that `ranks` holds when the signal comes. Ctrl-C is not forwarded, because the terminal sends it to the
+    ranks too. No handler is installed for signals that this process ignores, or for SIGUSR1 outside of a SLURM job."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:

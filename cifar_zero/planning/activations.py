@@ -123,8 +123,8 @@ def measure(run: Run, computes: Computes) -> LinearFit:
 
 
 def fake(net: nn.Module) -> nn.Module:
-    """Returns a copy of a model on the meta device, with tensors that torch treats as CPU tensors without values. Must
-    be called in the mode FAKE. Tied weights stay tied, which `to_empty` would not ensure."""
+    """Returns a copy of `net`, a model on the meta device. torch treats the copy's tensors as CPU tensors, but they
+    have no values. Must be called in the mode FAKE. Tied weights stay tied, which `to_empty` would not ensure."""
     tensors = (*net.parameters(), *net.buffers())
     return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 

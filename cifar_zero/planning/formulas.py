@@ -237,7 +237,7 @@ def average(run: Run, network: Network) -> int:
 
 
 def host_buffers(run: Run, network: Network) -> int:
-    """Returns the bytes that offloading needs on the host in addition to the offloaded tensors."""
+    """Returns the bytes of a rank's host memory that offloading needs in addition to the offloaded tensors."""
     part = math.ceil(network.trained / run.placement.world_size)
     if run.spec.offload_optimizer == "nvme":  # for the sub-group that is updated
         return min(part, run.placement.zero.sub_group_size) * 4 * FLOAT32

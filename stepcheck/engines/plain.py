@@ -37,8 +37,8 @@ class PlainAdapter(EngineAdapter):
         self.reshaped: set[int] = set()  # gradients that torch has clipped in a way that the audit does not repeat
 
     def attach(self, audit: Any) -> None:
-        """Also ends the audited step after each call of the optimizer's step, and receives the reports of torch's
-        functions that clip or unscale gradients (see `watch`)."""
+        """Also makes each call of the optimizer's `step` end the audited step, and makes torch's functions that clip or
+        unscale gradients report to this adapter (see `watch`)."""
         watch()
         super().attach(audit)
         ends = self.optimizer.register_step_post_hook(Hook(lambda *_: audit.depth or audit.end_step()))

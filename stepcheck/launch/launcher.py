@@ -71,10 +71,10 @@ def result_of(case: Any, verdict: dict[str, Any], steps: int, *reasons: str) -> 
     "agrees", and the case passes.
 
     Args:
-        case: Its text becomes the result's name.
-        verdict: What a rank has returned, or the `error` with which it has failed.
+        case: `str(case)` becomes the result's `engine`.
+        verdict: The fields of a rank's verdict, or only `error` if the rank has failed.
         steps: Number of steps that must have been audited.
-        reasons: More reasons why the case is not judged. An empty text is none.
+        reasons: More reasons why the case is not judged. Empty texts are ignored.
     """
     result = {**Verdict().as_dict(), **verdict, "engine": str(case), "outcome": "agrees"}
     unjudged = [f"not judged: {what}, because {why}" for what, why in result["not_judged"].items()]

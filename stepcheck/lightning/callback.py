@@ -54,9 +54,9 @@ class StepCheck(Callback):
             replay_every: Replay each step whose number is divisible by this; 0 for none.
             steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
-            only: Regular expression. Gradients of weights in whose names it does not match are not compared, and need
-                no memory.
-            outputs: Whether to compare the outputs of all submodules in these steps.
+            only: Regular expression that is searched in the names of weights. Only the gradients of matching weights
+                are compared; the others need no memory.
+            outputs: Whether to compare the outputs of all submodules in replayed steps.
             on_fault: Whether to raise StepCheckError at the first step with a fault, or to print this fault and
                 continue.
             file: JSON file to which rank 0 writes the verdict at the end, also after an exception. A file that

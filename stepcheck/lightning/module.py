@@ -119,14 +119,14 @@ def cases_of(
 
     Args:
         classes: Names and arguments of the user's classes: module, module.lr, datamodule, ...
-        strategies: Names of strategies, or DeepSpeed configuration files. The default is all strategies with DeepSpeed,
-            or ddp if DeepSpeed is not installed.
-        accumulate: Numbers of micro-batches per step. The default is what a file sets, or 1.
-        maths: Fields of all cases that a DeepSpeed configuration file may set too. Both values must be equal.
+        strategies: Names of strategies, or DeepSpeed configuration files. If empty, all names in ZERO, or ddp if
+            DeepSpeed is not installed.
+        accumulate: Numbers of micro-batches per step. If empty, the number in a strategy's configuration file, or 1.
+        maths: Fields of all cases, such as precision. A configuration file may repeat them only with the same values.
         **same: Other fields of all cases.
 
     Raises:
-        UsageError: If the cases cannot be trained, as far as this shows without importing torch.
+        UsageError: If a case cannot be trained. Finds only what can be found without importing torch.
     """
     cases = []
     for parts in accumulate or (None,):

@@ -30,13 +30,13 @@ class StateRecorder(Callback):
     """Records the state in which the first step after `step` begins, and the last weights and optimizer state."""
 
     def __init__(self, step: int = 0, checkpoint: Path | None = None, random: dict[str, Any] | None = None):
-        """Takes the step after which to record.
+        """Chooses the step to record.
 
         Args:
-            step: Number of finished optimizer steps at which to record the state. 0 records this run's first step.
-            checkpoint: Where to save a checkpoint after this number of steps. The training continues.
-            random: Random states to set at the recorded step, after its first batch was drawn. By default they stay as
-                they are, and this attribute has them afterwards.
+            step: Records the state after this many optimizer steps. 0: at this run's first step, also if it is resumed.
+            checkpoint: Where to save a checkpoint after `step` steps, or None. The training continues.
+            random: Random states to set when the state is recorded, after the step's first batch was drawn. None leaves
+                them as they are, and `self.random` then has them.
         """
         self.step, self.checkpoint, self.random = step, checkpoint, random
         self.first: Checksums = {}

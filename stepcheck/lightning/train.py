@@ -72,7 +72,8 @@ def _train(
     checkpoint: Path | None = None,
     outputs: bool = False,
 ) -> Verdict:
-    """Trains a case once. Returns the verdict on its steps."""
+    """Trains a case once, resumed from `checkpoint` if given, and returns the verdict on its steps. With `outputs`,
+    replays also compare the outputs of all submodules."""
     replays: dict[str, Any] = {"count": case.replayed}
     if case.resume_at and case.replayed:
         replays = {"steps": (1, case.resume_at + 1)}

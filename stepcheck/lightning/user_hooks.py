@@ -20,8 +20,8 @@ HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_cl
 
 
 class UserHooks:
-    """Runs the user's hooks that may change gradients (HOOKS), of callbacks and of the module, on a plain copy of the
-    module."""
+    """Finds the user's HOOKS, of callbacks and of the module, that change gradients, by running them on a plain copy of
+    the module."""
 
     def __init__(self, trainer: Trainer, module: LightningModule):
         """Lists the hooks. The hooks of a callback or module with a true attribute `keeps_gradients` are left out,

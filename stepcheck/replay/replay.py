@@ -46,8 +46,8 @@ class Replay:
             copy: A deep copy of the module that will be trained, made before an engine or wrapper is built of it.
             every: Replay each step whose number is divisible by this; 0 for none.
             steps: Numbers of more steps to replay, from 1.
-            only: Regular expression. Gradients of weights in whose names it does not match are not compared, and need
-                no memory.
+            only: Regular expression that is searched in the names of weights. Only the gradients of matching weights
+                are compared; the others need no memory.
             outputs: Whether to compare the outputs of all submodules, so that a fault names the first that differs.
             internal: Names of attributes of the module that a replay must not restore.
         """
@@ -150,7 +150,8 @@ class Replay:
         return compute_from_synced
 
     def _try(self, function: Callable[[], Any]) -> Any:
-        """Calls a function. If it raises, keeps the first exception of this step in one line, and returns None."""
+        """Calls a function and returns its result. If it raises, returns None, and stores the error as one line in
+        `_error` unless this step has one already."""
         try:
             return function()
         except Exception as error:  # what the module's code raises, in float64 for example

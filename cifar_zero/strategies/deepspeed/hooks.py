@@ -36,7 +36,8 @@ class EngineHooks(Hooks):
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         """Returns DeepSpeed's C++ implementation for an offloaded optimizer, else torch's, fused on CUDA. DeepSpeed's
-        fused optimizer is not used, because it would have to be compiled."""
+        own fused one would need a compiler, and torch's needs none. `clips` has no effect, because DeepSpeed's engine
+        clips."""
         zero = self.strategy.config.get("zero_optimization", {})
         if zero.get("offload_optimizer", {}).get("device", "none") != "none":
             return "deepspeed_cpu"

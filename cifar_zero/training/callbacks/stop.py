@@ -87,8 +87,9 @@ class Interrupt(Callback):
         return requested > 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """If no signal has ended the training, restores the signal handlers, and then asks all ranks for a signal that
-        no exchange has shared. If any signal has ended the training, ignores all further signals."""
+        """If no signal has stopped the training, restores the signal handlers, then asks all ranks whether one has come
+        since the last exchange (see EXCHANGE_SECONDS). If there is a signal, earlier or now, ignores all further
+        ones."""
         self.has_ended = True
         if self.signal is None:
             for number, handler in self._previous.items():
