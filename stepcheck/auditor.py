@@ -104,12 +104,14 @@ class Audit:
         self._options: dict[int, dict[str, Any]] = {}  # before the engine's step, by id of the parameter group
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # what `add` has got in this step
-        self._trains: bool | None = None  # whether the module was in training mode in the last step
+        # Whether the module was in training mode in the last backward pass, and in the last step.
+        self._mode: bool | None = None
+        self._trains: bool | None = None
         self._began = 0.0
         self._in_backward = False
         if self._updates.optimizer_class is None:
             self.verdict.not_judged["updates"] = (
-                f"{type(adapter.optimizer).__name__} is not known to update each element on its own"
+                f"{type(adapter.optimizer).__name__} is not known to update each element on its own, as torch would"
             )
         if not adapter.trained:
             self.add("start", 2.0, "the optimizer has no weight of the module, so nothing is trained")
@@ -142,7 +144,9 @@ class Audit:
         self.running, self.stopped = False, True
 
     def reset_history(self) -> None:
-        """Drops what is kept from earlier steps, because a checkpoint is about to be loaded."""
+        """Drops what is kept from earlier steps, because a checkpoint is about to be loaded. A step without a gradient
+        so far begins again."""
+        self.running &= bool(self._counts)
         self._updates.reset()
         self._judge.frozen = {}
         self._batch_norms.counts = {}
@@ -156,6 +160,8 @@ class Audit:
                 most 1, so that it is no fault.
             text: What is wrong if the share exceeds 1, or a function that returns it.
         """
+        if self.stopped:
+            return
         share = torch.as_tensor(share, dtype=torch.float64)
         share = share.max() if share.numel() else share.sum()
         self._local.append((kind, share.clamp(max=1) if kind == "note" else share, text))
@@ -165,7 +171,9 @@ class Audit:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self.depth = 0  # not after a step that raised an error, which the script has caught
+        # After an error that the script has caught, a step or a backward pass has not ended.
+        self.depth = 0
+        self._in_backward &= torch._C._current_graph_task_id() >= 0
         self._hooks.watch_gradients()
         self._begin_step()
         if not self.running:
@@ -206,6 +214,8 @@ class Audit:
             return
         if self.replay is not None:
             self.replay.add_gradient(index, gradient)
+        if not self._in_backward:
+            self._begin_backward()
         begins, earlier = self.adapter.earlier_gradient(index)
         if begins:
             self._totals.reset_gradient(index)
@@ -214,16 +224,20 @@ class Audit:
         elif begins:
             self._counts[index] = 0
         self._totals.add_gradient(index, gradient)
-        if not self._in_backward:
-            self._in_backward = True
-            self._batches.begin_backward()
-            engine = torch.autograd.Variable._execution_engine
-            # A callback that an engine has queued in this backward pass, such as DDP's, runs before the inner one.
-            engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
         self._counts[index] = self._counts.get(index, 0) + 1
         self.micro_batches = max(self.micro_batches, self._counts[index])
         if index in self._in_turn:
             self._totals.add_used_weight(index, parameter)
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._batches.begin_backward()
+        self.adapter.begin_backward()
+        # Only modules without parts, because Lightning does not change the mode of a wrapper such as DDP.
+        self._mode = any(each.training for each in self.adapter.module.modules() if not [*each.children()])
+        engine = torch.autograd.Variable._execution_engine
+        # A callback that an engine has queued in this backward pass, such as DDP's, runs before the inner one.
+        engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
 
     @guarded
     def _after_backward(self) -> None:
@@ -241,11 +255,7 @@ class Audit:
         self._totals.begin_step()
         self._counts = {}
         self._batches.begin_step()
-        # Only modules without parts, because Lightning does not change the mode of a wrapper such as DDP.
-        trains = any(each.training for each in self.adapter.module.modules() if not [*each.children()])
-        if self._trains and not trains:
-            self.add("state", 2.0, "the module is in evaluation mode, unlike in the step before")
-        self._trains = trains
+        self._mode = None
         self.scale = self.adapter.loss_scale()
         self._totals.add_optimizer_weights(self._in_turn)
 
@@ -263,8 +273,14 @@ class Audit:
             self._begin_step()
         if not self.running:
             return
+        if self._trains and self._mode is False:
+            self.add("state", 2.0, "the module is in evaluation mode, unlike in the step before")
+        self._trains = self._trains if self._mode is None else self._mode
         if not self.adapter.owns_step:
             self.scale = self.adapter.loss_scale()
+            for index in self.adapter.trained:  # of an earlier backward pass, whose step the script has left out
+                if self.adapter.parameters[index].grad is None:
+                    self._totals.reset_gradient(index)
         self._totals.mark("modified", self.adapter.modified_gradients())
         self._totals.mark("trained", self.adapter.trained)
         clips = self.adapter.clip_limit() > 0

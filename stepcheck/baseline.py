@@ -87,15 +87,16 @@ class AuditBaseline:
             self.steps[step.number] = own
             return
         judge.verdict.notes.update({f"{what} has changed": how for what, how in self.changed.items()})
-        saved = self.steps.get(step.number)
-        if saved is None or saved["names"] != own["names"]:
-            why = "does not have it" if saved is None else "has other weights"
-            judge.verdict.not_judged[f"step {step.number} against the baseline"] = f"the baseline {why}"
-            return
-        for kind, share, text in self._compare(judge, step.number, own, saved):
+        # Only rank 0 has saved its engines. Another rank counts them in another way if only some ranks train one.
+        for kind, share, text in judge.adapter.ranks.all_gather([*self._compare(judge, step.number, own)])[0]:
             judge.verdict.add(step.number, kind, share, text)
 
-    def _compare(self, judge: Judge, step: int, own: dict[str, Any], saved: dict[str, Any]) -> Iterator[Any]:
+    def _compare(self, judge: Judge, step: int, own: dict[str, Any]) -> Iterator[Any]:
+        saved: Any = self.steps.get(step)
+        if saved is None or saved["names"] != own["names"]:
+            why = "does not have it" if saved is None else "has other weights"
+            judge.verdict.not_judged[f"step {step} against the baseline"] = f"the baseline {why}"
+            return
         names, sizes = own["names"], saved["weights"].norm(dim=1)
         errors = (own["weights"] - saved["weights"]).norm(dim=1)
         if self.drifts or (errors > EXACT * K * sizes).any():
@@ -107,6 +108,9 @@ class AuditBaseline:
             elif not self.drifts:
                 judge.verdict.notes["weights drift from the baseline"] = f"from the start of this step on, {how}"
             self.drifts = True
+            return
+        if not (own["gradients"].any() or saved["gradients"].any()):
+            judge.verdict.not_judged["gradients against the baseline"] = "the audit judges none of them"
             return
         size = saved["gradients"].norm(dim=1) + CANCELLATION * float(saved["gradients"].norm())
         tolerances = SIGMAS * (own["deviations"] + saved["deviations"]) + (KERNELS * judge.unit * size)[:, None]

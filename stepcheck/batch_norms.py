@@ -31,12 +31,15 @@ class BatchNormCounts:
             undo.callback(each.register_forward_hook(after).remove)
 
     def _before(self, name: str, module: Any, inputs: Any) -> None:
-        if self.seen.get(name) != _version(module.num_batches_tracked):  # reset, loaded or broadcast in between
-            self._begin(name, module.num_batches_tracked)
+        count = module.num_batches_tracked
+        if count is not None and self.seen.get(name) != _version(count):  # reset, loaded or broadcast in between
+            self._begin(name, count)
 
     def _after(self, name: str, module: Any, inputs: Any, output: Any) -> None:
-        self.calls[name] = self.calls.get(name, 0) + module.training
-        self.seen[name] = _version(module.num_batches_tracked)
+        count = module.num_batches_tracked
+        if count is not None:  # a script may remove it
+            self.calls[name] = self.calls.get(name, 0) + (module.training and module.track_running_stats)
+            self.seen[name] = _version(count)
 
     def _begin(self, name: str, count: Tensor) -> None:
         self.counts[name], self.calls[name] = count.clone(), 0
@@ -46,7 +49,7 @@ class BatchNormCounts:
         comparison, or since something else has set the counter. Passes the results to `add`, which is `Audit.add`."""
         for name, module in self.norms.items():
             count: Any = module.num_batches_tracked
-            if name in self.counts and self.seen.get(name) == _version(count):
+            if count is not None and name in self.counts and self.seen.get(name) == _version(count):
                 text = f"the batch norm {name} has not counted each batch that it normalised"
                 add("buffer", 2.0 * (count != self.counts[name] + self.calls[name]), text)
                 self._begin(name, count)

@@ -1,12 +1,17 @@
 """Registers the hooks of an audit on a module and its parameters."""
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from stepcheck.engines.adapter import Hook
+from stepcheck.patch import wrap_function
+
+CALLS: list[object] = []
+"""The calls of `torch.autograd.grad` that run. The gradients that they compute go into no parameter."""
 
 
 class Hooks:
@@ -14,6 +19,7 @@ class Hooks:
     module, and with each gradient that autograd computes. `audit.undo` removes the hooks."""
 
     def __init__(self, audit: Any):
+        watch_autograd_grad()
         self.audit, self.adapter = audit, audit.adapter
         self._of_parameters: dict[int, Any] = {}  # handles, by id of the parameter
         before, loading = Hook(audit.before_forward), Hook(lambda *_: audit.reset_history())
@@ -42,7 +48,8 @@ class Hooks:
         handle = self._of_parameters.get(id(parameter))
         if handle is None:
             see = partial(self.audit.add_gradient, index, parameter)
-            handle = self._of_parameters[id(parameter)] = parameter.register_hook(see)
+            handle = parameter.register_hook(lambda gradient: None if CALLS else see(gradient))
+            self._of_parameters[id(parameter)] = handle
             self.audit.undo.callback(handle.remove)
         elif next(reversed(parameter._backward_hooks)) != handle.id:
             parameter._backward_hooks[handle.id] = parameter._backward_hooks.pop(handle.id)
@@ -56,3 +63,17 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called_modules(child)
     else:
         yield module
+
+
+@cache
+def watch_autograd_grad() -> None:
+    """Makes `torch.autograd.grad` add an entry to CALLS while it runs. A second call does nothing."""
+    wrap_function(torch.autograd, "grad", _grad)
+
+
+def _grad(grad: Any, *args: Any, **kwargs: Any) -> Any:
+    CALLS.append(None)
+    try:
+        return grad(*args, **kwargs)
+    finally:
+        CALLS.pop()

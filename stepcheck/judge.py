@@ -158,7 +158,8 @@ class Judge:
             return None
         elif not self.adapter.owns_step and share > 1 and 0 < factor < 1 and not limit:
             self.verdict.not_judged["the scale of all gradients"] = (
-                f"something other than torch's clip_grad_norm_ multiplied them by {factor:.5g} in step {step.number}"
+                f"something other than clip_grad_norm_ of exactly these gradients multiplied them by {factor:.5g} "
+                f"in step {step.number}"
             )
             return None
         self.verdict.record("scale", share)

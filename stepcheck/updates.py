@@ -51,6 +51,8 @@ def torch_class(optimizer: Any) -> Any:
     """Returns the class of torch.optim that computes the same updates as an optimizer, if it is known that these
     updates are computed element by element, or else None."""
     own = type(optimizer)
+    if not all(group.get("bias_correction", True) for group in optimizer.param_groups):  # an option of DeepSpeed's Adam
+        return None
     if own.__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
         return torch.optim.AdamW if optimizer.adam_w_mode else torch.optim.Adam
     known = own.__module__.startswith("torch.optim") and own.__name__ in ELEMENTWISE
@@ -64,9 +66,7 @@ class UpdateCheck:
     def __init__(self, adapter: Any):
         self.adapter = adapter
         self.optimizer_class = torch_class(adapter.optimizer)
-        self.known = (
-            {*self.optimizer_class([torch.zeros(1)]).defaults} - {"fused", "foreach"} if self.optimizer_class else set()
-        )
+        self.known = {*self.optimizer_class([torch.zeros(1)]).defaults} - {"foreach"} if self.optimizer_class else set()
         self.rng = random.Random(0)
         self.slices: list[Slice] = []  # of the running update
         self.expected_state: Any = {}  # of torch's optimizer after the update, by copy
@@ -104,8 +104,9 @@ class UpdateCheck:
                 own = {key: self._slice_of(value, part) for key, value in state.items() if value is not None}
                 if "step" in own and self.optimizer_class is not type(optimizer):
                     # FusedAdam counts steps only in the state of a group's last tensor (0.16 to 0.19.8).
-                    own["step"] = torch.tensor(max(_steps(optimizer, group)))
-                if "capturable" in self.known and "step" in own and own["step"].device.type != "cpu":
+                    own["step"] = torch.tensor(max(_steps(optimizer, group)), dtype=torch.float32)
+                on_device = "step" in own and own["step"].device.type != "cpu"
+                if on_device and "capturable" in self.known and not options.get("fused"):
                     groups[-1]["capturable"] = True  # otherwise torch would wait for the device to read the step
                 if own:
                     states[copy] = own
@@ -138,21 +139,24 @@ class UpdateCheck:
         self.slices, self.expected_state = [], {}
 
     def _compare_kept(self, optimizer: Any, report: Report) -> None:
-        """Compares weights and state with their values after the last update. A difference in weights is only a note if
-        the script itself calls the optimizer, because the script may clip weights."""
+        """Compares weights and state with their values after the last update. A difference in the module's own weights,
+        and in all weights if the script itself calls the optimizer, is only a note, because the script may clip
+        weights."""
         states: list[Pair] = []
-        weights: list[Pair] = []
+        weights: list[Pair] = []  # that the script may change
         for target in (each for group in optimizer.param_groups for each in group["params"]):
             if target.grad is None or id(target) not in self.kept:
                 continue
             last, left = self.kept.pop(id(target))
             now = {**optimizer.state.get(target, {}), "weight": target}
+            may_change = not self.adapter.owns_step or id(target) in self.adapter.index_of
             for key, value in left.items():
                 actual = None if now.get(key) is None else self._slice_of(now[key], last.part)
-                (weights if key == "weight" else states).append((f"{key} of {last.name}", actual, value))
+                chosen = weights if key == "weight" and may_change else states
+                chosen.append((f"{key} of {last.name}", actual, value))
         changed = "has changed since the last update"
         compare_pairs(states, report, "state", 0.0, changed)
-        compare_pairs(weights, report, "state" if self.adapter.owns_step else "note", 0.0, changed)
+        compare_pairs(weights, report, "note", 0.0, changed)
 
     def _choose(self, target: Tensor) -> tuple[str, slice] | None:
         """Returns the name of one parameter of which a target holds a part, and a random slice of the target within
@@ -192,7 +196,7 @@ def update_errors(actual: list[Tensor], expected: list[Tensor], before: list[Ten
     """Returns the error of each updated tensor, first relative to the norm of its update and then relative to its
     tolerance."""
     errors, moved = distances(actual, expected), distances(expected, before)
-    rounding = torch.finfo(expected[0].dtype).eps * norms(before)
+    rounding = norms([torch.finfo(each.dtype).eps * each.float() for each in before])
     return errors / moved.clamp(min=1e-30), errors / (UPDATE * moved + rounding + 1e-30)
 
 

@@ -33,7 +33,8 @@ def tensors_in(nested: Any) -> list[Tensor]:
 
 
 class Hook:
-    """A hook of an audit on a module or an optimizer. It does nothing while torch.compile or torch.func traces a call.
+    """A hook of an audit on a module or an optimizer. It does nothing while torch traces a call (torch.compile,
+    torch.func or torch.jit.trace).
     In a copy or a pickle of the module, the hook is replaced by one that does nothing, because the copy belongs to
     another training or to a program without stepcheck."""
 
@@ -41,8 +42,8 @@ class Hook:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
-        # Neither torch.compile nor torch.func can trace an audit.
-        if torch.compiler.is_compiling() or TRANSFORMS.peek_interpreter_stack() is not None:
+        traces = torch.compiler.is_compiling() or TRANSFORMS.peek_interpreter_stack() is not None
+        if traces or torch._C._get_tracing_state() is not None:
             return None
         return self.call(*args)
 
@@ -155,6 +156,9 @@ class EngineAdapter:
     def begin_micro_batch(self) -> str | None:
         """Is called before each forward pass. Returns why the audit must end on all ranks before this forward pass, or
         None."""
+
+    def begin_backward(self) -> None:
+        """Is called at the first gradient of each backward pass, before this gradient is added."""
 
     def own_part(self, index: int) -> tuple[Tensor, int]:
         """Returns this rank's part of a parameter (flat under ZeRO 3, otherwise with the parameter's dimensions), and

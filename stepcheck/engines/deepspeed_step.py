@@ -40,7 +40,7 @@ class EngineStep:
 
     def _watch(self, output: Any, seen: list[Tensor]) -> None:
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # not of a parameter, which keeps its hooks
                 tensor.register_hook(lambda gradient: seen.append(_norm(gradient)))
                 self.outputs.append(tensor)
 
@@ -61,8 +61,10 @@ class EngineStep:
             # The hook on the loss runs after the engine's hook on the same tensor, unless the loss was multiplied in
             # place since, as transformers does: then it belongs to the new value and runs first.
             ratios[0] = torch.where(factor == self.outgoing[0], one, ratios[0])
-            ratios = [torch.stack(ratios).prod()]
-        self._judge_scale([factor * ratio for ratio in ratios or [one]], expected, loss)
+            ratios = [torch.stack(ratios).nan_to_num(nan=1.0).prod()]
+        # A loss that was multiplied by 0 leaves no ratio.
+        factors = [torch.where(factor == 0, factor, factor * ratio) for ratio in ratios or [one]]
+        self._judge_scale(factors, expected, loss)
         self._clear_losses()
         return result
 
@@ -77,17 +79,16 @@ class EngineStep:
 
     def _ratios(self) -> list[Tensor]:
         """Returns the factor by which the engine's hooks have multiplied the gradient of each output in the last
-        backward pass, or 1 where the gradient is 0."""
-        return [
-            torch.where(before > 0, after / before, torch.ones_like(before))
-            for before, after in zip(self.incoming, self.outgoing, strict=False)
-        ]
+        backward pass, or NaN where the gradient is 0 or overflows."""
+        return [after / before for before, after in zip(self.incoming, self.outgoing, strict=False)]
 
     def _judge_scale(self, factors: list[Tensor], expected: float, *losses: Tensor) -> None:
+        """Compares factors with the expected one. One that is not finite says nothing: the loss had no effect, or a
+        loss scale overflowed, and then the engine leaves the step out."""
         tolerance = max([LOSS, *(8 * torch.finfo(each.dtype).eps for each in losses)])
         for factor in factors:
             text = partial(wrong_scale, self.audit.micro_batches, factor, expected)
-            self.audit.add("loss", (factor / expected - 1).abs() / tolerance, text)
+            self.audit.add("loss", ((factor / expected - 1).abs() / tolerance).nan_to_num(0.0, 0.0), text)
 
     def _clear_losses(self) -> None:
         self.outputs, self.incoming, self.outgoing = [], [], []
@@ -123,4 +124,5 @@ def wrong_scale(micro_batch: int, factor: Tensor, expected: float) -> str:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32).double()
+    low = gradient.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32 if low else None).double()

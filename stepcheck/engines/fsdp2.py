@@ -89,14 +89,15 @@ class FSDP2Adapter(PlainAdapter):
         return number, count
 
     def begin_micro_batch(self) -> str:
+        several = len({group.gradient_divide_factor for group in self.communicating}) > 1
+        return "modules divide their gradients by different factors (set_gradient_divide_factor)" if several else ""
+
+    def begin_backward(self) -> None:
         """Records whether this micro-batch is the first one since the gradients were reset. It is the first one if no
-        parameter has a gradient. A single parameter does not show this, because an empty shard never has a gradient.
-        Returns why the audit cannot go on, or ""."""
+        parameter has a gradient. A single parameter does not show this, because an empty shard never has a gradient."""
         kept = any(self.parameters[index].grad is not None for index in self.trained)
         kept = kept or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
         self.fresh = set() if kept else {*self.trained}
-        several = len({group.gradient_divide_factor for group in self.communicating}) > 1
-        return "modules divide their gradients by different factors (set_gradient_divide_factor)" if several else ""
 
     def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
         if id(self.parameters[index]) not in self.groups:

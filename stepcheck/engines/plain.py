@@ -141,8 +141,9 @@ def watch() -> None:
 
 
 def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clips gradients. If these are all gradients of an adapter, and they are clipped by their 2-norm for the first
-    time in this step, the adapter keeps the limit, which the audit checks. Otherwise they count as modified."""
+    """Clips gradients. If these are exactly the gradients of an adapter, and they are clipped by their 2-norm for the
+    first time in this step, the adapter keeps the limit, which the audit checks. If more gradients are clipped with
+    them, their common factor is not judged. Otherwise they count as modified."""
     parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     given = {id(each) for each in parameters}
     arguments = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments
@@ -151,7 +152,9 @@ def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         for adapter in [*WATCHED.values()]:
             clipped = {index for index in adapter.trained if id(adapter.parameters[index]) in given}
             if by_norm and clipped == adapter.trained and adapter.clipped_to is None:
-                adapter.clipped_to = float(arguments["max_norm"])
+                own = {id(adapter.parameters[index]) for index in clipped}
+                if not any(each.grad is not None and id(each) not in own for each in parameters):
+                    adapter.clipped_to = float(arguments["max_norm"])
                 stack.enter_context(adapter.changes_accepted())
             else:
                 adapter.reshaped |= clipped

@@ -117,6 +117,102 @@ class FailsOnce(torch.optim.AdamW):
         return super().step(closure)
 
 
+def failed_backward() -> list[float]:
+    """Catches the error of a backward pass, and trains on."""
+    model = network()
+    optimizer = adam(model)
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("the backward pass has failed")
+
+    losses = fit(model, optimizer)
+    optimizer.zero_grad()
+    handle = model[0].weight.register_hook(fail)
+    with suppress(ValueError):
+        model(torch.ones(2, 16)).sum().backward()
+    handle.remove()
+    return losses + fit(model, optimizer)
+
+
+def left_out_step() -> list[float]:
+    """Leaves the step of a batch out. The next batch does not use the last layer."""
+    model = network()
+    optimizer = adam(model)
+    model(torch.ones(2, 16)).sum().backward()
+    return fit(lambda x: model[0](x)[:, :4], optimizer)
+
+
+def validated_with_gradients() -> list[float]:
+    """Validates in evaluation mode without no_grad after the first step, and computes the gradient of an input."""
+    model = network()
+    optimizer = adam(model)
+    losses = []
+    for number, (x, y) in enumerate(batches()):
+        if number:
+            model.eval()
+            F.cross_entropy(model(x.requires_grad_()), y).backward()
+            model.train()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def captured_gradients() -> list[float]:
+    """Computes gradients that go into no parameter, before and after the backward pass."""
+    model = network()
+    optimizer = adam(model)
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        torch.autograd.grad(loss, [model[2].weight], retain_graph=True)
+        loss.backward()
+        torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()])
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def clipped_with_another() -> list[float]:
+    """Clips the gradients of two optimizers together."""
+    model = network()
+    other = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    both = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+
+    def clip() -> None:
+        clip_grad_norm_(model.parameters(), 0.01)
+        other.step()
+        other.zero_grad()
+
+    return fit(model, both, clip)
+
+
+def switched_statistics() -> list[float]:
+    model: Any = nn.Sequential(nn.Linear(16, 33), nn.BatchNorm1d(33), nn.Linear(33, 4))
+
+    def switch() -> None:
+        model[1].track_running_stats ^= True
+
+    return fit(model, adam(model), switch)
+
+
+def low_precision_and_fused() -> list[float]:
+    """Has weights in bfloat16 and in float32, which torch's fused AdamW updates."""
+    model = network()
+    low = torch.nn.Parameter(torch.ones(33, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([low, *model.parameters()], lr=1e-2, fused=True)
+    return fit(lambda x: model[2](model[0](x) * low.float()), optimizer)
+
+
+def traced() -> list[float]:
+    model = network()
+    optimizer = adam(model)
+    return fit(model, optimizer, after_step=lambda step: torch.jit.trace(model, torch.ones(2, 16)))
+
+
 def scaled_loss() -> list[float]:
     """Scales the loss, clips, and leaves two steps out because they overflow."""
     model = network()
@@ -376,6 +472,14 @@ SCRIPTS: list[Callable[[], list[float]]] = [
     closure,
     several_closures,
     failed_step,
+    failed_backward,
+    left_out_step,
+    validated_with_gradients,
+    captured_gradients,
+    clipped_with_another,
+    switched_statistics,
+    low_precision_and_fused,
+    traced,
     scaled_loss,
     clipped_by_value,
     clipped_in_two_parts,

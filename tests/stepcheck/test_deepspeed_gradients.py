@@ -11,6 +11,7 @@ from torch import nn
 
 from stepcheck.auditor import audit
 from stepcheck.engines import NotAuditable, adapter_of
+from stepcheck.updates import torch_class
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +27,13 @@ def one_rank(own_process_group: None, tmp_path: Path, monkeypatch: pytest.Monkey
     deepspeed.init_distributed(verbose=False)
 
 
-def build(**config: Any) -> Any:
-    """Returns an engine of two layers that share their weights."""
+def build(model: Any = None, **config: Any) -> Any:
+    """Returns an engine of a model, by default of two layers that share their weights."""
     import deepspeed
 
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)
-    model = nn.Sequential(layer, layer)
+    model = model or nn.Sequential(layer, layer)
     initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts
     return initialize(model=model, model_parameters=model.parameters(), config={**BATCH, **config})[0]
 
@@ -119,3 +120,47 @@ def test_a_step_that_deepspeed_skips_is_named(stage: int):
             engine.step()
     assert (audited.verdict.steps, audited.verdict.skipped, audited.verdict.findings) == (1, 1, [])
     assert "not finite" in audited.verdict.notes["skipped steps"]
+
+
+class TwoOutputs(nn.Linear):
+    """Returns a loss, an output whose gradient is 0 and a parameter."""
+
+    def forward(self, x: Any) -> Any:
+        value = super().forward(x)
+        return value.square().mean().double(), value.sum(), self.bias
+
+
+@pytest.mark.parametrize(("plain", "stage"), [(False, 0), (False, 1), (False, 3), (True, 1), (True, 2), (True, 3)])
+def test_odd_outputs_are_no_fault(stage: int, plain: bool):
+    engine = build(
+        TwoOutputs(8, 8),
+        zero_optimization={"stage": stage},
+        optimizer=optimizer("AdamW"),
+        gradient_accumulation_steps=2,
+    )
+    with audit(engine, on_fault="warn", weights_every=1) as audited:
+        for _ in range(4):
+            loss, other, bias = engine(torch.randn(4, 8))
+            loss = loss + 0.0 * other + bias.sum()
+            loss.backward() if plain else engine.backward(loss)
+            engine.step()
+    assert (audited.verdict.outcome, audited.verdict.steps) == ("agrees", 2), str(audited.verdict)
+    assert not list(engine.module.bias._backward_hooks or ())[2:]
+
+
+def test_a_script_may_change_the_weights_that_the_optimizer_itself_updates():
+    engine = build(zero_optimization={"stage": 0}, optimizer=optimizer("AdamW"))
+    with audit(engine, on_fault="warn") as audited:
+        for _ in range(3):
+            engine.backward(engine(torch.randn(4, 8)).square().mean())
+            engine.step()
+            with torch.no_grad():
+                engine.module[0].weight.clamp_(-0.1, 0.1)
+    assert (audited.verdict.findings, audited.verdict.steps) == ([], 3)
+
+
+def test_adam_without_bias_correction_is_not_judged():
+    adam = torch.optim.Adam([torch.ones(1, requires_grad=True)])
+    assert torch_class(adam) is torch.optim.Adam
+    adam.param_groups[0]["bias_correction"] = False  # an option of DeepSpeed's Adam
+    assert torch_class(adam) is None

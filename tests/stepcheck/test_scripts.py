@@ -21,6 +21,15 @@ ENGINES: list[tuple[str, int, set[str]]] = [
     ("closure", 4, set()),
     ("several_closures", 0, {"this optimizer", "updates"}),
     ("failed_step", 2, {"updates"}),  # not of a class that it does not know
+    ("failed_backward", 8, set()),
+    ("left_out_step", 4, set()),
+    ("validated_with_gradients", 4, set()),
+    ("captured_gradients", 4, set()),
+    ("clipped_with_another", 4, {"the scale of all gradients"}),
+    ("clipped_with_another", 4, {"the scale of all gradients"}),  # the second optimizer
+    ("switched_statistics", 4, set()),
+    ("low_precision_and_fused", 4, set()),
+    ("traced", 4, set()),
     ("scaled_loss", 2, set()),
     ("clipped_by_value", 4, {FOREIGN}),
     ("clipped_in_two_parts", 4, {FOREIGN}),
@@ -54,9 +63,9 @@ ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
 
 def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: str) -> list[dict[str, Any]]:
     """Runs the scripts with and without the audit, and compares outputs and verdicts. Returns the verdicts."""
-    report = folder / "verdict.json"
+    report, baseline = folder / "verdict.json", folder / "baseline.pt"
     options = ["-m", "stepcheck", "run", "--weights_every", "1", "--json", str(report)]
-    audited = run_python(*options, *launcher, SCRIPT)
+    audited = run_python(*options, "--save", str(baseline), *launcher, SCRIPT)
     alone = run_python(*(["-m", "torch.distributed.run", *launcher[1:]] if launcher else []), SCRIPT)
     assert audited.returncode == alone.returncode == 0, audited.stdout[-3000:] + audited.stderr[-3000:]
     printed = [line for line in audited.stdout.splitlines() if not line.startswith("stepcheck: ")]
@@ -67,6 +76,8 @@ def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: st
     for (name, steps, not_judged), each in zip(expected, engines, strict=True):
         assert (name, each["steps"], set(each["not_judged"])) == (name, steps, not_judged), each["summary"]
     assert not any(each["findings"] for each in engines)
+    again = run_python(*options, "--against", str(baseline), *launcher, SCRIPT)
+    assert again.returncode == 0, again.stdout[-3000:]
     return engines
 
 
