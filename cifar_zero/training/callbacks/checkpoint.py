@@ -98,13 +98,24 @@ class LastCheckpoint(Checkpoint):
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
         is_time = self._steps and trainer.global_step % self._steps == 0
-        if is_time or trainer.should_stop or trainer.global_step == trainer.max_steps:
+        if is_time or stops(trainer) or trainer.global_step == trainer.max_steps:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves if the training ends after a validation in mid-epoch."""
+        if stops(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         if self._path is not None and trainer.global_step > self._saved_step:
             self._saved_step = trainer.global_step
             trainer.save_checkpoint(self._path, weights_only=False)
+
+
+def stops(trainer: Trainer) -> bool:
+    """Returns whether a request to stop ends the training after this optimizer step. It does not before
+    --trainer.min_epochs and min_steps."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:

@@ -64,6 +64,7 @@ class Interrupt(Callback):
         if self._is_requested(trainer):
             self.signal = self._requested or signal.SIGTERM
             trainer.should_stop = True
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, None
             if not trainer.is_last_batch:
                 # Otherwise Lightning validates, and a run resumed from a best checkpoint would skip the rest of the
                 # epoch.

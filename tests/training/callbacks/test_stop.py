@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from cifar_zero.checkpoints.read import read
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
@@ -24,24 +26,64 @@ from tests.users_code.sends_signal import SendsSignal
 @pytest.mark.usefixtures("signal_handlers")
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
 @pytest.mark.parametrize(
-    ("steps", "kept"),
+    ("steps", "kept", "options"),
     [
-        pytest.param(2, {"last.ckpt"}, id="in mid-epoch"),
-        pytest.param(1, {"last.ckpt", "best.ckpt"}, id="in the last step of an epoch"),
+        pytest.param(2, {"last.ckpt"}, {}, id="in mid-epoch"),
+        pytest.param(1, {"last.ckpt", "best.ckpt"}, {}, id="in the last step of an epoch"),
+        pytest.param(2, {"last.ckpt"}, {"min_epochs": 3}, id="before the least number of epochs"),
+        pytest.param(2, {"last.ckpt"}, {"min_steps": 5}, id="before the least number of steps"),
     ],
 )
 def test_no_checkpoint_claims_that_an_interrupted_epoch_ended(
-    steps: int, kept: set[str], fit: Callable[..., Any], tmp_path: Path
+    steps: int, kept: set[str], options: dict[str, int], fit: Callable[..., Any], tmp_path: Path
 ):
     """The signal comes in the first of the `steps` of an epoch. If a validation followed the stop in mid-epoch, its
     checkpoint would claim that the epoch ended, and a resumed run takes the newest checkpoint."""
     folder, sender = tmp_path / "kept", SendsSignal("on_train_batch_start", signal.SIGTERM, "self")
     last, best = LastCheckpoint(folder / "last.ckpt"), ModelCheckpoint(folder, "best", monitor="val/acc", mode="max")
     config = make_settings(epochs=3, batch_size=8)
-    stopped = fit(config, steps * 8, sender, Interrupt(), last, best, enable_checkpointing=True)
+    stopped = fit(config, steps * 8, sender, Interrupt(), last, best, enable_checkpointing=True, **options)
     assert stopped.observer(Interrupt).signal == signal.SIGTERM
     assert stopped.trainer.global_step == 1
     assert {path.name for path in folder.iterdir()} == kept
+
+
+class AsksToStop(Callback):
+    """Asks once to stop, in the given call of a hook, and records the steps that are saved."""
+
+    def __init__(self, hook: str, number: int):
+        def ask(trainer: Any, *_: Any) -> None:
+            self.calls += 1
+            if self.calls == number:
+                trainer.should_stop = True
+
+        self.calls, self.saved = 0, []
+        setattr(self, hook, ask)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.saved.append(trainer.global_step)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    ("hook", "number", "options", "step"),
+    [
+        pytest.param("on_train_batch_end", 3, {}, 2, id="in mid-step"),
+        pytest.param("on_validation_end", 2, {"val_check_interval": 2}, 2, id="after a validation"),
+        pytest.param("on_train_batch_end", 2, {"min_steps": 6}, 6, id="before the least number of steps"),
+    ],
+)
+def test_a_stop_in_mid_epoch_is_saved_once_between_two_steps(
+    hook: str, number: int, options: dict[str, int], step: int, fast: bool, fit: Callable[..., Any], tmp_path: Path
+):
+    """An epoch has four steps of two micro-batches."""
+    asks, last = AsksToStop(hook, number), LastCheckpoint(tmp_path / "last.ckpt")
+    config = make_settings(epochs=2, batch_size=8, accumulate=2, fast_loop=fast)
+    assert fit(config, 32, asks, last, enable_checkpointing=True, **options).trainer.global_step == step
+    assert asks.saved == [*range(4, step, 4), step]
+    progress = read(tmp_path / "last.ckpt")["loops"]["fit_loop"]
+    assert progress["epoch_progress"]["current"]["processed"] == step // 4
+    assert progress["epoch_loop.batch_progress"]["current"]["ready"] == 2 * (step % 4)
 
 
 @pytest.mark.parametrize(
