@@ -80,6 +80,8 @@ class LastCheckpoint(Checkpoint):
     (Lightning 2.6.6).
     """
 
+    failure = ""  # why last.ckpt could not be written, on rank 0; empty if it was written
+
     def __init__(self, path: Path | None, steps: int = 0):
         self._path, self._steps, self._saved_step = path, steps, 0
 
@@ -110,6 +112,8 @@ class LastCheckpoint(Checkpoint):
         if self._path is not None and trainer.global_step > self._saved_step:
             self._saved_step = trainer.global_step
             trainer.save_checkpoint(self._path, weights_only=False)
+            plugin: Any = trainer.strategy.checkpoint_io
+            self.failure = plugin.failure
 
 
 def stops(trainer: Trainer) -> bool:

@@ -18,7 +18,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.monitors import EarlyStop
-from cifar_zero.training.callbacks.stop import Interrupt, reported
+from cifar_zero.training.callbacks.stop import Interrupt, check_saved, reported
 from cifar_zero.training.resolve import resolve
 from tests.users_code.sends_signal import SendsSignal
 
@@ -84,6 +84,17 @@ def test_a_stop_in_mid_epoch_is_saved_once_between_two_steps(
     progress = read(tmp_path / "last.ckpt")["loops"]["fit_loop"]
     assert progress["epoch_progress"]["current"]["processed"] == step // 4
     assert progress["epoch_loop.batch_progress"]["current"]["ready"] == 2 * (step % 4)
+
+
+def test_a_later_checkpoint_does_not_hide_that_the_last_state_was_not_saved(fit: Callable[..., Any], tmp_path: Path):
+    folder = tmp_path / "kept"
+    (folder / "last.ckpt.tmp").mkdir(parents=True)  # in the way of the file
+    last, best = LastCheckpoint(folder / "last.ckpt"), ModelCheckpoint(folder, "best", save_on_train_epoch_end=True)
+    config = make_settings(epochs=1, batch_size=8)
+    trainer = fit(config, 16, Interrupt(), last, best, enable_checkpointing=True).trainer
+    assert (folder / "best.ckpt").exists()
+    with pytest.raises(RunError, match=r"last\.ckpt could not be written"):
+        check_saved(trainer)
 
 
 @pytest.mark.parametrize(
