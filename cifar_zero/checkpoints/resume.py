@@ -84,9 +84,9 @@ def _checkpoint_of(settings: Settings) -> Path | None:
     checkpoint. First completes interrupted renames (see `atomic.recover`).
 
     With `auto`, the newest checkpoint of all runs that have this run's name is returned, or None if there is none. A
-    job that SLURM has requeued resumes the newest checkpoint of this name, whatever --resume names. This includes a
-    checkpoint on the digits if the job fell back to them. Before the job has written a checkpoint, it starts as it did
-    the first time.
+    job that SLURM has requeued resumes the newest checkpoint that it has written itself, whatever --resume names. This
+    includes a checkpoint on the digits if the job fell back to them. Before the job has written a checkpoint, it starts
+    as it did the first time.
     """
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures
@@ -99,9 +99,11 @@ def _checkpoint_of(settings: Settings) -> Path | None:
     named = named.parent if named.suffix == ".ckpt" else named
     for folder in (named, out / name, out / (name + FALLBACK_SUFFIX)):
         atomic.recover(folder)
-    if requeued or resume in ("last", IF_ANY):
+    if requeued and (own := newest_of({rank_environment.slurm_job()}, str(out), name)):
+        return own
+    if resume in ("last", IF_ANY):
         try:
-            return run_folder.last_checkpoint(str(out), name, requeued or settings.data.source == "digits")
+            return run_folder.last_checkpoint(str(out), name, settings.data.source == "digits")
         except UsageError:
             if resume == "last":
                 raise
@@ -110,21 +112,22 @@ def _checkpoint_of(settings: Settings) -> Path | None:
     return run_folder.find_checkpoint(resume)
 
 
-def newest_of(agents: Collection[str], out: str, name: str) -> Path | None:
-    """Returns the newest checkpoint that earlier ranks of the same torchrun processes wrote into runs named `name`
-    under `out`, or None if they have not written any.
+def newest_of(launchers: Collection[str], out: str, name: str) -> Path | None:
+    """Returns the newest checkpoint that earlier ranks of the same torchrun processes or the same SLURM job wrote into
+    runs named `name` under `out`, or None if they have not written any.
 
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
-    node. `agents` are the names of torchrun's processes (see `rank_environment.torchrun_agent`).
+    node. `launchers` are the names of torchrun's processes (see `rank_environment.torchrun_agent`) or the job's number.
     """
     candidates: list[Path] = []
     for suffix in ("", FALLBACK_SUFFIX):
         for file in Path(out, name + suffix).glob(f"version_*/{run_folder.RANKS}"):
             try:
-                earlier = {place["agent"] for place in plain_data.read_json(file, str(file))}
-            except (UsageError, TypeError, KeyError):  # damaged, for example by a full disk
+                places = plain_data.read_json(file, str(file))
+                earlier = {place[kind] for place in places for kind in ("agent", "job") if kind in place}
+            except (UsageError, TypeError):  # damaged, for example by a full disk
                 continue
-            if earlier.intersection(agents) - {""}:
+            if earlier.intersection(launchers) - {""}:
                 atomic.recover(file.parent)
                 candidates += run_folder.checkpoints(file.parent)
     if candidates:

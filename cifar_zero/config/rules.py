@@ -40,6 +40,9 @@ def check(run: Run) -> None:
     strategy_rules.check_strategy(run)
     check_here(run)
     check_model(run)
+    interval = run.recipe.trainer.get("val_check_interval")
+    if isinstance(interval, (str, dict)) and run.placement.world_size > 1:  # each rank would look at its own clock
+        raise UsageError(f"--trainer.val_check_interval {interval} needs one rank: give a number of batches instead")
 
 
 def check_values(settings: Settings) -> None:

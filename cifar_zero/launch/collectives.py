@@ -52,6 +52,7 @@ class RankInfo:
     device: str  # cpu, or cuda and its number
     threads: int  # number of CPU threads that torch uses
     agent: str  # name of the node's torchrun process, see `rank_environment.torchrun_agent`
+    job: str  # number of the SLURM job, or empty
 
 
 def init_process_group(run: Run) -> list[RankInfo]:
@@ -59,7 +60,8 @@ def init_process_group(run: Run) -> list[RankInfo]:
     collectives to START or to a longer --timeout. Returns the `RankInfo` of every rank, in rank order. Every rank must
     call this function."""
     device = "cpu" if run.on_cpu else f"cuda:{rank_environment.local_rank()}"
-    info = RankInfo(socket.gethostname(), device, torch.get_num_threads(), rank_environment.torchrun_agent())
+    agent, job = rank_environment.torchrun_agent(), rank_environment.slurm_job()
+    info = RankInfo(socket.gethostname(), device, torch.get_num_threads(), agent, job)
     if run.placement.world_size == 1 or dist.is_initialized():
         return gather(info)
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

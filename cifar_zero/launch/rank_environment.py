@@ -115,6 +115,12 @@ def torchrun_agent() -> str:
     return ""
 
 
+def slurm_job() -> str:
+    """Returns the number of the SLURM job that started this process, or an empty string. A requeued job keeps its
+    number."""
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     names = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID")
     nodes, tasks, node, local_rank = (whole_number(name, environment[name], "NUM" in name) for name in names)

@@ -10,7 +10,8 @@ the two passes, Lightning (2.6.6) computes the loss, calls hooks and zeroes the 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,8 +65,22 @@ class Stage(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         tokens = input.view_as(input)
         _on_gradient(tokens, lambda gradient: self._broadcast(gradient, 0))
-        tokens = torch.cat([self._chunk(chunk) for chunk in tokens.chunk(CHUNKS_PER_RANK * self.ranks)])
+        with self._own_random_numbers(tokens):
+            tokens = torch.cat([self._chunk(chunk) for chunk in tokens.chunk(CHUNKS_PER_RANK * self.ranks)])
         return self._broadcast(tokens, self.ranks - 1)  # only the last rank's gradient is used
+
+    @contextmanager
+    def _own_random_numbers(self, tokens: Tensor) -> Iterator[None]:
+        """Context manager in which each rank has random numbers of its own, for the dropout in its blocks. They start
+        from a number that all ranks draw. Afterwards the random states of the ranks are equal again, as the layers
+        outside of the blocks need it."""
+        if not self.training:
+            yield
+            return
+        seed = int(torch.randint(2**31, ()))
+        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):
+            torch.manual_seed(seed + self.rank)
+            yield
 
     def _chunk(self, tokens: Tensor) -> Tensor:
         """Computes this rank's blocks for one chunk. Tokens come from the previous rank and go to the next one, and

@@ -144,12 +144,19 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
     if recipe.monitor.endswith(("loss", "error")):
         mode = "min"
     if run.data.val_fraction:
-        name, kept = "best-epoch{epoch:02d}-step{step:06d}", run.output.save_top_k
-        made.append(
-            ModelCheckpoint(folder, name, recipe.monitor, mode=mode, save_top_k=kept, auto_insert_metric_name=False)
+        name = "best-epoch{epoch:02d}-step{step:06d}"
+        best = ModelCheckpoint(
+            folder,
+            name,
+            recipe.monitor,
+            mode=mode,
+            save_top_k=run.output.save_top_k,
+            auto_insert_metric_name=False,
+            save_on_train_epoch_end=False,  # see EarlyStop
         )
+        made.append(best)
     if recipe.early_stopping:
-        made.append(EarlyStop(recipe.monitor, patience=recipe.early_stopping, mode=mode, strict=False))
+        made.append(EarlyStop(recipe.monitor, patience=recipe.early_stopping, mode=mode))
     return made
 
 

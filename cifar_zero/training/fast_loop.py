@@ -3,7 +3,7 @@
 Lightning's epoch loop has an overhead per batch, which is a third of the step time of a small model. The class
 `EpochLoop` avoids this overhead. `--fast_loop false` runs Lightning's own epoch loop, with the same results bit for
 bit. The class `FitLoop`, which iterates over epochs, corrects three faults of Lightning's fit loop in resumed runs. It
-also refuses epochs that end within an optimizer step.
+also prevents that an epoch or a training ends within an optimizer step.
 
 For each batch, Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy. It does so
 through a profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and
@@ -204,13 +204,20 @@ class FitLoop(_FitLoop):
     """
 
     def setup_data(self) -> None:
-        """Creates the training loader. Raises UsageError if an epoch would end within an optimizer step. This can
-        happen if the batches of an epoch are limited or come from a user's loader, and if the run reaches the end of an
-        epoch."""
+        """Creates the training loader. Raises UsageError if a validation would come within an optimizer step, or if an
+        epoch would end there. An epoch can end there if its batches are limited or come from a user's loader, and if
+        the run reaches its end."""
         super().setup_data()
         parts, batches, steps = self.trainer.accumulate_grad_batches, self.max_batches, self.trainer.max_steps
         if 0 < batches < parts:
             raise UsageError(f"--accumulate {parts} must be at most the batches per epoch on a rank, {batches}")
+        interval = self.trainer.val_check_batch  # None for a time, infinite for an IterableDataset
+        if interval not in (None, math.inf, batches) and interval % parts:
+            given = self.trainer.val_check_interval
+            raise UsageError(
+                f"--accumulate {parts} does not divide --trainer.val_check_interval {given}, which is {interval} "
+                "batches: a validation would come within an optimizer step"
+            )
         if 0 <= steps * parts < batches:  # -1 if the number of steps is not limited
             return
         if batches != math.inf and batches % parts:  # infinite for an IterableDataset
@@ -233,6 +240,12 @@ class FitLoop(_FitLoop):
         epoch: Any = self.epoch_progress.current
         if self.restarted_mid_epoch and epoch.processed == epoch.ready:
             self.reset_restart_stage()
+
+    @property
+    def _can_stop_early(self) -> bool:
+        """Whether `Trainer.should_stop` ends the training now. Both epoch loops read it. A Timer (--trainer.max_time)
+        or a user's callback may ask to stop within an optimizer step, and the step is finished then."""
+        return super()._can_stop_early and not self._should_accumulate()
 
     def _iteration_based_training(self) -> bool:
         return False

@@ -154,12 +154,12 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 def record_ranks(run: Run, rank_infos: Sequence[RankInfo], run_dir: Path | None) -> None:
     """Writes the `RankInfo` of each rank into the run folder. Raises UsageError on all ranks if the nodes do not share
-    the directory --out. Does nothing on one node without torchrun. Every rank must call it. `run_dir` is None on all
-    ranks but rank 0."""
+    the directory --out. Does nothing on one node without torchrun and SLURM. Every rank must call it. `run_dir` is None
+    on all ranks but rank 0."""
+    if run_dir is not None and (rank_0_decides(run) or rank_environment.slurm_job()):
+        write_json(run_dir / run_folder.RANKS, [asdict(info) for info in rank_infos])
     if not rank_0_decides(run):
         return
-    if run_dir is not None:
-        write_json(run_dir / run_folder.RANKS, [asdict(info) for info in rank_infos])
     if hosts := sorted({rank_infos[rank].host for rank in ranks_on_another_disk(run_dir)}):
         raise UsageError(
             f"--out {run.output.out} is not the same directory on {rank_infos[0].host} and {', '.join(hosts)}: name a "

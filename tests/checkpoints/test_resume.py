@@ -1,5 +1,6 @@
 """Checks which checkpoint a run resumes, and on which images."""
 
+import json
 import os
 from pathlib import Path
 
@@ -18,11 +19,14 @@ def resumed(out: Path, *flags: str) -> str:
     return checkpoint_to_resume(command_line.parse(["--out", str(out), "--name", "mine", *flags]))
 
 
-def checkpoint_of(out: Path, name: str) -> Path:
-    """Writes an empty checkpoint for a run's name, for code that only looks for the file."""
-    file = out / name / "version_0" / "checkpoints" / "last.ckpt"
+def checkpoint_of(out: Path, name: str, version: int = 0, job: str = "") -> Path:
+    """Writes an empty checkpoint for a run's name, for code that only looks for the file. `job` is the SLURM job that
+    wrote it."""
+    run = out / name / f"version_{version}"
+    file = run / "checkpoints" / "last.ckpt"
     file.parent.mkdir(parents=True)
     torch.save({}, file)
+    (run / "ranks.json").write_text(json.dumps([{"agent": "", "job": job}]))
     return file
 
 
@@ -99,26 +103,30 @@ def test_a_requeued_slurm_job_resumes_its_own_run(
     flags = [str(another) if flag == "another" else flag for flag in more]
     as_submitted = str(another) if "another" in more else ""
     assert resumed(tmp_path, *flags) == as_submitted
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert resumed(tmp_path, *flags) == as_submitted
     (tmp_path / "mine" / "version_0").mkdir(parents=True)
     assert resumed(tmp_path, *flags) == as_submitted
     (tmp_path / "mine" / "version_0").rmdir()
-    own = checkpoint_of(tmp_path, "mine")
+    other = checkpoint_of(tmp_path, "mine", 1, job="8")  # of the same name
+    assert resumed(tmp_path, *flags) == (str(other) if "auto" in more else as_submitted)
+    own = checkpoint_of(tmp_path, "mine", 0, job="7")
     os.utime(own, (0, 0))
     assert resumed(tmp_path, *flags) == str(own)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
-    assert resumed(tmp_path, *flags) == (str(own) if "auto" in more else as_submitted)
+    assert resumed(tmp_path, *flags) == (str(other) if "auto" in more else as_submitted)
 
 
 def test_resume_last_takes_a_run_on_the_digits_only_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The run fell back from CIFAR-10 to the digits. A requeued SLURM job resumes its own run in any case."""
-    digits = checkpoint_of(tmp_path, "mine-digits-fallback")
+    digits = checkpoint_of(tmp_path, "mine-digits-fallback", job="7")
     for source in ("auto", "cifar10"):
         with pytest.raises(UsageError, match=r"digits, not CIFAR-10: continue it with --resume .*-digits-fallback"):
             resumed(tmp_path, "--resume", "last", "--data.source", source)
         assert resumed(tmp_path, "--resume", "auto", "--data.source", source) == ""
     assert resumed(tmp_path, "--resume", "last", "--data.source", "digits") == str(digits)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert resumed(tmp_path) == str(digits)
     monkeypatch.delenv("SLURM_RESTART_COUNT")

@@ -36,7 +36,7 @@ for number in range(int(os.environ["SLURM_NTASKS"])):
     environment |= {{"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}}
     environment["SLURM_STEP_NUM_TASKS"] = os.environ["SLURM_NTASKS"]
     tasks.append(subprocess.Popen(command, env=environment))
-signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
+signal.signal(signal.SIGUSR1, lambda *_: tasks[-1].send_signal(signal.SIGUSR1))
 bad = 0
 while any(task.poll() is None for task in tasks):
     bad = bad or next((task.returncode for task in tasks if task.returncode), 0)
@@ -46,9 +46,9 @@ while any(task.poll() is None for task in tasks):
 bad = bad or next((task.returncode for task in tasks if task.returncode), 0)
 sys.exit(bad if bad >= 0 else 128 - bad)
 """
-"""Starts one task on each of two nodes and forwards the signal of --signal to them, as slurmstepd does. With
---kill-on-bad-exit=1 it ends the other tasks when one fails. It ends them at once, whereas SLURM gives them some
-seconds."""
+"""Starts one task on each of two nodes and forwards the signal of --signal, as slurmstepd does. Only the last task gets
+it here, because the first task may get it after the ranks have agreed to stop. With --kill-on-bad-exit=1 it ends the
+other tasks when one fails. It ends them at once, whereas SLURM gives them some seconds."""
 
 SCONTROL = """#!/bin/sh
 if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$REQUESTS"; fi

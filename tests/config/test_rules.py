@@ -28,6 +28,11 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (0, "--lora.target fc1", "--lora.rank must be at least 1, not 0"),
         (0, "--lora.rank 8", "--lora.rank needs --lora.target"),
         (0, "--model resnet18 --trainer.sync_batchnorm true", "--trainer.sync_batchnorm works only with ddp on GPUs"),
+        (
+            0,
+            "--strategy ddp --devices 2 --trainer.val_check_interval 00:00:10:00",
+            "--trainer.val_check_interval 00:00:10:00 needs one rank",
+        ),
         (0, "--activation_offload", "use --activation_checkpointing"),
         (0, "--cuda_graphs", "needs a GPU"),
         (1, "--cuda_graphs --accumulate 2", "use --compile"),

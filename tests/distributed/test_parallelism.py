@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.changes import small_vit
+from cifar_zero.checkpoints.read import RECORD
+from tests.distributed.changes import equal_ranks_of_a_model, small_vit
 from tests.support.helpers import largest_difference, last_checkpoint, last_weights, metrics_of, of_test_all, train_all
 
 pytestmark = pytest.mark.distributed
@@ -61,6 +62,19 @@ def test_a_run_resumed_by_each_strategy_in_turn_ends_as_under_ddp(optimizer: str
         # At most norms, patches and positions are whole on every rank. They are a tenth of this small model.
         replicas = 2 if name in COMBINED[1:] else 1
         assert sum(metrics["mem/model_state_rank_bytes"]) < 1.15 * replicas * expected["mem/model_state_rank_bytes"][0]
+
+
+def test_the_ranks_of_one_model_drop_the_same_tokens(tmp_path: Path):
+    """The first run has two replicas. The ranks of the pipeline have one and two blocks."""
+    same = [*RECIPE, "--model", "vit_tiny", "--model.depth", "3", "--model.dropout", "0.5", "--devices", "2"]
+    same += ["--data.root", str(tmp_path / "data")]
+    before: list[str] = []
+    for number, (strategy, replicas) in enumerate([("ddp", 2), ("tensor_parallel", 1), ("pipeline", 1)], 1):
+        out = tmp_path / strategy
+        length = ["--max_steps", str(2 * number), "--save_every_n_steps", "1"]
+        train_all({out: [*same, *before, *length, "--strategy", strategy]}, equal_ranks_of_a_model)
+        assert len(last_checkpoint(out)[RECORD]["random_states"]) == replicas
+        before = ["--resume", str(out)]
 
 
 @of_test_all

@@ -256,6 +256,32 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
     assert [key for key, value in expected.items() if not same_value(actual[key], value)] == []
 
 
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        pytest.param("baseline", [], id="baseline"),
+        pytest.param("baseline", ["--trainer.val_check_interval", "4"], id="in mid-epoch"),
+        pytest.param("baseline", ["--fast_loop", "false"], id="Lightning's loop", marks=of_test_all),
+        pytest.param("deepspeed_stage_2", [], id="deepspeed_stage_2", marks=of_test_all),
+    ],
+)
+def test_a_best_checkpoint_resumes_after_its_validation(
+    strategy: str, more: list[str], tmp_path: Path, small_data: list[str]
+):
+    same = [*small_data, *SHORT, *RECORDS, "--strategy", strategy, "--devices", "1", "--save_top_k", "-1", *more]
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    train_all({whole: same})
+    best = sorted(run_folder_of(whole).rglob("best-*.ckpt"))
+    assert len(best) == (4 if more[:1] == ["--trainer.val_check_interval"] else 2)
+    train_all({ended: [*same, "--resume", str(best[0])]})
+    saved = read(best[0])["global_step"]
+    assert batches(ended) == {step: seen for step, seen in batches(whole).items() if step > saved}
+    assert losses(ended) == {step: loss for step, loss in losses(whole).items() if step > saved}
+    expected, actual = restored(whole), restored(ended)
+    assert [key for key, value in expected.items() if not same_value(actual[key], value)] == []
+    assert [file.name for file in sorted(run_folder_of(ended).rglob("best-*.ckpt"))] == [file.name for file in best[1:]]
+
+
 @pytest.mark.parametrize("length", [["--epochs", "2"], ["--max_steps", "13"]], ids=" ".join)
 def test_a_run_without_a_step_left_reports_its_training(length: list[str], tmp_path: Path, small_data: list[str]):
     """It was killed between its last checkpoint and its metrics.json."""
@@ -277,6 +303,17 @@ def test_the_shards_that_were_checked_are_loaded(stage: int, tmp_path: Path, sma
     (own / "latest").write_text(os.path.relpath(foreign / "checkpoint", own))
     train_all({ended: [*same, "6", "--resume", str(own)]})
     assert largest_difference(last_weights(ended), last_weights(whole)) == 0
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=of_test_all)])
+def test_a_resumed_run_clips_at_its_own_limit(stage: int, tmp_path: Path, small_data: list[str]):
+    """DeepSpeed's shards contain the limit of the run that wrote them. The new limit is so low that no weight moves."""
+    same = [*small_data, *SHORT, "--strategy", f"deepspeed_stage_{stage}", "--devices", "1"]
+    same += ["--optimizer.lr", "0.1", "--optimizer.momentum", "0", "--gradient_clip_val"]
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    train_all({begun: [*same, "1", "--max_steps", "2"]})
+    train_all({ended: [*same, "1e-9", "--max_steps", "4", "--resume", str(begun)]})
+    assert largest_difference(last_weights(ended), last_weights(begun)) < 1e-9
 
 
 def batches(out: Path) -> dict[int, list[str]]:

@@ -24,6 +24,17 @@ def test_the_best_validations_are_kept(
     assert read(folder / "last.ckpt")["global_step"] == max(values)
 
 
+def test_an_epoch_without_a_validation_is_not_judged(small_data: list[str], tmp_path: Path):
+    """The second validation is better than the first one, and --max_steps ends the third epoch after three steps."""
+    flags = ["--optimizer.lr", "0.001", "--monitor", "val/loss", "--save_top_k", "2", "--early_stopping", "1"]
+    said = train_all({tmp_path: [*small_data, *FLAGS, *flags, "--max_steps", "75"]})
+    first, second = curve(tmp_path, "val/loss").values()
+    assert second < first
+    best = sorted(file.name for file in (run_folder_of(tmp_path) / "checkpoints").glob("best-*.ckpt"))
+    assert best == ["best-epoch00-step000036.ckpt", "best-epoch01-step000072.ckpt"]
+    assert "early stopping" not in said
+
+
 def test_early_stopping_looks_at_the_same_metric(small_data: list[str], tmp_path: Path):
     flags = ["--optimizer.lr", "0", "--early_stopping", "1", "--monitor", "val/loss", "--save_top_k", "0"]
     said = train_all({tmp_path: [*small_data, *FLAGS, *flags]})

@@ -69,6 +69,10 @@ def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
         ("--trainer.limit_train_batches 0.0001", "refuses --trainer.limit_train_batches: "),
         ("--trainer.limit_test_batches 0.00001", "--trainer.limit_test_batches 1e-05 is less than one of the 1 test"),
         ("--trainer.val_check_interval 1000", "refuses --trainer.val_check_interval: "),
+        (
+            "--trainer.val_check_interval 3 --accumulate 2",
+            "--accumulate 2 does not divide --trainer.val_check_interval 3",
+        ),
         ("--trainer.max_time 00:00:00:00", "no step was trained"),
     ],
 )

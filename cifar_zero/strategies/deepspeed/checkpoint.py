@@ -158,9 +158,12 @@ def _fill(target: Tensor, parts: Parts, full: Mapping[str, Tensor]) -> Tensor:
 
 def _set_state(base: Any, target: Tensor, parts: Parts, states: Mapping[str, dict[str, Any]]) -> None:
     """Sets the base optimizer's state of the flat tensor `target`. `states` has the unsharded state of each parameter
-    of which `target` may have a part, keyed by name."""
+    of which `target` may have a part, keyed by name. The state is empty if the parameter never had a gradient, and then
+    it is zero in `target`, as if DeepSpeed had trained from the start."""
+    states = {name: each for name, each in states.items() if each}
+    parts = {name: part for name, part in parts.items() if name in states}
     state: dict[str, Any] = {}
-    for key, value in next(iter(states.values())).items():
+    for key, value in next(iter(states.values()), {}).items():
         if key == "step":
             state[key] = _step(base, target, float(value))
         elif isinstance(value, Tensor):

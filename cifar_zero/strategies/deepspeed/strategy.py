@@ -188,6 +188,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
                 load_lr_scheduler_states=False,
                 load_module_strict=module.strict_loading,
             )
+            if hasattr(engine.optimizer, "clip_grad"):
+                # DeepSpeed (0.19.8, `_load_global_state`) would clip at the limit of the run that saved the checkpoint.
+                engine.optimizer.clip_grad = engine.gradient_clipping()
             return progress
         checkpoint = self.checkpoint_io.load_checkpoint(path)
         if trained:

@@ -21,10 +21,11 @@ SCHEMA = 3  # version of the record; the identity of the images in version 3 has
 
 
 class RunState(Callback):
-    """Saves the configuration, the class names, the identity of the images and every rank's random state in each
-    checkpoint, and restores the random states. If a run begins, or resumes on another number of ranks, each rank
-    derives its random state from the seed, the step and the index of its replica. If a run resumes with another
-    --accumulate, the counts of micro-batches are converted."""
+    """Saves the configuration, the class names, the identity of the images and each replica's random state in each
+    checkpoint, and restores the random states. If a run begins, or resumes with another number of replicas, each rank
+    derives its random state from the seed, the step and the index of its replica. So the ranks of one model, which
+    compute the same images, always have the same random state. If a run resumes with another --accumulate, the counts
+    of micro-batches are converted."""
 
     _states: Sequence[dict[str, Any]] = ()
     _schedule: str | None = None  # name of the schedule of the run that saved the checkpoint
@@ -33,12 +34,13 @@ class RunState(Callback):
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         state = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": cuda}
+        ranks_per_model = trainer.world_size // hooks_of(trainer.strategy).replica()[0]
         checkpoint[RECORD] = {
             "schema": SCHEMA,
             "config": tree_of(pl_module.settings),
             "classes": list(datamodule.classes),
             "image_identity": dict(datamodule.dataset.identity),
-            "random_states": gather(state),
+            "random_states": gather(state)[::ranks_per_model],
         }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -54,12 +56,13 @@ class RunState(Callback):
         run continues."""
         if self._schedule is not None:
             pl_module.resume_rates(self._schedule != "constant")
-        here = [pl_module.settings.recipe.seed, trainer.global_step, hooks_of(trainer.strategy).replica()[1]]
+        replicas, replica = hooks_of(trainer.strategy).replica()
+        here = [pl_module.settings.recipe.seed, trainer.global_step, replica]
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)
         random.seed(seed)
-        if len(self._states) == trainer.world_size:  # a state saved on the CPU has no GPU state
-            own = self._states[trainer.global_rank]
+        if len(self._states) == replicas:  # a state saved on the CPU has no GPU state
+            own = self._states[replica]
             torch.set_rng_state(own["torch"])
             random.setstate(own["python"])
             if own["cuda"] is not None and torch.cuda.is_available():
@@ -76,6 +79,8 @@ class LastCheckpoint(Checkpoint):
     ModelCheckpoint(save_last=True) is not used, because it saves the last state only together with a best checkpoint
     (Lightning 2.6.6).
     """
+
+    failure = ""  # why last.ckpt could not be written, on rank 0; empty if it was written
 
     def __init__(self, path: Path | None, steps: int = 0):
         self._path, self._steps, self._saved_step = path, steps, 0
@@ -95,13 +100,26 @@ class LastCheckpoint(Checkpoint):
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
         is_time = self._steps and trainer.global_step % self._steps == 0
-        if is_time or trainer.should_stop or trainer.global_step == trainer.max_steps:
+        if is_time or stops(trainer) or trainer.global_step == trainer.max_steps:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves if the training ends after a validation in mid-epoch."""
+        if stops(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         if self._path is not None and trainer.global_step > self._saved_step:
             self._saved_step = trainer.global_step
             trainer.save_checkpoint(self._path, weights_only=False)
+            plugin: Any = trainer.strategy.checkpoint_io
+            self.failure = plugin.failure
+
+
+def stops(trainer: Trainer) -> bool:
+    """Returns whether a request to stop ends the training after this optimizer step. It does not before
+    --trainer.min_epochs and min_steps."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:

@@ -70,10 +70,13 @@ class Divergence(Callback):
 class EarlyStop(EarlyStopping):
     """Stops the training as Lightning's EarlyStopping does, and prints one line when it stops.
 
-    A resumed run continues the count of validations without an improvement. It applies its own patience to this count,
-    and ends at once if the patience is already exhausted. An epoch that --max_steps cuts short has no validation and
-    does not count, which needs `strict=False`.
+    The metric is read after each validation. At the end of an epoch that --max_steps or a signal cuts short, Lightning
+    would read the metric of an earlier epoch. A resumed run continues the count of validations without an improvement.
+    It applies its own patience to this count, and ends at once if the patience is already exhausted.
     """
+
+    def __init__(self, monitor: str, patience: int, mode: str):
+        super().__init__(monitor, patience=patience, mode=mode, check_on_train_epoch_end=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the count of validations without an improvement. Lightning (2.6.6) would also restore the patience

@@ -13,17 +13,17 @@ import torch.distributed
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cifar_zero.checkpoints import resume
-from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.run import Run
 from cifar_zero.core import exits
 from cifar_zero.core.console import RESUME_WITH
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.launch.collectives import gather
+from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
 EXCHANGE_SECONDS = 1.0
-"""Approximate time between two exchanges. In an exchange, each rank learns whether any rank has received a signal. An
+"""Approximate time between two exchanges. In an exchange, each rank learns which signal any rank has received. An
 exchange all-reduces two numbers, which takes less than a thousandth of this time."""
 
 
@@ -61,30 +61,32 @@ class Interrupt(Callback):
         """Stops the training after an optimizer step if a rank has received a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        if self._is_requested(trainer):
-            self.signal = self._requested or signal.SIGTERM
+        if number := self._agreed_signal(trainer):
+            self.signal = number
             trainer.should_stop = True
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, None
             if not trainer.is_last_batch:
                 # Otherwise Lightning validates, and a run resumed from a best checkpoint would skip the rest of the
                 # epoch.
                 trainer.limit_val_batches = 0
 
-    def _is_requested(self, trainer: Trainer) -> bool:
-        """Returns whether any rank has requested a stop. With several ranks, the result is always False between two
-        exchanges. Every rank must call it after each optimizer step."""
-        step, own = trainer.global_step, self._requested is not None
+    def _agreed_signal(self, trainer: Trainer) -> int:
+        """Returns the signal by which any rank has requested a stop, or 0. It is the same on all ranks, because rank 0
+        requeues a SLURM job, and another rank may get the signal first. With several ranks, the result is always 0
+        between two exchanges. Every rank must call it after each optimizer step."""
+        step, own = trainer.global_step, self._requested or 0
         if trainer.world_size == 1:
             return own
         if step < self._next_exchange_step:
-            return False
+            return 0
         now = time.monotonic()
         answers = torch.tensor([float(own), now - self._exchanged], device=trainer.strategy.root_device)
         torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX)
-        requested, seconds = answers.tolist()
+        number, seconds = answers.tolist()
         pace = (step - self._exchange_step) / max(seconds, 1e-6)
         self._exchange_step, self._exchanged = step, now
         self._next_exchange_step = step + max(1, int(pace * EXCHANGE_SECONDS))
-        return requested > 0
+        return int(number)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If no signal has stopped the training, restores the signal handlers, then asks all ranks whether one has come
@@ -173,11 +175,11 @@ def _interrupt(trainer: Trainer) -> Interrupt:
 
 
 def check_saved(trainer: Trainer) -> None:
-    """Raises RunError if the newest checkpoint could not be written. Only rank 0 has recorded such a failure, so on the
-    other ranks nothing is raised."""
-    plugin = trainer.strategy.checkpoint_io
-    if isinstance(plugin, AtomicCheckpointIO) and plugin.failure:
-        raise RunError(plugin.failure)
+    """Raises RunError if the last state could not be written to last.ckpt. Only rank 0 has recorded such a failure, so
+    on the other ranks nothing is raised."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, LastCheckpoint) and callback.failure:
+            raise RunError(callback.failure)
 
 
 def shutdown(trainer: Trainer) -> None:

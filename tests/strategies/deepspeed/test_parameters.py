@@ -53,9 +53,23 @@ class TiedByMemory(Own):
         self.second = nn.Parameter(self.first.weight.detach().t())
 
 
-def fit(module: Own, strategy: ZeROStrategy | str) -> None:
+class PartlyUsed(Own):
+    """A module in which the first and the last parameter are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.net, self.last = nn.Linear(2, 3), nn.Linear(24, 10), nn.Linear(3, 2)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(images(), 4)
+
+
+def fit(module: Own, strategy: ZeROStrategy | str, steps: int = 3, resume: Path | None = None) -> Trainer:
     options: Any = {"logger": False, "enable_checkpointing": False, "use_distributed_sampler": False}
-    Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=3, **options).fit(module)
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, **options)
+    trainer.fit(module, ckpt_path=resume)
+    return trainer
 
 
 def test_a_start_calls_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -74,6 +88,23 @@ def test_a_parameter_that_is_not_contiguous_trains(stage: int):
     plain, sharded = Transposed(), Transposed()
     fit(plain, "auto")
     fit(sharded, ZeROStrategy(stage))
+    assert_same_weights(plain, sharded, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_without_state_of_an_unused_parameter_resumes(stage: int, tmp_path: Path):
+    """torch's optimizers have no state for such a parameter. There is no decay, because under DeepSpeed such a
+    parameter decays too."""
+    plain, sharded = PartlyUsed(), PartlyUsed()
+    for module in (plain, sharded):
+        module.configure_optimizers = lambda module=module: torch.optim.Adam(module.parameters(), lr=0.01)
+    fit(plain, "auto", 3).save_checkpoint(tmp_path / "begun.ckpt")
+    fit(sharded, ZeROStrategy(stage), 5, tmp_path / "begun.ckpt")
+    fit(plain, "auto", 5, tmp_path / "begun.ckpt")
+    assert_same_weights(plain, sharded, stage)
+
+
+def assert_same_weights(plain: Own, sharded: Own, stage: int) -> None:
     with GatheredParameters([*sharded.parameters()], enabled=stage == 3):
         for expected, parameter in zip(plain.parameters(), sharded.parameters(), strict=True):
             torch.testing.assert_close(parameter.detach(), expected.detach())

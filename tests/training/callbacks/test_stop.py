@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from cifar_zero.checkpoints.read import read
 from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
@@ -16,7 +18,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 from cifar_zero.training.callbacks.monitors import EarlyStop
-from cifar_zero.training.callbacks.stop import Interrupt, reported
+from cifar_zero.training.callbacks.stop import Interrupt, check_saved, reported
 from cifar_zero.training.resolve import resolve
 from tests.users_code.sends_signal import SendsSignal
 
@@ -24,24 +26,75 @@ from tests.users_code.sends_signal import SendsSignal
 @pytest.mark.usefixtures("signal_handlers")
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
 @pytest.mark.parametrize(
-    ("steps", "kept"),
+    ("steps", "kept", "options"),
     [
-        pytest.param(2, {"last.ckpt"}, id="in mid-epoch"),
-        pytest.param(1, {"last.ckpt", "best.ckpt"}, id="in the last step of an epoch"),
+        pytest.param(2, {"last.ckpt"}, {}, id="in mid-epoch"),
+        pytest.param(1, {"last.ckpt", "best.ckpt"}, {}, id="in the last step of an epoch"),
+        pytest.param(2, {"last.ckpt"}, {"min_epochs": 3}, id="before the least number of epochs"),
+        pytest.param(2, {"last.ckpt"}, {"min_steps": 5}, id="before the least number of steps"),
     ],
 )
 def test_no_checkpoint_claims_that_an_interrupted_epoch_ended(
-    steps: int, kept: set[str], fit: Callable[..., Any], tmp_path: Path
+    steps: int, kept: set[str], options: dict[str, int], fit: Callable[..., Any], tmp_path: Path
 ):
     """The signal comes in the first of the `steps` of an epoch. If a validation followed the stop in mid-epoch, its
     checkpoint would claim that the epoch ended, and a resumed run takes the newest checkpoint."""
     folder, sender = tmp_path / "kept", SendsSignal("on_train_batch_start", signal.SIGTERM, "self")
     last, best = LastCheckpoint(folder / "last.ckpt"), ModelCheckpoint(folder, "best", monitor="val/acc", mode="max")
     config = make_settings(epochs=3, batch_size=8)
-    stopped = fit(config, steps * 8, sender, Interrupt(), last, best, enable_checkpointing=True)
+    stopped = fit(config, steps * 8, sender, Interrupt(), last, best, enable_checkpointing=True, **options)
     assert stopped.observer(Interrupt).signal == signal.SIGTERM
     assert stopped.trainer.global_step == 1
     assert {path.name for path in folder.iterdir()} == kept
+
+
+class AsksToStop(Callback):
+    """Asks once to stop, in the given call of a hook, and records the steps that are saved."""
+
+    def __init__(self, hook: str, number: int):
+        def ask(trainer: Any, *_: Any) -> None:
+            self.calls += 1
+            if self.calls == number:
+                trainer.should_stop = True
+
+        self.calls, self.saved = 0, []
+        setattr(self, hook, ask)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.saved.append(trainer.global_step)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    ("hook", "number", "options", "step"),
+    [
+        pytest.param("on_train_batch_end", 3, {}, 2, id="in mid-step"),
+        pytest.param("on_validation_end", 2, {"val_check_interval": 2}, 2, id="after a validation"),
+        pytest.param("on_train_batch_end", 2, {"min_steps": 6}, 6, id="before the least number of steps"),
+    ],
+)
+def test_a_stop_in_mid_epoch_is_saved_once_between_two_steps(
+    hook: str, number: int, options: dict[str, int], step: int, fast: bool, fit: Callable[..., Any], tmp_path: Path
+):
+    """An epoch has four steps of two micro-batches."""
+    asks, last = AsksToStop(hook, number), LastCheckpoint(tmp_path / "last.ckpt")
+    config = make_settings(epochs=2, batch_size=8, accumulate=2, fast_loop=fast)
+    assert fit(config, 32, asks, last, enable_checkpointing=True, **options).trainer.global_step == step
+    assert asks.saved == [*range(4, step, 4), step]
+    progress = read(tmp_path / "last.ckpt")["loops"]["fit_loop"]
+    assert progress["epoch_progress"]["current"]["processed"] == step // 4
+    assert progress["epoch_loop.batch_progress"]["current"]["ready"] == 2 * (step % 4)
+
+
+def test_a_later_checkpoint_does_not_hide_that_the_last_state_was_not_saved(fit: Callable[..., Any], tmp_path: Path):
+    folder = tmp_path / "kept"
+    (folder / "last.ckpt.tmp").mkdir(parents=True)  # in the way of the file
+    last, best = LastCheckpoint(folder / "last.ckpt"), ModelCheckpoint(folder, "best", save_on_train_epoch_end=True)
+    config = make_settings(epochs=1, batch_size=8)
+    trainer = fit(config, 16, Interrupt(), last, best, enable_checkpointing=True).trainer
+    assert (folder / "best.ckpt").exists()
+    with pytest.raises(RunError, match=r"last\.ckpt could not be written"):
+        check_saved(trainer)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +133,10 @@ STUCK = make_settings(optimizer=Choice("sgd", {"lr": 0.0}), batch_size=8, epochs
 
 
 def test_a_resumed_run_continues_counting_with_its_own_patience(fit: Callable[..., Any]):
-    stopped = fit(STUCK, 16, EarlyStop("val/acc", patience=2, mode="max", strict=False))
+    stopped = fit(STUCK, 16, EarlyStop("val/acc", patience=2, mode="max"))
     assert stopped.trainer.current_epoch == 3  # the first validation is the best, and two more follow
     before = stopped.observer(EarlyStop).state_dict()
     for patience, epochs in ((1, 0), (2, 0), (4, 2)):
-        again = EarlyStop("val/acc", patience=patience, mode="max", strict=False)
+        again = EarlyStop("val/acc", patience=patience, mode="max")
         again.load_state_dict(before)
         assert fit(STUCK, 16, again).trainer.current_epoch == epochs
