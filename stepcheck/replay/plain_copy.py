@@ -120,6 +120,8 @@ class PlainCopy:
         for name, parameter in self.module.named_parameters():
             if name in self.compared:
                 handles.append(parameter.register_hook(partial(computed.add, name)))
+            if name in self.trained:
+                handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         try:
             for compute, random_state, state in micro_batches:
                 for name, part in self.module.named_modules():
@@ -129,7 +131,6 @@ class PlainCopy:
                     loss = compute(self.module)
                     _backward(loss / divisor * scale)
                 computed.losses.append(loss.detach())
-                self.module.zero_grad(set_to_none=True)
             if then:
                 for name, parameter in self.module.named_parameters():
                     if name in computed.gradients:
@@ -204,6 +205,10 @@ def _forward(norm: Any, forward: Callable[..., Tensor], *args: Any) -> Tensor:
         return forward(*args)
     finally:
         norm._parameters = own
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _backward(loss: Tensor) -> None:

@@ -52,7 +52,9 @@ class Recorder:
         self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batches, each with its epoch, and
         # the random state before this epoch
         self._iterators = 0
+        self._fetching = False  # whether a loader makes a batch now, for which its data set may call modules
         self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
+        self._has_precision = False
         self._before: Any = None  # random state before the first module call since the last backward pass
         self._buffers: dict[int, Tensor] = {}  # before the step, by id
         self._unscaled: Tensor | None = None  # the loss before GradScaler scaled it
@@ -76,16 +78,23 @@ class Recorder:
         return self._keep_batches(iterate(loader), epoch, state)
 
     def _keep_batches(self, batches: Iterator[Any], epoch: int, state: Any) -> Iterator[Any]:
-        for batch in batches:
-            self._fetched.append((_copied(batch), epoch, state))
-            yield batch
+        try:
+            self._fetching = True
+            for batch in batches:
+                self._fetching = False
+                self._fetched.append((_copied(batch), epoch, state))
+                yield batch
+                self._fetching = True
+        finally:
+            self._fetching = False
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._fetching:
             return
+        self._before = self._before or random_state()
         weight = next(module.parameters(), None)
-        if self._before is None and weight is not None:  # an augmentation is a module without weights
-            self._before = random_state()
+        if weight is not None and not self._has_precision:  # a module without weights may run outside of autocast
+            self._has_precision = True
             self._note_precision(weight)
         self._seen += [tensor.detach() for tensor in tensors_in(inputs)]
         for buffer in module.buffers() if self._step is None else ():
