@@ -201,6 +201,12 @@ class Audit:
                 self._totals.add_used_weight(index, parameter)
 
     @guarded
+    def watch_gradients(self) -> None:
+        """Watches the gradients of the trained parameters. Each forward pass of the module does so too, but a training
+        step of Lightning may call only parts of the module."""
+        self._hooks.watch_gradients()
+
+    @guarded
     def begin(self) -> None:
         """Begins a step, unless it has begun or is not audited."""
         self._begin_step()
@@ -310,7 +316,7 @@ class Audit:
         Args:
             skipped: Whether the engine left the update out, because a gradient overflowed.
         """
-        if self.running and self.replay is not None:
+        if self.running and self.replay is not None and not skipped:
             self.replay.judge()
         start = time.perf_counter()
         before = len(self.verdict.findings)

@@ -15,9 +15,9 @@ def assert_agrees(
     strategies: Sequence[str] = (),
     devices: int = 1,
     steps: int = 20,
-    accumulate: int = 1,
-    precision: str = "32-true",
-    gradient_clip_val: float = 0.0,
+    accumulate: int | None = None,
+    precision: str | None = None,
+    gradient_clip_val: float | None = None,
     module_options: Mapping[str, Any] | None = None,
     datamodule_options: Mapping[str, Any] | None = None,
 ) -> None:
@@ -30,9 +30,10 @@ def assert_agrees(
             stage, also with offload, or ddp if DeepSpeed is not installed.
         devices: Number of ranks. They use GPUs if there are enough.
         steps: Number of optimizer steps.
-        accumulate: Number of micro-batches per step.
-        precision: Precision of the training, by Lightning's names.
-        gradient_clip_val: Largest norm of the gradients, or 0 for no clipping.
+        accumulate: Number of micro-batches per step. The default is that of a configuration file, or 1.
+        precision: Precision of the training, by Lightning's names. The default is that of a configuration file, or
+            "32-true".
+        gradient_clip_val: Largest norm of the gradients. The default is that of a configuration file, or no clipping.
         module_options: Arguments of the module's class.
         datamodule_options: Arguments of the data module's class.
 
@@ -47,8 +48,9 @@ def assert_agrees(
     for part, given in (("module", module_options), ("datamodule", datamodule_options)):
         for name, value in (given or {}).items():
             options[f"{part}.{name}"] = value if isinstance(value, str) else json.dumps(value)
-    maths = {"precision": precision, "clip": gradient_clip_val}
-    cases = cases_of(options, strategies, [accumulate], maths, ranks=devices, steps=steps)
+    given = {"precision": precision, "clip": gradient_clip_val}
+    maths = {name: value for name, value in given.items() if value is not None}
+    cases = cases_of(options, strategies, [accumulate] if accumulate else [], maths, ranks=devices, steps=steps)
     results = train(cases)
     failed = [f"{each['engine']}: {each['outcome']}: {each['summary']}" for each in results if not each["passed"]]
     assert not failed, "\n".join(failed)

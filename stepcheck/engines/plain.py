@@ -41,6 +41,7 @@ class PlainAdapter(EngineAdapter):
         unscale gradients report to this adapter (see `watch`)."""
         watch()
         super().attach(audit)
+        self.audit = audit
         ends = self.optimizer.register_step_post_hook(Hook(lambda *_: audit.depth or audit.end_step()))
         WATCHED[id(self.optimizer)] = self
         audit.undo.callback(ends.remove)
@@ -138,6 +139,7 @@ def watch() -> None:
             if hasattr(module, name):
                 wrap_function(module, name, _clip)
     wrap_function(torch.amp.GradScaler, "unscale_", _unscale)
+    wrap_function(torch.amp.GradScaler, "step", _step)
 
 
 def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,3 +170,13 @@ def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
     with adapter.changes_accepted():
         unscale(scaler, optimizer)
     adapter.scaled_by = scaler.get_scale()
+
+
+def _step(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ends the audited step also if the scaler does not call the optimizer, because a gradient overflowed."""
+    adapter = WATCHED.get(id(optimizer))
+    before = adapter.audit.step if adapter else 0
+    result = step(scaler, optimizer, *args, **kwargs)
+    if adapter and adapter.audit.step == before:
+        adapter.audit.end_step(skipped=True)
+    return result

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from stepcheck.auditor import Audit, audit
 from stepcheck.engines import NotAuditable
+from stepcheck.engines.adapter import RankInfo
 from stepcheck.lightning.user_hooks import UserHooks, optimizer_of
 from stepcheck.patch import wrap_function
 from stepcheck.replay import Replay
@@ -55,7 +56,7 @@ class StepCheck(Callback):
             steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
             only: Regular expression that is searched in the names of weights. Only the gradients of matching weights
-                are compared; the others need no memory.
+                are kept and compared.
             outputs: Whether to compare the outputs of all submodules in replayed steps.
             on_fault: Whether to raise StepCheckError at the first step with a fault, or to print this fault and
                 continue.
@@ -71,7 +72,7 @@ class StepCheck(Callback):
         self._copy: Any = None
         self._start: Start | None = None
         self._replay: Replay | None = None
-        self._seen = 0  # the last step in which the schedules were compared
+        self._seen = -1  # the step in which the schedules were last compared
         self._positions: dict[int, int] = {}  # of the schedules, by their number
         self._unjudged: dict[str, str] = {}  # what is not judged of any optimizer, and why
 
@@ -87,7 +88,7 @@ class StepCheck(Callback):
         if stage != "fit":
             return
         self.verdicts, self._audits, self._replay, self._copy = [], [], None, None
-        self._positions, self._unjudged = {}, {}
+        self._seen, self._positions, self._unjudged = -1, {}, {}
         if self.count or self.replays["every"] or self.replays["steps"]:
             try:
                 self._copy = copy.deepcopy(pl_module)  # Lightning leaves the trainer out
@@ -108,20 +109,24 @@ class StepCheck(Callback):
         vars(pl_module).pop("configure_optimizers", None)
         if not pl_module.automatic_optimization and self._copy is not None:
             self._unjudged["replays"] = "the module steps its optimizers itself"
-            self._copy = None
-        if self._copy is not None:
-            self._replay = self._build_replay(trainer)
+        self._replay = self._build_replay(trainer)
         for optimizer in trainer.optimizers:
             self._audit(trainer, pl_module, optimizer)
 
     def _audit(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         replay = self._replay if len(trainer.optimizers) == 1 else None
         model: Any = trainer.strategy.model  # DeepSpeed's engine has its optimizer itself
+        audited, reason = None, ""
         try:
             audited = audit(model, optimizer, on_fault=self.on_fault, start=self._start, replay=replay)
         except Exception as error:  # NotAuditable, or the check's own: it must not end the training
             what = "" if isinstance(error, NotAuditable) else f"the audit fails: {type(error).__name__}: "
-            self.verdicts.append(Verdict(not_judged={"all steps": f"{what}{error}"}))
+            reason = f"{what}{error}"
+        reason = first_reason(reason)
+        if audited is None or reason:
+            if audited is not None:
+                audited.detach()
+            self.verdicts.append(Verdict(not_judged={"all steps": reason}))
             self._replay = None
             return
         self._audits.append(audited)
@@ -133,7 +138,7 @@ class StepCheck(Callback):
                 audited.add(
                     "clipping", 2.0, f"the engine clips to {audited.adapter.clip_limit()}, and {limit} was given"
                 )
-            hooks = UserHooks(trainer, module)
+            hooks = UserHooks(trainer, module, audited.adapter.clip_limit())
             if replay is not None and hooks.names:
                 replay.then = partial(self._run_hooks, hooks, audited)
             elif hooks.names:
@@ -150,56 +155,63 @@ class StepCheck(Callback):
             audited.verdict.not_judged[f"what {' and '.join(hooks.names)} changes"] = text
 
     def _build_replay(self, trainer: Trainer) -> Replay | None:
-        plain = self._copy
-        try:
-            build_copy(plain, trainer)
-        except Exception as error:  # the module's code may raise anything
-            self._unjudged["replays"] = f"building a copy of the module fails ({type(error).__name__}: {error})"
-            return None
-        return Replay(plain, **self.replays, internal=INTERNAL)
+        """Returns the replay of the copy, or None on all ranks if a rank cannot make its copy."""
+        plain, self._copy = self._copy, None
+        reason = first_reason(self._unjudged.get("replays", ""))
+        if plain is not None and not reason:
+            try:
+                build_copy(plain, trainer)
+            except Exception as error:  # the module's code may raise anything
+                reason = f"building a copy of the module fails ({type(error).__name__}: {error})"
+            reason = first_reason(reason)
+        if reason:
+            self._unjudged["replays"] = reason
+        return None if plain is None or reason else Replay(plain, **self.replays, internal=INTERNAL)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Numbers the steps as the run does, also if it is resumed, and spreads the `count` replays over the run."""
         for each in self._audits:
             each.step = trainer.global_step + 1
+        wrap_function(trainer.strategy, "training_step", partial(self._training_step, trainer))
         if self._replay is None:
             return
-        wrap_function(trainer.strategy, "on_train_batch_start", partial(self._on_micro_batch, trainer))
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
-        if self.count and total < math.inf:
+        if self.count and 0 < total < math.inf:
             parts = max(self.count - 1, 1)
             self._replay.steps |= {first + round(part * (total - first) / parts) for part in range(self.count)}
         elif self.count:
             self._unjudged["replays"] = "the number of steps is unknown: give replay_every or steps"
 
-    def _on_micro_batch(self, trainer: Trainer, start: Callable[..., None], batch: Any, batch_idx: int) -> None:
+    def _training_step(self, trainer: Trainer, training_step: Callable[..., Any], *arguments: Any) -> Any:
         """Passes a micro-batch to the replay. Lightning calls this method of the strategy after all hooks that may
-        change the micro-batch or the module."""
-        start(batch, batch_idx)
-        assert self._replay is not None
-        kept = cloned(batch) if self._replay.chooses(self._audits[0].step) else None
-        self._replay.micro_batch(partial(loss_of, trainer, kept, batch_idx))
+        change the micro-batch or the module, and not for a micro-batch that a hook leaves out."""
+        for each in self._audits:
+            each.watch_gradients()
+        if self._replay is not None:
+            kept = cloned(arguments) if self._replay.chooses(self._audits[0].step) else ()
+            self._replay.micro_batch(partial(loss_of, trainer, kept))
+        return training_step(*arguments)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Passes the loss of a micro-batch to the replay."""
-        if self._replay is not None:
-            self._replay.loss(loss)
+        if self._replay is not None and self._replay.actual is not None:
+            self._replay.loss(without_scale(trainer, loss))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Reports learning-rate schedules with the interval "step" that have moved more than once since the last
-        step."""
-        for audited in self._audits[:1]:
-            if audited.step == self._seen:
-                continue
-            self._seen = audited.step
-            for number, config in enumerate(trainer.lr_scheduler_configs):
-                position = int(getattr(config.scheduler, "last_epoch", 0))
-                moved = position - self._positions.get(number, position)
-                self._positions[number] = position
-                if moved > 1 and config.interval == "step":
-                    audited.add(
-                        "options", 2.0, f"the learning-rate schedule was moved {moved} times since the last step"
-                    )
+        """Reports learning-rate schedules with the interval "step" that have moved more than once per step. In manual
+        optimization, the module moves its schedules itself."""
+        if not self._audits or not pl_module.automatic_optimization:
+            return
+        audited = self._audits[0]
+        # Lightning counts steps that its GradScaler leaves out, and DeepSpeed's engine ends a step in its own way.
+        step = audited.step if audited.adapter.owns_step else trainer.global_step
+        steps, self._seen = step - self._seen, step
+        for number, config in enumerate(trainer.lr_scheduler_configs if steps else ()):
+            position = int(getattr(config.scheduler, "last_epoch", 0))
+            moved = position - self._positions.get(number, position)
+            self._positions[number] = position
+            if moved > steps and config.interval == "step":
+                audited.add("options", 2.0, f"the learning-rate schedule was moved {moved} times since the last step")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the verdict, and writes it to the file if one was given."""
@@ -212,7 +224,7 @@ class StepCheck(Callback):
         self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        vars(trainer.strategy).pop("on_train_batch_start", None)
+        vars(trainer.strategy).pop("training_step", None)
         for each in self._audits:
             each.detach()
         self._audits = []
@@ -236,18 +248,31 @@ def build_copy(copied: Any, trainer: Trainer) -> None:
     copied.to(trainer.strategy.root_device)  # its buffers
 
 
-def loss_of(trainer: Trainer, batch: Any, batch_idx: int, module: Any) -> Tensor:
-    """Calls training_step on a copy of the batch, in Lightning's precision context. Returns its loss divided by the
+def first_reason(reason: str) -> str:
+    """Returns the first reason of all ranks, in rank order, or "". Every rank must call it, and then do the same,
+    because a rank would wait in vain for another that leaves out a collective."""
+    return next(filter(None, RankInfo.current().all_gather(reason)), "")
+
+
+def loss_of(trainer: Trainer, arguments: tuple[Any, ...], module: Any) -> Tensor:
+    """Calls training_step on copies of its arguments, in Lightning's precision context. Returns its loss divided by the
     number of micro-batches, without a loss scale."""
-    arguments = (cloned(batch), batch_idx)[: module.training_step.__code__.co_argcount - 1]
+    if any(isinstance(each, Iterator) for each in arguments):
+        raise TypeError("training_step takes its batches from an iterator")
     with trainer.precision_plugin.train_step_context():
-        outputs = module.training_step(*arguments)
+        outputs = module.training_step(*cloned(arguments))
     loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
     return loss / trainer.accumulate_grad_batches
 
 
-def cloned(batch: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.clone, batch)
+def without_scale(trainer: Trainer, loss: Tensor) -> Tensor:
+    """Returns a loss that is passed to `backward`, divided by the loss scale of Lightning's GradScaler."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return loss.detach() / (scaler.get_scale() if scaler else 1)
+
+
+def cloned(nested: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, nested)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,9 @@ from torch.nn import Module
 
 from stepcheck.engines.deepspeed import compile_no_collective
 
-GROUP_LISTS = {"param_groups", "base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
+GROUP_LISTS = {"param_groups", "base_lrs", "_last_lr", "lr_lambdas", "min_lrs"} | {
+    *("max_lrs", "base_momentums", "max_momentums"),  # of CyclicLR
+}
 """Attributes of torch's optimizers and schedulers that are lists with one element for each parameter group."""
 
 

@@ -23,12 +23,16 @@ class UserHooks:
     """Finds the user's HOOKS, of callbacks and of the module, that change gradients, by running them on a plain copy of
     the module."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule):
+    def __init__(self, trainer: Trainer, module: LightningModule, clip_limit: float):
         """Lists the hooks. The hooks of a callback or module with a true attribute `keeps_gradients` are left out,
-        because they change no gradients."""
+        because they change no gradients.
+
+        Args:
+            clip_limit: Norm to which the engine itself clips, or 0.
+        """
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         owners = [each for each in (*callbacks, module) if not getattr(each, "keeps_gradients", False)]
-        self.trainer, self.module = trainer, module
+        self.trainer, self.module, self.clip_limit = trainer, module, clip_limit
         self.hooks = [(owner, name) for owner in owners for name in HOOKS if _is_users(getattr(owner, name, None))]
         self.names = [f"{name} of {type(owner).__name__}" for owner, name in self.hooks]
 
@@ -58,8 +62,10 @@ class UserHooks:
 
     def _clip(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
         limit = gradient_clip_val or self.trainer.gradient_clip_val or 0.0
-        kind = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
-        Precision().clip_gradients(optimizer, limit, GradClipAlgorithmType(kind))
+        kind = GradClipAlgorithmType(gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm")
+        if kind == GradClipAlgorithmType.NORM and limit == self.clip_limit:  # the engine does this
+            return
+        Precision().clip_gradients(optimizer, limit, kind)
 
 
 def _gradients(module: Any) -> dict[str, Tensor]:

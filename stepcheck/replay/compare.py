@@ -46,6 +46,7 @@ class Compared:
     tolerance: float  # also relative
     elements: int
     explanation: str = ""
+    is_missing: bool = False  # in the training or in the replay
 
     @property
     def share(self) -> float:
@@ -56,7 +57,7 @@ class Compared:
         return self.error / self.tolerance
 
     def __str__(self) -> str:
-        size = "is missing" if self.error == math.inf else f"is off by {self.error:.2g} of its norm"
+        size = "is missing" if self.is_missing else f"is off by {self.error:.2g} of its norm"
         how = f"{size} (tolerance {self.tolerance:.1e}){self.explanation}"
         if self.kind == "output":
             return f"the output of {self.name} {how}"
@@ -125,7 +126,7 @@ def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> 
     )
     for name, high in exact.gradients.items():
         if name not in actual.gradients:
-            yield Compared("replayed gradient", name, math.inf, 0.0, high.numel(), ": the training computed none")
+            yield Compared("replayed gradient", name, math.inf, 0.0, high.numel(), ": the training computed none", True)
             continue
         if name not in low.gradients:
             continue
@@ -140,7 +141,7 @@ def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> 
     for name in actual.gradients.keys() - (exact.gradients.keys() & low.gradients.keys()):
         size = actual.gradients[name].numel()
         if actual.gradients[name].any():
-            yield Compared("replayed gradient", name, math.inf, 0.0, size, ": plain PyTorch computes none")
+            yield Compared("replayed gradient", name, math.inf, 0.0, size, ": plain PyTorch computes none", True)
 
 
 def _compared(

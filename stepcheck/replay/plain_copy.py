@@ -64,11 +64,24 @@ class PlainCopy:
         self._buffers: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = {torch.float32}
         self.trained: set[str] = set()
+        self.compared: set[str] = set()
         drop_weights(self.module)
 
-    def keep(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], trained: Collection[str]) -> None:
-        """Saves the weights, unsharded and in the dtype of the forward pass, and the buffers before a step."""
-        self._weights, self._buffers, self.trained = dict(weights), dict(buffers), {*trained}
+    def keep(
+        self,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        trained: Collection[str],
+        compared: Collection[str] | None = None,
+    ) -> None:
+        """Saves the weights, unsharded and in the dtype of the forward pass, and the buffers before a step.
+
+        Args:
+            trained: Names of the weights that require gradients.
+            compared: Names of the trained weights whose gradients a replay returns. The default is all of them.
+        """
+        self._weights, self._buffers = dict(weights), dict(buffers)
+        self.trained, self.compared = {*trained}, {*(trained if compared is None else compared)}
         self._dtypes = {each.dtype for each in weights.values() if each.is_floating_point()} or {torch.float32}
 
     def state_of(self, module: nn.Module) -> State:
@@ -98,14 +111,17 @@ class PlainCopy:
             scale: The loss scale, by which the engine multiplies each loss.
             watch: Registers hooks that keep outputs of submodules, and returns their handles.
             exact: Whether to compute in float64.
-            then: Called at the end with the copy, which has the gradients of the step.
+            then: Called at the end with the copy. It has the gradients of the step, in float32 or wider and without
+                the loss scale.
         """
         computed = Computed()
         self._restore(exact)
         handles = watch(self.module, computed)
         for name, parameter in self.module.named_parameters():
-            if name in self.trained:
+            if name in self.compared:
                 handles.append(parameter.register_hook(partial(computed.add, name)))
+            if name in self.trained:
+                handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         try:
             for compute, random_state, state in micro_batches:
                 for name, part in self.module.named_modules():
@@ -115,10 +131,11 @@ class PlainCopy:
                     loss = compute(self.module)
                     _backward(loss / divisor * scale)
                 computed.losses.append(loss.detach())
-                self.module.zero_grad(set_to_none=True)
             if then:
                 for name, parameter in self.module.named_parameters():
-                    parameter.grad = computed.gradients[name].to(parameter) if name in computed.gradients else None
+                    if name in computed.gradients:
+                        parameter.data = parameter.data.to(computed.gradients[name].dtype)
+                        parameter.grad = computed.gradients[name] / scale
                 then(self.module)
             computed.buffers = buffers_of(self.module)
         finally:
@@ -188,6 +205,10 @@ def _forward(norm: Any, forward: Callable[..., Tensor], *args: Any) -> Tensor:
         return forward(*args)
     finally:
         norm._parameters = own
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _backward(loss: Tensor) -> None:

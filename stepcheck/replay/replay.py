@@ -47,7 +47,7 @@ class Replay:
             every: Replay each step whose number is divisible by this; 0 for none.
             steps: Numbers of more steps to replay, from 1.
             only: Regular expression that is searched in the names of weights. Only the gradients of matching weights
-                are compared; the others need no memory.
+                are kept and compared.
             outputs: Whether to compare the outputs of all submodules, so that a fault names the first that differs.
             internal: Names of attributes of the module that a replay must not restore.
         """
@@ -71,9 +71,7 @@ class Replay:
         """Connects the replay to an audit. The engine must have been built."""
         self.audit = audit
         audit.adapter.prepare_copy(self.copy.module)
-        self.hooked = {
-            name for name, each in zip(audit.adapter.names, audit.adapter.parameters, strict=True) if _is_hooked(each)
-        }
+        audit.undo.callback(self._end)
 
     # What the training calls
     def micro_batch(self, compute: Callable[[nn.Module], Tensor]) -> None:
@@ -116,6 +114,9 @@ class Replay:
 
     def _judge(self) -> None:
         audit = self.audit
+        self.hooked = {
+            name for name, each in zip(audit.adapter.names, audit.adapter.parameters, strict=True) if _is_hooked(each)
+        }
         low = self._compute(then=self.then)
         same = low is not None and bool(self._try(lambda: self._is_identical(low)))
         answers, exact = audit.adapter.ranks.all_gather((self._error, same)), None
@@ -172,9 +173,10 @@ class Replay:
         if missing:
             raise ValueError(f"the trained module has no weight {missing[0]}")
         trained = {adapter.names[index] for index in adapter.trained if adapter.parameters[index].requires_grad}
-        self.copy.keep(
-            weights, buffers_of(adapter.module), {name for name in trained if self.only.search(name)} or trained
-        )
+        compared = {name for name in trained if self.only.search(name)}
+        if trained and not compared:
+            raise ValueError(f"no trained weight has a name with {self.only.pattern!r}, such as {min(trained)}")
+        self.copy.keep(weights, buffers_of(adapter.module), trained, compared)
         self.actual = Computed()
         self._handles = self._watch(adapter.module, self.actual)
 
@@ -212,7 +214,7 @@ class Replay:
     def _may_lack_gradients(self, low: Computed) -> bool:
         """Returns whether autocast may have lost gradients in the training and in the replay alike. Older releases of
         torch use a weight that was cast under `no_grad` again later (torch issue 142234)."""
-        return self.copy.autocasts and bool(self.copy.trained - low.gradients.keys() - self.hooked)
+        return self.copy.autocasts and bool(self.copy.compared - low.gradients.keys() - self.hooked)
 
     def _leave_out_unknown(self, actual: Computed, low: Computed) -> None:
         """Removes, in both, the values that cannot be compared: losses and outputs, if only one of both has them, and
@@ -239,9 +241,11 @@ class Replay:
         exact.gradients = {name: each for name, each in exact.gradients.items() if name not in self.hooked}
         exact.losses = exact.losses if low.losses else []
         exact.outputs = exact.outputs if low.outputs else []
-        errors = [each for own in audit.adapter.ranks.all_gather(compare.loss_errors(low, exact)) for each in own]
+        own_errors = self._try(lambda: compare.loss_errors(low, exact)) or []
+        errors = [each for own in audit.adapter.ranks.all_gather(own_errors) for each in own]
         rounding = compare.mean_square(errors)
-        compared = compare.worst(compare.compare(actual, low, exact, self.copy.lowest, rounding))
+        values = partial(compare.compare, actual, low, exact, self.copy.lowest, rounding)
+        compared = self._try(lambda: compare.worst(values())) or ()
         faults = {(each.kind, each.name): each.error for each in compared if each.share > 1}
         if any(audit.adapter.ranks.all_gather(bool(faults))):  # a module with experts computes on all ranks or on none
             self._try(lambda: self._judge_again(low, exact, faults))
@@ -282,7 +286,9 @@ class Replay:
 
 def _is_hooked(parameter: Any) -> bool:
     hooks = (getattr(parameter, "_backward_hooks", None) or {}).values()
-    return any(getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "deepspeed") for hook in hooks)
+    functions = [hook.func if isinstance(hook, partial) else hook for hook in hooks]
+    packages = {(getattr(each, "__module__", None) or "").partition(".")[0] for each in functions}
+    return bool(packages - {"torch", "deepspeed", "stepcheck"})
 
 
 def _compiles_random_numbers(module: nn.Module) -> bool:

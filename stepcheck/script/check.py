@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from stepcheck.lightning.callback import INTERNAL, build_copy, cloned, loss_of
+from stepcheck.lightning.callback import INTERNAL, build_copy, cloned, loss_of, without_scale
 from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import fit
 from stepcheck.patch import wrap_function
@@ -76,20 +76,20 @@ class ScriptCheck(Callback):
             self._names |= match_names(buffers, dict(pl_module.named_buffers()), self.renames)
         except UsageError as error:
             self.verdict.not_judged["buffers"] = str(error)
-        wrap_function(trainer.strategy, "on_train_batch_start", self._before_micro_batch)
+        wrap_function(trainer.strategy, "training_step", self._training_step)
         optimizer: Any = trainer.optimizers[0]
         optimizer.register_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
 
-    def _before_micro_batch(self, start: Callable[..., None], batch: Any, batch_idx: int) -> None:
+    def _training_step(self, training_step: Callable[..., Any], *arguments: Any) -> Any:
         """Sets the random state that the script had at this micro-batch and, at the first micro-batch of a step, the
         script's weights and buffers. Runs after all hooks that may change the micro-batch."""
-        start(batch, batch_idx)
         if len(self._micro_batches) in (0, self.recording.accumulate):
             self._begin_step()
         state = self.step.states[len(self._micro_batches)]
-        compute = partial(loss_of, self._trainer, cloned(batch), batch_idx)
+        compute = partial(loss_of, self._trainer, cloned(arguments))
         self._micro_batches.append((compute, state, self._copy.state_of(self._module)))
         set_random_state(state)
+        return training_step(*arguments)
 
     def _begin_step(self) -> None:
         self.number += 1
@@ -108,9 +108,8 @@ class ScriptCheck(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Records the loss of a micro-batch without the loss scale, and whether its forward pass drew the script's
         random numbers."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         number = len(self._computed.losses)
-        self._computed.losses.append(loss.detach().clone() / (scaler.get_scale() if scaler else 1))
+        self._computed.losses.append(without_scale(trainer, loss))
         self._draws_alike &= same_random_state(random_state(), self.step.states_after[number])
 
     def _after_step(self, optimizer: Any) -> None:
@@ -179,7 +178,7 @@ class ScriptCheck(Callback):
 
     def _describe(self, each: Compared, script: Computed) -> str:
         what = f"the script's {each.kind.removeprefix('replayed ')} of {each.name}"
-        if each.error == math.inf:
+        if each.is_missing:
             return f"{what} is missing in the {'module' if each.name in script.gradients else 'script'}"
         why = ""
         if each.share > 1 and each.kind == "replayed loss":

@@ -28,7 +28,11 @@ class RecordedBatches:
 
 def compare_batches(recording: Recording, loader: Iterable[Any], verdict: Verdict) -> None:
     """Compares the batches of the module's own loader with the script's batches, in order. Adds the first difference to
-    the verdict. At the start of each epoch, sets the random state with which the script's loader began this epoch."""
+    the verdict. At the start of each epoch, sets the random state with which the script's loader began this epoch. Does
+    not judge a recording without the batches of skipped steps."""
+    if recording.skipped:
+        verdict.not_judged["batches"] = "the script skipped steps that overflowed"
+        return
     epoch, own = None, iter(())
     for number in range(1, recording.steps + 1):
         step = recording.step(number)

@@ -52,7 +52,9 @@ class Recorder:
         self._fetched: deque[tuple[Any, int, Any]] = deque(maxlen=FETCHED_AHEAD)  # batches, each with its epoch, and
         # the random state before this epoch
         self._iterators = 0
+        self._fetching = False  # whether a loader makes a batch now, for which its data set may call modules
         self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
+        self._has_precision = False
         self._before: Any = None  # random state before the first module call since the last backward pass
         self._buffers: dict[int, Tensor] = {}  # before the step, by id
         self._unscaled: Tensor | None = None  # the loss before GradScaler scaled it
@@ -68,6 +70,7 @@ class Recorder:
         wrap_function(torch.amp.GradScaler, "step", self._scaler_step)
         for module in (nn.utils, nn.utils.clip_grad):
             wrap_function(module, "clip_grad_norm_", self._clip)
+            wrap_function(module, "clip_grad_value_", self._clip_by_value)
 
     def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
         state, epoch = random_state(), self._iterators
@@ -75,22 +78,29 @@ class Recorder:
         return self._keep_batches(iterate(loader), epoch, state)
 
     def _keep_batches(self, batches: Iterator[Any], epoch: int, state: Any) -> Iterator[Any]:
-        for batch in batches:
-            self._fetched.append((_copied(batch), epoch, state))
-            yield batch
+        try:
+            self._fetching = True
+            for batch in batches:
+                self._fetching = False
+                self._fetched.append((_copied(batch), epoch, state))
+                yield batch
+                self._fetching = True
+        finally:
+            self._fetching = False
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._fetching:
             return
-        if self._before is None:
-            self._before = random_state()
-            self._note_precision(module)
+        self._before = self._before or random_state()
+        weight = next(module.parameters(), None)
+        if weight is not None and not self._has_precision:  # a module without weights may run outside of autocast
+            self._has_precision = True
+            self._note_precision(weight)
         self._seen += [tensor.detach() for tensor in tensors_in(inputs)]
         for buffer in module.buffers() if self._step is None else ():
             self._buffers.setdefault(id(buffer), _copied(buffer))
 
-    def _note_precision(self, module: nn.Module) -> None:
-        weight = next(module.parameters(), torch.zeros(()))
+    def _note_precision(self, weight: Tensor) -> None:
         if torch.is_autocast_enabled(weight.device.type):
             self.recording.precision = MIXED[torch.get_autocast_dtype(weight.device.type)]
         elif weight.dtype in TRUE:
@@ -104,6 +114,7 @@ class Recorder:
         result = step(*args, **kwargs)
         if self._step is not None:  # gradients overflowed
             self._step, self.recording.skipped = None, self.recording.skipped + 1
+            self._buffers = {}
         return result
 
     def _clip(self, clip: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
@@ -111,6 +122,9 @@ class Recorder:
             raise Refused(f"it clips the gradients by their {norm_type}-norm, and Lightning by their 2-norm")
         self.recording.gradient_clip_val = float(max_norm)
         return clip(parameters, max_norm, norm_type, **kwargs)
+
+    def _clip_by_value(self, *_: Any, **__: Any) -> Any:
+        raise Refused("it clips each element of the gradients, and Lightning would clip their 2-norm")
 
     def _backward(self, backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch, epoch, state = self._trained_on()
@@ -129,16 +143,17 @@ class Recorder:
 
     def _trained_on(self) -> tuple[Any, int, Any]:
         """Returns the batch of the current micro-batch, the number of its epoch, and the random state before this
-        epoch. The batch is the oldest fetched one of which a module has received a tensor since the last backward pass,
-        or else the last fetched one. Drops the batches before it. Raises Refused if there is no batch."""
+        epoch. The batch is the fetched one of which modules have received the most tensors since the last backward
+        pass, and the newest of equals. Drops the batches before it. Raises Refused if there is no batch."""
         if not self._fetched:
             raise Refused("its loop must take its batches from a torch DataLoader")
-        while len(self._fetched) > 1 and not self._was_seen(self._fetched[0][0]):
+        counts = [self._count_seen(batch) for batch, *_ in self._fetched]
+        for _ in range(max(range(len(counts)), key=lambda number: (counts[number], number))):
             self._fetched.popleft()
         return self._fetched[0]
 
-    def _was_seen(self, batch: Any) -> bool:
-        return any(_is_same(tensor, seen) for tensor in tensors_in(batch) for seen in self._seen)
+    def _count_seen(self, batch: Any) -> int:
+        return sum(any(_is_same(tensor, seen) for seen in self._seen) for tensor in tensors_in(batch))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         step, recording = self._step, self.recording
@@ -216,7 +231,7 @@ def _copied(nested: Any) -> Any:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and same_values(one, other.cpu())
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and same_values(one, other.cpu())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from stepcheck.__main__ import main
-from stepcheck.verdict import Finding
+from stepcheck.accept.cases import STEPS, Case
+from stepcheck.accept.command import _judge
+from stepcheck.verdict import Finding, Verdict
 from tests.support.suite import ROOT, of_test_all, run_python
 
 FAULTS = {
@@ -152,3 +154,11 @@ def test_a_planted_fault_is_found_at_its_step_with_its_tensor(fault: str, tmp_pa
 def test_wrong_flags_end_with_exit_code_2(flags: str, named: str, capsys: pytest.CaptureFixture[str]):
     assert main(["accept", *flags.split()]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "outcome"), [(STEPS - 1, "different"), (STEPS, "known")])
+def test_a_known_fault_passes_only_if_all_steps_were_audited(steps: int, outcome: str):
+    case = Case("float16, clipped", strategy="deepspeed_stage_0", precision="float16")
+    verdict = Verdict(steps=steps)
+    verdict.add(1, "loss", 2.0, "the loss of micro-batch 1 is scaled by 1 instead of 256")
+    assert _judge(case, {**verdict.as_dict(), "took": 1.0})["outcome"] == outcome

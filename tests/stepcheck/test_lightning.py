@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pytest.importorskip("lightning", reason="needs lightning")
 
@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import MixedPrecision
 
 from stepcheck import StepCheckError, Verdict
 from stepcheck.lightning import StepCheck
@@ -154,12 +155,56 @@ class Frozen(Two):
         return torch.optim.AdamW([{"params": self.net[0].parameters()}, {"params": self.net[2].parameters()}], lr=0.05)
 
 
+class Cyclic(Frozen):
+    """A module whose schedule keeps several numbers for each parameter group."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": CyclicLR(optimizer, 0.001, 0.1), "interval": "step"}]
+
+
+class Skips(Two):
+    """A module that leaves out the rest of an epoch, in the middle of a step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 4 else None
+
+
+class Thaws(Frozen):
+    """A module whose first layer is trained from the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(self.trainer.global_step > 1)
+
+
+class ClampsLater(Two):
+    """A module whose gradients are clamped by hooks that it adds at the start of the training."""
+
+    def on_train_start(self) -> None:
+        for each in self.parameters():
+            each.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class ClipsAsGiven(Two):
+    """A module that logs before it clips as the Trainer would."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *arguments: Any, **options: Any) -> None:
+        self.log("lr", optimizer.param_groups[0]["lr"])
+        self.clip_gradients(optimizer, *arguments, **options)
+
+
+MAY = (Counting, Weighted, Momentum, Scheduled, EachEpoch, Validated, Reads, Frozen, Cyclic, Skips, ClipsAsGiven)
+
+OPTIONS: Any = {Validated: VALIDATES, ClipsAsGiven: {"gradient_clip_val": 0.1}}
+"""Options of the Trainer, by module."""
+
+
 @pytest.mark.parametrize("stage", [None, 2, 3])
-@pytest.mark.parametrize("module", [Counting, Weighted, Momentum, Scheduled, EachEpoch, Validated, Reads, Frozen])
+@pytest.mark.parametrize("module", MAY)
 def test_a_module_may_do_this(module: Any, stage: int | None):
     if module is Momentum and stage == 3:
         pytest.skip("ZeRO 3 has no weights to write outside of a module's forward pass")
-    options = VALIDATES if module is Validated else {}
+    options = OPTIONS.get(module, {})
     verdict = verdict_of(module(), stage=stage, accumulate_grad_batches=2, **options)
     assert (verdict.outcome, verdict.steps) == ("agrees", 4), str(verdict)
     assert verdict.replayed == verdict.identical == 4, str(verdict)
@@ -316,6 +361,78 @@ def test_a_resumed_run_counts_its_steps_and_continues_its_schedule(tmp_path: Pat
     trainer = Trainer(accelerator="cpu", max_steps=6, callbacks=[check], **QUIET)
     trainer.fit(Scheduled(), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
     assert (check.verdict.outcome, check.verdict.steps, check.verdict.replayed) == ("agrees", 3, 1)
+
+
+def overflowing() -> Any:
+    """Returns Lightning's plugin for float16, with a loss scale that overflows in the first steps."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**21, growth_interval=1000))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_that_overflows_is_no_fault(accumulate: int):
+    options: Any = {"plugins": overflowing(), "accumulate_grad_batches": accumulate}
+    verdict = verdict_of(Scheduled(), steps=12, **options)
+    assert (verdict.outcome, verdict.findings) == ("agrees", []), str(verdict)
+    assert 0 < verdict.skipped < 12
+    assert verdict.steps == verdict.replayed == 12 - verdict.skipped
+    assert not verdict.notes
+
+
+@pytest.mark.parametrize("module", [Thaws, ClampsLater])
+def test_gradients_are_seen_as_the_hooks_of_the_module_leave_them(module: Any):
+    verdict = verdict_of(module(), accumulate_grad_batches=2)
+    assert (verdict.outcome, verdict.steps, verdict.replayed) == ("agrees", 4, 4), str(verdict)
+    assert ("hooks on parameters may change them" in str(verdict)) == (module is ClampsLater)
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([(torch.randn(24), 0) for _ in range(12)])
+
+
+class Streams(Two):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Endless(), 4)
+
+
+def test_steps_cannot_be_spread_over_a_run_of_unknown_length():
+    verdict = verdict_of(Streams(), check=StepCheck(count=20), steps=-1, max_epochs=1)
+    assert (verdict.steps, verdict.replayed) == (3, 0)
+    assert "the number of steps is unknown" in str(verdict)
+
+
+class ManualTwice(Two):
+    """A module that steps two optimizers, one of them twice, and each one's schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        schedules: Any = self.lr_schedulers()
+        for number in (0, 1, 1):
+            loss = super().training_step(batch, batch_idx)
+            optimizers[number].zero_grad()
+            self.manual_backward(loss)
+            optimizers[number].step()
+            schedules[number].step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.SGD(self.net[number].parameters(), lr=0.05) for number in (0, 2)]
+        return optimizers, [{"scheduler": LambdaLR(each, lambda _: 1.0), "interval": "step"} for each in optimizers]
+
+
+def test_schedules_of_manual_optimization_are_the_modules_own():
+    verdict = verdict_of(ManualTwice(), check=StepCheck(on_fault="warn"), steps=12)
+    assert not verdict.findings, str(verdict)
+
+
+def test_an_audit_that_fails_on_another_rank_ends_on_this_rank_too(monkeypatch: pytest.MonkeyPatch):
+    reasons = iter(["", "", "no space on rank 1"])  # of the copy, of its setup and of the audit
+    monkeypatch.setattr("stepcheck.lightning.callback.first_reason", lambda reason: next(reasons))
+    verdict = verdict_of(Two())
+    assert (verdict.outcome, verdict.not_judged) == ("not judged", {"all steps": "no space on rank 1"})
 
 
 class Infinite(Two):

@@ -20,11 +20,14 @@ from stepcheck.lightning.module import cases_of, parse_cases, train
 from stepcheck.lightning.user_classes import build_parts
 from stepcheck.testing import assert_agrees
 from stepcheck.usage import UsageError
+from stepcheck.verdict import Verdict
 from tests.support.suite import HANG_SECONDS, of_test_all, run_python
 from tests.users_code.own_code import Alone, StreamData
 from tests.users_code.own_modules import MODULES
 
 MODULE = """
+import os
+
 import lightning
 import torch
 from torch import nn
@@ -63,6 +66,19 @@ class ForgetsMomentum(Healthy):
     def on_load_checkpoint(self, checkpoint):
         for state in checkpoint["optimizer_states"][0]["state"].values():
             state["momentum_buffer"].zero_()
+
+class CopiedOnOneRank(Healthy):
+    def __init__(self):
+        super().__init__()
+        self.log_file = open(os.devnull) if os.environ["RANK"] == "0" else None
+
+class SetUpOnceOnOneRank(Healthy):
+    calls = 0
+
+    def setup(self, stage):
+        SetUpOnceOnOneRank.calls += 1
+        if SetUpOnceOnOneRank.calls > 1 and os.environ["RANK"] == "0":
+            raise ValueError("was set up before")
 
 class NeedsVocab(lightning.LightningModule):
     def __init__(self, vocab, width=4):
@@ -118,10 +134,16 @@ RESUMED = {
 """The beginning of the first finding, by module, strategy and the step after which the run is resumed. An epoch of two
 ranks has 12 batches. Lightning's loader starts it again if it was saved within one."""
 
+UNCOPIED = {
+    "CopiedOnOneRank": "not judged: replays, because the module cannot be copied (TypeError",
+    "SetUpOnceOnOneRank": "not judged: replays, because building a copy of the module fails (ValueError",
+}
+"""Modules that rank 0 alone cannot replay, and the beginning of the summary."""
+
 REFUSED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "--module uses manual optimization": ({"manual": "true"}, {}),
     "--module has several optimizers": ({"optimizers": "2"}, {}),
-    "--module: own.py, line 11: ValueError: no good": ({"fails": "true"}, {}),
+    "--module: own.py, line 13: ValueError: no good": ({"fails": "true"}, {}),
     '--module: Parser key "module.lr"': ({"lr": "much"}, {}),
     "--accumulate 5 does not divide the 12 batches of an epoch": ({}, {"accumulate": 5}),
     "--trainer: Trainer.__init__() got an unexpected keyword argument 'max_epoch'": ({}, {"trainer": {"max_epoch": 3}}),
@@ -132,10 +154,11 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def verdicts(file: str) -> list[dict[str, Any]]:
-    """Trains the cases of RESUMED and REFUSED in one launch, and returns their verdicts."""
+    """Trains the cases of RESUMED, UNCOPIED and REFUSED in one launch, and returns their verdicts."""
     cases = [
         ModuleCase(classes(file, name), strategy, ranks=2, steps=16, resume_at=step) for name, strategy, step in RESUMED
     ]
+    cases += [ModuleCase(classes(file, name), ranks=2, steps=4) for name in UNCOPIED]
     cases += [ModuleCase(classes(file, **own), ranks=2, **fields) for own, fields in REFUSED.values()]
     return train_cases(
         cases,
@@ -154,8 +177,15 @@ def test_a_resumed_run_is_compared_with_the_run_that_continued(verdicts: list[di
 
 
 @pytest.mark.distributed
+def test_no_rank_replays_a_module_that_one_rank_cannot_copy(verdicts: list[dict[str, Any]]):
+    for verdict, text in zip(verdicts[len(RESUMED) :], UNCOPIED.values(), strict=False):
+        assert (verdict["steps"], verdict["replayed"]) == (4, 0), verdict
+        assert text in str(Verdict(not_judged=verdict["not_judged"]))
+
+
+@pytest.mark.distributed
 def test_what_only_the_ranks_can_tell_is_refused(verdicts: list[dict[str, Any]]):
-    for verdict, text in zip(verdicts[len(RESUMED) :], REFUSED, strict=True):
+    for verdict, text in zip(verdicts[-len(REFUSED) :], REFUSED, strict=True):
         assert verdict.get("refused", "").startswith(text), verdict
 
 
@@ -171,9 +201,10 @@ def test_modules_as_people_have_them(precision: str):
     assert not failed
 
 
-def test_a_demo_of_lightning_in_a_test(capsys: pytest.CaptureFixture[str]):
-    """It fails if an earlier case is still in memory."""
-    strategies = ["deepspeed_stage_2", "deepspeed_stage_3_offload", "deepspeed_stage_0"]
+def test_a_demo_of_lightning_in_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It fails if an earlier case is still in memory, or if the defaults contradict a file."""
+    (tmp_path / "zero.json").write_text('{"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}')
+    strategies = [str(tmp_path / "zero.json"), "deepspeed_stage_3_offload", "deepspeed_stage_0"]
     assert_agrees(Alone, StreamData, strategies=strategies, steps=4)
     assert capsys.readouterr().out.count("agrees") == 3
 

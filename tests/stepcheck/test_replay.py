@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stepcheck import Replay, audit
 from stepcheck.engines.adapter import plain_name
 from stepcheck.replay import compare, memory
 from stepcheck.replay import replay as replay_module
-from stepcheck.replay.plain_copy import PlainCopy
+from stepcheck.replay.plain_copy import PlainCopy, buffers_of
+from stepcheck.replay.random_state import random_state
 
 WIDTH, STEPS = 48, 3
 
@@ -212,12 +214,69 @@ def test_a_value_that_is_not_a_number_is_the_worst_of_its_kind():
     )
     assert [*compare.worst([first, wrong])] == [wrong]
     assert wrong.share > 1
+    assert "is off by inf of its norm" in str(compare.Compared("replayed gradient", "a", math.inf, 1e-3, 1))
 
 
 def test_only_chosen_weights_are_compared():
     change = after("first", Scaled.apply)
     assert train(change, only="second|third")[0].outcome == "agrees"
     assert train(change, only="first")[0].outcome == "different"
+    assert "no trained weight has a name with 'frist', such as batch_norm.bias" in str(train(only="frist")[0])
+
+
+class Recomputed(Model):
+    """A model whose second layer is computed again in the backward pass, without gradients if its input needs none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.batch_norm(self.first(x)))
+        return self.third(checkpoint(self.second, x, use_reentrant=True)) * self.scale
+
+
+def test_chosen_weights_in_reentrant_checkpointing_are_compared():
+    verdict, _ = train(kind=Recomputed, only="second")
+    assert (verdict.outcome, verdict.replayed) == ("agrees", STEPS), str(verdict)
+
+
+class OtherInFloat64(Model):
+    """A model that calls one module less in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.batch_norm(self.first(x)))
+        return self.third(x if x.dtype == torch.float64 else self.layer_norm(x)) * self.scale
+
+
+def test_an_error_of_the_comparison_is_named_and_ends_nothing():
+    verdict, _ = train(use_other_kernels, kind=OtherInFloat64, outputs=True)
+    assert verdict.steps == STEPS
+    assert not verdict.findings
+    assert verdict.not_judged["the replay of step 1"].startswith("ValueError: zip() argument"), str(verdict)
+
+
+def test_a_hook_that_is_no_function_of_python_leaves_its_gradient_out():
+    verdict, _ = train(lambda model: model.first.weight.register_hook([].append))
+    assert (verdict.replayed, verdict.findings) == (STEPS, []), str(verdict)
+    assert "hooks on parameters may change them" in str(verdict)
+
+
+def test_an_audit_that_ends_within_a_step_leaves_no_hooks():
+    model = Model()
+    plain = Replay(copy.deepcopy(model), outputs=True)
+    with audit(model, torch.optim.SGD(model.parameters(), lr=0.1), replay=plain):
+        plain.micro_batch(lambda module: module(torch.randn(4, WIDTH)).sum())
+        assert model.first._forward_hooks
+    assert not any(each._forward_hooks for each in model.modules())
+
+
+def test_hooks_get_gradients_without_the_loss_scale():
+    model = Model().bfloat16()
+    plain, seen = PlainCopy(copy.deepcopy(model)), []
+    weights = {name: each.detach().clone() for name, each in model.named_parameters()}
+    batch = partial(loss_of, (torch.randn(16, WIDTH), torch.arange(16)), False), random_state(), {}
+    for scale in (1.0, 1024.0):
+        plain.keep(weights, buffers_of(model), weights)
+        plain.compute([batch], 1.0, scale, lambda *_: [], then=lambda module: seen.append(module.first.weight.grad))
+    assert seen[1].dtype == torch.float32
+    assert torch.allclose(*seen)
 
 
 def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,7 @@ from stepcheck.__main__ import main
 from stepcheck.lightning.user_classes import build_parts
 from stepcheck.script.check import check_script
 from stepcheck.script.command import record
+from stepcheck.script.data import compare_batches
 from stepcheck.script.recording import Recording, match_names, settings
 from stepcheck.usage import UsageError
 from stepcheck.verdict import Verdict
@@ -113,6 +114,7 @@ def test_scripts_of_other_libraries(library: str, tmp_path: Path):
         (f"{SCRIPT} --two_optimizers", "several optimizers"),
         (f"{SCRIPT} --lbfgs", "without a closure"),
         (f"{SCRIPT} --clip 1 --norm inf", "clips the gradients by their inf-norm"),
+        (f"{SCRIPT} --clip_values", "clips each element of the gradients"),
         (f"{FOLDER / 'migrated.py'}", "without an optimizer step"),
         (f"{SCRIPT} --unknown", "exit code 2"),
     ],
@@ -142,7 +144,8 @@ def test_a_mistake_on_the_command_line_is_refused(
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The script calls `model` what the module calls `net`. Its first steps overflow, and are left out."""
+    """The script calls `model` what the module calls `net`. Its first steps overflow, and are left out. Its data set
+    augments with a module, and all batches have the same mask."""
     script, module = tmp_path / "old.py", tmp_path / "new.py"
     module.write_text(
         "import torch\nfrom lightning.pytorch import LightningModule\n"
@@ -150,31 +153,52 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         "    def __init__(self, out: int):\n"
         "        super().__init__()\n"
         "        self.net = torch.nn.ModuleDict({'b': torch.nn.Linear(2, out), 'a': torch.nn.Linear(2, 2)})\n"
+        "        self.net['norm'], self.net['drop'] = torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5)\n"
         "    def training_step(self, batch):\n"
-        "        return self.net['b'](self.net['a'](batch[0])).square().mean()\n"
+        "        x, mask = batch\n"
+        "        x = self.net['drop'](self.net['norm'](self.net['a'](x)))\n"
+        "        return self.net['b'](x * mask).square().mean()\n"
         "    def configure_optimizers(self):\n"
         "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
     )
     script.write_text(
         "import torch\n"
+        "class Masked(torch.nn.Module):\n"
+        "    def forward(self, x, mask):\n"
+        "        return x * mask\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    augment = torch.nn.Dropout(0.1)\n"
+        "    def __len__(self):\n"
+        "        return 32\n"
+        "    def __getitem__(self, index):\n"
+        "        return self.augment(torch.randn(2)), torch.ones(2)\n"
         "torch.manual_seed(0)\n"
-        "model = torch.nn.ModuleDict({'first': torch.nn.Linear(2, 2), 'second': torch.nn.Linear(2, 3)})\n"
+        "model = torch.nn.ModuleDict({'first': torch.nn.Linear(2, 2), 'norm': torch.nn.BatchNorm1d(2),\n"
+        "    'drop': torch.nn.Dropout(0.5), 'masked': Masked(), 'second': torch.nn.Linear(2, 3)})\n"
         "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**127, growth_interval=1000)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "data = torch.utils.data.TensorDataset(torch.randn(8, 2))\n"
-        "for (x,) in torch.utils.data.DataLoader(data, batch_size=1):\n"
+        "for x, mask in torch.utils.data.DataLoader(Data(), batch_size=4):\n"
         "    optimizer.zero_grad()\n"
-        "    scaler.scale(model['second'](model['first'](x)).square().mean() / 8 * 8).backward()\n"
+        "    x = model['drop'](model['norm'](model['first'](x)))\n"
+        "    scaler.scale(model['second'](model['masked'](x, mask)).square().mean() / 8 * 8).backward()\n"
         "    scaler.step(optimizer)\n"
         "    scaler.update()\n"
     )
     junit = tmp_path / "junit.xml"
     arguments = ["script", str(script), f"{module}:M", "--module.out", "3", "--junit", str(junit)]
-    code = main([*arguments, "--rename", "first=net.a", "second=net.b"])
+    code = main([*arguments, "--rename", "first=net.a", "second=net.b", "norm=net.norm"])
     output = capsys.readouterr().out
     assert "5 steps audited, 3 skipped for overflow" in output
+    assert "5 computed again by plain PyTorch, bit-identical" in output
+    assert "buffers" not in output
     assert code == 0, output
     assert ElementTree.parse(junit).getroot().attrib["failures"] == "0"
+
+
+def test_batches_of_skipped_steps_are_not_recorded_and_not_judged(tmp_path: Path):
+    verdict = Verdict()
+    compare_batches(Recording(tmp_path, skipped=1, steps=1), [], verdict)
+    assert verdict.not_judged == {"batches": "the script skipped steps that overflowed"}
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def groups_of(model: nn.Module, decay_of_biases: float = 0.0) -> list[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in (
-        *("--amp", "--recompute", "--two_optimizers", "--lbfgs", "--tf32", "--resumed"),
+        *("--amp", "--recompute", "--two_optimizers", "--lbfgs", "--tf32", "--resumed", "--clip_values"),
         *("--sum", "--undivided", "--no_zero_grad", "--by_epoch", "--decay_all"),
     ):
         parser.add_argument(flag, action="store_true")
@@ -82,6 +82,8 @@ def main() -> None:
             if number % options.accumulate:
                 continue
             scaler.unscale_(optimizer)
+            if options.clip_values:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
             if options.clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip, options.norm)
             scaler.step(optimizer)
