@@ -262,13 +262,17 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
         pytest.param("baseline", [], id="baseline"),
         pytest.param("baseline", ["--trainer.val_check_interval", "4"], id="in mid-epoch"),
         pytest.param("baseline", ["--fast_loop", "false"], id="Lightning's loop", marks=of_test_all),
-        pytest.param("deepspeed_stage_2", [], id="deepspeed_stage_2", marks=of_test_all),
+        *(
+            pytest.param(strategy, [], id=strategy, marks=[of_test_all, pytest.mark.distributed])
+            for strategy in ("deepspeed_stage_2", "deepspeed_stage_3", "fsdp2")
+        ),
     ],
 )
 def test_a_best_checkpoint_resumes_after_its_validation(
     strategy: str, more: list[str], tmp_path: Path, small_data: list[str]
 ):
-    same = [*small_data, *SHORT, *RECORDS, "--strategy", strategy, "--devices", "1", "--save_top_k", "-1", *more]
+    ranks = 1 if strategy == "baseline" else 2
+    same = [*small_data, *SHORT, *RECORDS, "--strategy", strategy, "--devices", str(ranks), "--save_top_k", "-1", *more]
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     train_all({whole: same})
     best = sorted(run_folder_of(whole).rglob("best-*.ckpt"))
