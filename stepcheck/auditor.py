@@ -324,7 +324,7 @@ class Audit:
         if self.running or has_failed:
             try:
                 self._judge_step(skipped)
-            except Exception as error:  # the audit's own. The training goes on, and the audit ends with the next step
+            except Exception as error:  # the audit's own. The training continues, and the audit ends with the next step
                 self.error = _failure(error)
                 self.verdict.not_judged[f"step {self.step} and later steps"] = self.error
         findings = self.verdict.findings[before:]

@@ -87,7 +87,7 @@ class AuditBaseline:
             self.steps[step.number] = own
             return
         judge.verdict.notes.update({f"{what} has changed": how for what, how in self.changed.items()})
-        # Only rank 0 has saved its engines. Another rank counts them in another way if only some ranks train one.
+        # Only rank 0 has saved its engines. Another rank counts them differently if only some ranks train one.
         for kind, share, text in judge.adapter.ranks.all_gather([*self._compare(judge, step.number, own)])[0]:
             judge.verdict.add(step.number, kind, share, text)
 

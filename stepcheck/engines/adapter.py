@@ -34,9 +34,8 @@ def tensors_in(nested: Any) -> list[Tensor]:
 
 class Hook:
     """A hook of an audit on a module or an optimizer. It does nothing while torch traces a call (torch.compile,
-    torch.func or torch.jit.trace).
-    In a copy or a pickle of the module, the hook is replaced by one that does nothing, because the copy belongs to
-    another training or to a program without stepcheck."""
+    torch.func or torch.jit.trace). In a copy or a pickle of the module, the hook is replaced by one that does nothing,
+    because the copy belongs to another training or to a program without stepcheck."""
 
     def __init__(self, call: Callable[..., Any]):
         self.call = call
@@ -53,8 +52,10 @@ class Hook:
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have the same shape and values. NaN equals NaN. The dtypes may differ."""
-    if one.shape != other.shape or torch.equal(one, other):
-        return one.shape == other.shape
+    if one.shape != other.shape:
+        return False
+    if torch.equal(one, other):
+        return True
     return one.is_floating_point() and torch.allclose(one, other.to(one), rtol=0, atol=0, equal_nan=True)
 
 

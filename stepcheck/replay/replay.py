@@ -244,8 +244,8 @@ class Replay:
         own_errors = self._try(lambda: compare.loss_errors(low, exact)) or []
         errors = [each for own in audit.adapter.ranks.all_gather(own_errors) for each in own]
         rounding = compare.mean_square(errors)
-        values = partial(compare.compare, actual, low, exact, self.copy.lowest, rounding)
-        compared = self._try(lambda: compare.worst(values())) or ()
+        arguments = actual, low, exact, self.copy.lowest, rounding
+        compared = self._try(lambda: compare.worst(compare.compare(*arguments))) or ()
         faults = {(each.kind, each.name): each.error for each in compared if each.share > 1}
         if any(audit.adapter.ranks.all_gather(bool(faults))):  # a module with experts computes on all ranks or on none
             self._try(lambda: self._judge_again(low, exact, faults))
