@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 TRANSFORMS: Any = importlib.import_module("torch._C._functorch")
@@ -20,9 +21,16 @@ class NotAuditable(ValueError):
     """Raised for an engine that the audit cannot read."""
 
 
-def plain_name(name: str) -> str:
-    """Returns the name of a module or tensor without the prefixes that DDP and torch.compile add."""
-    return f"{name}.".replace("_orig_mod.", "").removeprefix("module.")[:-1]
+def plain_name(model: nn.Module, name: str) -> str:
+    """Returns the name of a module or tensor of a model, without the parts that DDP and torch.compile add."""
+    owner: Any = model
+    parts = []
+    for part in name.split("."):
+        added = part == "module" and isinstance(owner, DistributedDataParallel | nn.DataParallel)
+        if not added and part != "_orig_mod":
+            parts.append(part)
+        owner = getattr(owner, part, None)
+    return ".".join(parts)
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
@@ -117,7 +125,7 @@ class EngineAdapter:
         self.ranks = RankInfo.current()
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         named = dict(module.named_parameters())
-        self.names = [plain_name(name) for name in named]
+        self.names = [plain_name(module, name) for name in named]
         self.parameters: list[Any] = list(named.values())
         self.index_of = {id(each): index for index, each in enumerate(self.parameters)}
         self.trained = {self.index_of[each] for each in self.index_of.keys() & trained}

@@ -90,7 +90,7 @@ class PlainCopy:
         states = {}
         for name, part in module.named_modules():
             own = {key: value for key, value in vars(part).items() if key not in self.internal and _is_state(value)}
-            states[plain_name(name)] = _copied(own)
+            states[plain_name(module, name)] = _copied(own)
         return states
 
     def compute(
@@ -179,7 +179,7 @@ class PlainCopy:
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     """Returns copies of the buffers of a module, by their names in the plain module."""
-    return {plain_name(name): each.detach().clone() for name, each in module.named_buffers()}
+    return {plain_name(module, name): each.detach().clone() for name, each in module.named_buffers()}
 
 
 def drop_weights(module: nn.Module, device: torch.device | None = None) -> None:

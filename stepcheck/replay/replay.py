@@ -278,9 +278,9 @@ class Replay:
         if not self.outputs:
             return []
         return [
-            part.register_forward_hook(partial(_keep_output, computed, plain_name(name)))
+            part.register_forward_hook(partial(_keep_output, computed, plain_name(module, name)))
             for name, part in module.named_modules()
-            if plain_name(name)  # only the training may call the outermost module
+            if plain_name(module, name)  # only the training may call the outermost module
         ]
 
 

@@ -205,7 +205,35 @@ def test_the_state_of_a_wrapped_module_is_kept_as_its_own():
     model.count = model.dropout.count = 3
     state = PlainCopy(copy.deepcopy(model)).state_of(nn.DataParallel(model))
     assert (state[""]["count"], state["dropout"]["count"]) == (3, 3)
-    assert [plain_name(name) for name in ("_orig_mod", "module._orig_mod", "module._orig_mod.a.b")] == ["", "", "a.b"]
+
+
+def test_only_the_parts_that_wrappers_add_leave_a_name():
+    class Own(nn.Module):
+        def __init__(self, module: nn.Module):
+            super().__init__()
+            self.module = module
+
+    wrapped = nn.DataParallel(Own(Own(nn.DataParallel(nn.Linear(1, 1)))))
+    names = [plain_name(wrapped, name) for name, _ in wrapped.named_modules()]
+    assert names == ["", "", "module", "module.module", "module.module"]
+    assert plain_name(wrapped, "module.module.module.module.weight") == "module.module.weight"
+    compiled = nn.DataParallel(torch.compile(Model()))  # pyright: ignore
+    assert {plain_name(compiled, name) for name, _ in compiled.named_modules()} == {
+        name for name, _ in Model().named_modules()
+    }
+
+
+def test_a_module_with_an_attribute_module_is_replayed():
+    class Wrapped(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.third = self.third, nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(super().forward(x) / self.scale) * self.scale
+
+    assert train(kind=Wrapped)[0].replayed == STEPS
+    assert train(after("module", Scaled.apply), kind=Wrapped)[0].outcome == "different"
 
 
 def test_a_value_that_is_not_a_number_is_the_worst_of_its_kind():
