@@ -84,7 +84,7 @@ class AutoAudit:
         self.options = {"every": every, "weights_every": weights_every}
         self.baseline: Any = baseline  # arguments of Baseline, or the object after the first audit has begun
         self.verdicts: list[Verdict] = []  # of all audits
-        self.refused: dict[int, Verdict] = {}  # of engines and models that cannot be audited, by their id
+        self.refused: dict[int, Verdict] = {}  # of what cannot be audited, by the id of the engine or optimizer
         # Optimizers that are not audited yet, in order, and whether an audit was refused at a forward pass.
         self.pending: Any = weakref.WeakKeyDictionary()
         self.building = False  # whether an engine is being built, which may call its optimizer once
@@ -145,6 +145,7 @@ class AutoAudit:
         """Starts the audit of an engine, or of the model that an optimizer updates, if `engine` is None. Returns the
         audit. If it cannot start, keeps the reason in `refused` and returns None. Never raises an error, because the
         script would end."""
+        key = id(engine if optimizer is None else optimizer)
         try:
             from stepcheck.auditor import audit
 
@@ -161,10 +162,10 @@ class AutoAudit:
             why = str(error) if known else f"the audit failed: {type(error).__name__}: {error}"
             self._report_at_exit()
             refused = optimizer if engine is None else engine
-            self.refused[id(refused)] = Verdict(type(refused).__name__, not_judged={"all steps": why})
+            self.refused[key] = Verdict(type(refused).__name__, not_judged={"all steps": why})
             return None
         self._report_at_exit()
-        self.refused.pop(id(engine), None)
+        self.refused.pop(key, None)
         if optimizer is not None:
             self.pending.pop(optimizer, None)
         self.verdicts.append(started.verdict)

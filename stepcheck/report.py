@@ -97,7 +97,7 @@ def write_junit(file: Path, result: dict[str, Any]) -> None:
             suite, "testcase", classname="stepcheck", name=each["engine"], time=f"{each.get('training_seconds', 0):.3f}"
         )
         if not each["passed"]:
-            message = each["findings"][0]["text"] if each["findings"] else each.get("error", "no step was audited")
+            message = each["findings"][0]["text"] if each["findings"] else each.get("error", "not judged")
             failure = ElementTree.SubElement(case, "failure", message=message)
             failure.text = f"{each['summary']}\n{shlex.join(each.get('command', result['command']))}"
     for name, why in result.get("left_out", {}).items():

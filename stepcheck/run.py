@@ -14,6 +14,7 @@ from typing import Any
 
 from stepcheck.report import add_baseline_flags, add_flags, baseline_of, write_files
 from stepcheck.usage import UsageError, positive
+from stepcheck.verdict import ENOUGH
 
 SITE = """\
 import importlib.machinery, importlib.util, sys
@@ -58,8 +59,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script under the audit. Returns the exit code: the script's, or 1 if the script's is 0 and there is a
-    fault or no step was audited. Raises UsageError if the script or launcher does not exist."""
+    """Runs the script under the audit. Returns the exit code: the script's, or 1 if the script's is 0 and an engine has
+    a fault or was not judged. Raises UsageError if the script or launcher does not exist."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     program = command[0] if command else ""
     if program.endswith(".py"):
@@ -110,11 +111,15 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Namespace) -> int:
     """Prints the verdicts, and writes them to the files of --json and --junit. Returns `code`, the script's exit code,
-    or 1 if it is 0 and there is a fault or no step was audited."""
-    audited = [each for each in verdicts if each["steps"]]
-    passed = bool(audited) and all(each["passed"] for each in audited)
+    or 1 if it is 0 and an engine has a fault or was not judged."""
     for each in verdicts:
         print(f"stepcheck: {each['engine']}: {each['summary']}", flush=True)
-    if not audited:
-        print("stepcheck: no step was audited, so this run proves nothing", file=sys.stderr, flush=True)
+    passed = bool(verdicts) and all(each["passed"] for each in verdicts)
+    why = ""
+    if not any(each["steps"] for each in verdicts):
+        why = "no step was audited, so this run proves nothing"
+    elif not passed and not any(each["findings"] for each in verdicts):
+        why = f"exit code 1, because an engine, or more than {1 - ENOUGH:.0%} of its gradients, was not judged"
+    if why:
+        print(f"stepcheck: {why}", file=sys.stderr, flush=True)
     return write_files(options, passed, verdicts, command=options.command, exit_code=code if passed else code or 1)

@@ -70,17 +70,17 @@ class Verdict:
     bytes: int = 0  # that the audit holds on this rank
 
     @property
-    def passed(self) -> bool:
-        """Whether steps were audited and nothing was found."""
-        return self.steps > 0 and not self.findings
-
-    @property
     def outcome(self) -> Outcome:
-        """The verdict in a word or two. It is "agrees" only if the audit has passed and `coverage` is at least
-        ENOUGH."""
+        """The verdict in a word or two. It is "agrees" only if steps were audited, nothing was found, and `coverage` is
+        at least ENOUGH."""
         if self.findings:
             return "different"
-        return "agrees" if self.passed and self.coverage >= ENOUGH else "not judged"
+        return "agrees" if self.steps and self.coverage >= ENOUGH else "not judged"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the outcome is "agrees"."""
+        return self.outcome == "agrees"
 
     @property
     def coverage(self) -> float:

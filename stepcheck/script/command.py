@@ -45,9 +45,8 @@ def run(options: argparse.Namespace) -> int:
     verdict = _compare(options)
     for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
         print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")
-    passed = verdict.outcome == "agrees"
     print(f"stepcheck script: {verdict.outcome}: {verdict.engine}: {verdict}", flush=True)
-    return write_files(options, passed, [{**verdict.as_dict(), "passed": passed}])
+    return write_files(options, verdict.passed, [verdict.as_dict()])
 
 
 def _compare(options: argparse.Namespace) -> Any:

@@ -67,7 +67,9 @@ def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: st
     options = ["-m", "stepcheck", "run", "--weights_every", "1", "--json", str(report)]
     audited = run_python(*options, "--save", str(baseline), *launcher, SCRIPT)
     alone = run_python(*(["-m", "torch.distributed.run", *launcher[1:]] if launcher else []), SCRIPT)
-    assert audited.returncode == alone.returncode == 0, audited.stdout[-3000:] + audited.stderr[-3000:]
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    assert audited.returncode == 1, audited.stdout[-3000:] + audited.stderr[-3000:]
+    assert "exit code 1, because an engine, or more than 10% of its gradients, was not judged" in audited.stderr
     printed = [line for line in audited.stdout.splitlines() if not line.startswith("stepcheck: ")]
     assert printed == alone.stdout.splitlines()
     engines = json.loads(report.read_text())["engines"]
@@ -77,7 +79,7 @@ def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: st
         assert (name, each["steps"], set(each["not_judged"])) == (name, steps, not_judged), each["summary"]
     assert not any(each["findings"] for each in engines)
     again = run_python(*options, "--against", str(baseline), *launcher, SCRIPT)
-    assert again.returncode == 0, again.stdout[-3000:]
+    assert "FAULT" not in again.stdout, again.stdout[-3000:]
     return engines
 
 
