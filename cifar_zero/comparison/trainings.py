@@ -20,7 +20,7 @@ from cifar_zero.config.settings import FALLBACK_SUFFIX
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import exits
 from cifar_zero.core.console import command, say
-from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.core.errors import FaultFound, RunError, UsageError
 from cifar_zero.core.hardware import REPOSITORY
 from cifar_zero.launch import local_launcher
 from cifar_zero.training.resolve import resolve, warn_of_few_cores
@@ -68,7 +68,7 @@ def train_run(name: str, flags: Sequence[str], folder: Path) -> Path:
 
     If this process is interrupted, the run receives SIGINT, as from Ctrl-C. Its process group is killed if it has not
     ended SAVING_SECONDS later, or at once if the user presses Ctrl-C again. Raises RunError with the run's last error
-    line if the run failed.
+    line if the run failed, but not if its step check has found a fault.
 
     Args:
         flags: Flags of train, without --out and --name.
@@ -95,7 +95,7 @@ def train_run(name: str, flags: Sequence[str], folder: Path) -> Path:
     finally:
         _end(run)
     folders = [*(folder / name).glob("version_*"), *(folder / (name + FALLBACK_SUFFIX)).glob("version_*")]
-    if run.returncode or not folders:
+    if run.returncode not in (0, FaultFound.exit_code) or not folders:
         raise RunError(_failure(log, run.returncode))
     return folders[0]
 

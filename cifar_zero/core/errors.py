@@ -15,6 +15,13 @@ class RunError(Exception):
     exit_code = 1
 
 
+class FaultFound(RunError):
+    """Raised at the end of a run whose steps were checked, if a step has a fault. The run has written all its
+    results."""
+
+    exit_code = 3
+
+
 class Stopped(BaseException):
     """Raised when the user or the cluster stops the run. The message, if there is one, is one line, such as the command
     that resumes the run. The exit code is 128 + the number of the signal, as in a shell. The class does not derive from

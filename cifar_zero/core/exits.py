@@ -132,7 +132,8 @@ def _unfailing(stream: TextIO) -> TextIO:
 
 def guarded(main: Callable[[], int]) -> int:
     """Runs a program's `main` and returns its exit code. If `main` raises an exception, the exit code is 2 for a user's
-    mistake, 1 for a failure while running, and 128 + the number of the signal if a signal stopped the program. Errors
+    mistake, 3 for a fault that a step check has found, 1 for any other failure while running, and 128 + the number of
+    the signal if a signal stopped the program. Errors
     are printed in one line, followed by their notes, or with their traceback if --debug is given. SystemExit, as after
     --help, is not caught."""
     global _guarded
@@ -153,7 +154,7 @@ def guarded(main: Callable[[], int]) -> int:
             say(f"error: {explain(error) or _unexplained(error)}")
         for note in getattr(error, "__notes__", []) if not wants_traceback() else []:
             say(note)
-        return UsageError.exit_code if isinstance(error, UsageError) else RunError.exit_code
+        return error.exit_code if isinstance(error, (UsageError, RunError)) else RunError.exit_code
     finally:
         _guarded = False
 

@@ -23,7 +23,7 @@ from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.mistakes import OWNED, check_plain_type
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
-from cifar_zero.core.errors import UsageError, short
+from cifar_zero.core.errors import FaultFound, UsageError, short
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
@@ -101,6 +101,14 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
         steps = run.output.warmup_steps + recipe.bench_steps
         options |= {"max_epochs": -1, "max_steps": steps, "limit_val_batches": 0, "enable_checkpointing": False}
     return options | recipe.trainer
+
+
+def check_audited(trainer: Trainer, run_dir: Path | None) -> None:
+    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    for each in callbacks:
+        if run_dir is not None and isinstance(each, StepCheck) and each.verdict.findings:
+            raise FaultFound(f"{each.verdict.findings[0]} ({run_dir / run_folder.STEP_CHECK} has all faults)")
 
 
 def strategy_of(run: Run) -> Strategy | str:

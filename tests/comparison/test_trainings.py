@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.comparison import trainings
+from cifar_zero.comparison.reading import load_run
 from cifar_zero.comparison.trainings import plan_variants, train_run, train_variants
 from cifar_zero.core.errors import RunError
 from tests.support.helpers import has_ended, wait_until
@@ -56,6 +57,26 @@ def test_a_failed_run_leaves_its_variant_untrained(tmp_path: Path, capfd: pytest
     said = capfd.readouterr().err
     assert "[1/2] baseline: training, see " in said
     assert f"baseline: {variants[0].remark}" in said
+
+
+FAULT = """
+from lightning.pytorch import Callback
+
+class Fault(Callback):
+    def on_fit_start(self, trainer, module):
+        trainer.optimizers[0].register_step_post_hook(lambda *_: module.net.conv1.weight.data.mul_(1.01))
+"""
+
+
+def test_a_run_with_a_fault_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "planted.py").write_text(FAULT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags = [*SMALL, "--devices", "1", "--max_steps", "2", "--audit", "--trainer.callbacks", "planted.Fault"]
+    run = load_run(train_run("a", flags, tmp_path))
+    assert run.check is not None
+    assert run.check["outcome"] == "different"
+    *_, error = (tmp_path / "a.log").read_text().splitlines()
+    assert error.startswith("error: step 1: the update of net.conv1.weight is off by")
 
 
 RANKS = """
