@@ -67,7 +67,7 @@ class Verdict:
     smallest_tensor_error: float | None = None  # scale error of one gradient that would be seen
     seconds: float = 0.0  # that the audit took on this rank
     training_seconds: float = 0.0  # from the first audited step to the last, with the audit
-    bytes: int = 0  # that the audit holds on this rank
+    bytes: int = 0  # of the sums that this rank exchanges with the others in a step
 
     @property
     def outcome(self) -> Outcome:
@@ -139,7 +139,7 @@ class Verdict:
             yield f"note: {what}: {why}"
         if self.training_seconds:
             cost = 100 * self.seconds / self.training_seconds
-            yield f"the audit took {cost:.1f} % of the time and {self.bytes / 1e3:,.0f} kB"
+            yield f"the audit took {cost:.1f} % of the time and exchanges {self.bytes / 1e3:,.0f} kB"
 
 
 def _finite(share: float) -> float:

@@ -213,7 +213,7 @@ class ScriptCheck(Callback):
     def _explain_rate(self, name: str, rates: tuple[float, float]) -> str:
         before, self._rates[name] = self._rates.get(name, rates), rates
         stepped = [who for who, now, then in zip(("module", "script"), rates, before, strict=True) if now != then]
-        return f", because only the {stepped[0]} steps its scheduler after this step" if len(stepped) == 1 else ""
+        return f", because only the {stepped[0]} has changed its rate before this step" if len(stepped) == 1 else ""
 
     def _compare_update(self, optimizer: Any, weights: Mapping[str, Any]) -> None:
         """Compares the script's update of each weight with the update that the module's optimizer computes from the

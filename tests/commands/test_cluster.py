@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from torch.distributed.run import parse_args
+from torch.distributed.run import config_from_args, parse_args
 
 from cifar_zero.config import command_line
 from tests.support.helpers import HANG_SECONDS, ROOT, of_test_all, train_command, wait_until
@@ -135,6 +135,8 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
     manifest: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ):
     job, pod, (program, *flags), variables = manifest()
+    (container,) = pod["containers"]
+    variables |= {variable["name"]: variable["value"] for variable in container["env"]}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert program == "torchrun"
@@ -144,7 +146,9 @@ def test_torchrun_and_train_py_accept_the_command_of_the_manifest(
         options.nproc_per_node,
         options.training_script,
     ) == ("2", "8", "train.py")
-    (container,) = pod["containers"]
+    # torchrun waits for the last checkpoint almost as long as the pod does.
+    grace = pod["terminationGracePeriodSeconds"]
+    assert grace - 20 < (config_from_args(options)[0].shutdown_timeout or 0) < grace
     assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     mounts = container["volumeMounts"]
     assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}

@@ -28,7 +28,8 @@ WEIGHTS = 612
 TOGETHER = (
     "step 1: weight_decay of model.body.0.bias is 0 in the module, and 0.1 in the script",
     "the script adds the gradient of the previous step, because a call of zero_grad is missing",
-    "step 2: lr of model.body.0.weight is 0.009 in the module, and 0.01 in the script, because only the module steps",
+    "step 2: lr of model.body.0.weight is 0.009 in the module, and 0.01 in the script, because only the module has "
+    "changed its rate before this step",
 )
 UNDIVIDED = ("either the script does not divide its loss by its 2", "or the module divides its loss")
 
