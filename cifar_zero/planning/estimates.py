@@ -259,7 +259,7 @@ def without_auto(settings: Settings) -> Settings:
             "would choose separately: name the strategy that cifar-zero plan recommends"
         )
     say("--strategy auto: predicts the memory that each strategy needs on this machine")
-    run = make_run(resolve_devices(settings.changed(strategy=Placement.strategy)))
+    run = make_run(resolve_devices(settings.changed(strategy=Placement.strategy), PLANNED))
     rules.check_model(run)
     budget = available(run)
     choice, reason = recommended(estimate_all(run, network_of(run), budget, {}), budget)
