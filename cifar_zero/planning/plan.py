@@ -50,10 +50,16 @@ def main() -> int:
         config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
         flags += ["--batch_size", str(config.recipe.batch_size)]
     if arguments.html:
-        arguments.html.touch()  # a path that cannot be written fails now, before torch is imported
-        from cifar_zero.planning.page import write_page
+        is_new = not arguments.html.exists()
+        arguments.html.open("a").close()  # a path that cannot be written fails now, before torch is imported
+        try:
+            from cifar_zero.planning.page import write_page
 
-        write_page(arguments.html, with_accelerator(config, on_gpu=True))
+            write_page(arguments.html, with_accelerator(config, on_gpu=True))
+        except BaseException:
+            if is_new:
+                arguments.html.unlink()
+            raise
         print(f"page  {arguments.html}")
         return 0
     run = make_run(config)
