@@ -159,6 +159,7 @@ def guarded(main: Callable[[], int]) -> int:
         say(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}")
         return stop.exit_code
     except Exception as error:
+        notes = getattr(error, "__notes__", [])
         error = _mistake(error) or error
         if wants_traceback():
             traceback.print_exc()
@@ -166,7 +167,7 @@ def guarded(main: Callable[[], int]) -> int:
             say(f"error: {error}")
         else:
             say(f"error: {explain(error) or _unexplained(error)}")
-        for note in getattr(error, "__notes__", []) if not wants_traceback() else []:
+        for note in notes if not wants_traceback() else []:
             say(note)
         return UsageError.exit_code if isinstance(error, UsageError) else RunError.exit_code
     finally:

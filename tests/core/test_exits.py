@@ -123,8 +123,9 @@ def test_a_path_or_package_that_the_user_can_mend_is_a_mistake(
     capsys: pytest.CaptureFixture[str],
 ):
     def main() -> int:
+        error.add_note("a note")
         raise error
 
     monkeypatch.setattr("sys.argv", ["export", *arguments.split()])
     assert exits.guarded(main) == code
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert capsys.readouterr().err == f"error: {said}\na note\n"
