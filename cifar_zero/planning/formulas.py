@@ -98,7 +98,7 @@ def network_of(run: Run) -> Network:
     """Returns the properties of a run's model, with its adapters and frozen weights. The model is built without values,
     on torch's meta device. Raises UsageError for what `create_meta_model` and `check_patterns` refuse, such as a
     --lora.target or --trainable that matches nothing in the model."""
-    from cifar_zero.build_model import check_patterns, create_meta_model
+    from cifar_zero.build_model import blocks_of, check_patterns, create_meta_model
     from cifar_zero.models.moe import MixtureOfExperts
     from cifar_zero.optimizers.groups import parameter_groups
 
@@ -118,7 +118,7 @@ def network_of(run: Run) -> Network:
         sharing = ep_size if id(parameter) in experts else 1
         weights.append(Weight(tuple(parameter.shape), states.get(name, 0), parameter.requires_grad, sharing))
     blocks: list[int] = []
-    for block in getattr(net, "blocks", []):
+    for block in blocks_of(net):
         blocks.append(sum(parameter.numel() for parameter in block.parameters()))
     return Network(tuple(weights), tuple(blocks), issubclass(MODELS[run.recipe.model.name], ThirdParty))
 
