@@ -92,6 +92,13 @@ def trained_names(net: nn.Module) -> set[str]:
     return names
 
 
+def blocks_of(net: nn.Module) -> list[nn.Module]:
+    """Returns the blocks of a model, which are the modules in its attribute `blocks`. Other models have none, nor has a
+    user's model in which `blocks` is a number or a list of Python."""
+    blocks = getattr(net, "blocks", None)
+    return [*blocks.children()] if isinstance(blocks, nn.Module) else []
+
+
 def freeze_statistics(net: nn.Module) -> None:
     """Sets the batch norms that `frozen_batch_norms` returns to evaluation mode. In training they then normalise with
     their running statistics and do not change them, like torchvision's FrozenBatchNorm2d, until `net.train()` is

@@ -14,7 +14,7 @@ from cifar_zero.comparison.result import Variant
 from cifar_zero.comparison.trainings import plan_variants, prepare, train_variants
 from cifar_zero.config import ds_config
 from cifar_zero.core.console import command
-from cifar_zero.core.errors import RunError, Stopped, UsageError
+from cifar_zero.core.errors import Stopped, UsageError
 from cifar_zero.launch import rank_environment
 
 
@@ -26,7 +26,13 @@ def main() -> int:
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
     # After a SLURM requeue the comparison starts from the beginning, so its runs must not resume.
     os.environ.pop("SLURM_RESTART_COUNT", None)
-    folder, variants = of_runs(arguments) if arguments.runs else of_trainings(arguments, rest)
+    if arguments.runs:
+        return judge(arguments, *of_runs(arguments))
+    return judge_trainings(arguments, rest)
+
+
+def judge(arguments: Namespace, folder: Path, variants: list[Variant]) -> int:
+    """Prints the verdicts on finished runs, and writes the report into `folder`. Returns the exit code."""
     from cifar_zero.comparison.finished_runs import summarize  # here, because it imports torch
     from cifar_zero.comparison.plot import write_plot  # here, because it imports matplotlib
 
@@ -54,21 +60,21 @@ def of_runs(arguments: Namespace) -> tuple[Path, list[Variant]]:
     return run_folder.claim(arguments.out, arguments.name or "runs"), variants_of(runs)
 
 
-def of_trainings(arguments: Namespace, rest: Sequence[str]) -> tuple[Path, list[Variant]]:
-    """Trains the variants. `rest` has the options of train for all variants. Returns the folder of the runs and of the
-    report, and the variants. If a signal or a failing disk stops the trainings, the message of Stopped or RunError says
-    how to compare the finished runs."""
+def judge_trainings(arguments: Namespace, rest: Sequence[str]) -> int:
+    """Trains the variants and judges them. `rest` has the options of train for all variants. Returns the exit code. If
+    a signal, a failing disk or another error ends the comparison, the message says how to compare the finished runs."""
     if arguments.trust:
         rest = [*rest, "--trust"]
     planned = plan_variants(arguments.strategies, arguments.devices, arguments.accumulate, rest)
     prepare(planned)
     folder = run_folder.claim(arguments.out, arguments.name or planned[0].run.recipe.model_name)
     try:
-        return folder, train_variants(planned, folder)
+        return judge(arguments, folder, train_variants(planned, folder))
     except Stopped as stop:
         raise Stopped(stop.number, _how_to_compare(folder)) from stop
-    except OSError as error:
-        raise RunError(f"{error.strerror or error} ({error.filename}); {_how_to_compare(folder)}") from error
+    except Exception as error:
+        error.add_note(_how_to_compare(folder))
+        raise
 
 
 def _how_to_compare(folder: Path) -> str:

@@ -1,7 +1,7 @@
 """Judges finished runs of `train`, and builds a comparison with their differences and verdicts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: 
     - "different" if the variant's own step check found a difference
     - "reference" for the reference itself
     - "not judged" if the reference has no run, or its recipe differs
-    - "different" if the first loss is not within FIRST_LOSS of the reference's
+    - "not judged" if the runs have recorded no step in common
+    - "different" if the losses of step 1 differ by more than FIRST_LOSS, unless they may depend on the split
     - "bit-identical" if there is no drift
     - the outcome of the step check
     """
@@ -52,11 +53,19 @@ def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: 
         return "not judged", "the reference did not train"
     if settings := blocking_settings(comparison.differences, reference.name, variant.name):
         return "not judged", f"its recipe differs from the recipe of the reference ({', '.join(settings)})"
-    expected, first = (next(iter(each.losses.values())) for each in (reference.run, run))
-    if not math.isclose(expected, first, rel_tol=FIRST_LOSS):
-        reason = f"the first loss is {first:.4g}, but {expected:.4g} in the reference: images or weights differ"
-        return "different", reason
-    variant.drift = _drift(reference.run, run, trust, comparison.notes)
+    if not reference.run.losses.keys() & run.losses.keys():
+        recorded = f"{_steps(reference.run)} in the reference, and {_steps(run)} in the variant"
+        return "not judged", f"no step was recorded in both runs: {recorded}"
+    weights = [_weights(each, trust, comparison.notes) for each in (reference.run, run)]
+    first = ""
+    if 1 in reference.run.losses and 1 in run.losses:  # a resumed run begins at a later step
+        expected, actual = reference.run.losses[1], run.losses[1]
+        if not math.isclose(expected, actual, rel_tol=FIRST_LOSS):
+            first = f"the first loss is {actual:.4g}, but {expected:.4g} in the reference"
+            if not _may_depend_on_split(reference.run, run, weights):
+                return "different", f"{first}: images or weights differ"
+            first += ", and may depend on how the batch is split"
+    variant.drift = "; ".join(filter(None, [first, _drift(reference.run, run, *weights)]))
     if not variant.drift:
         return "bit-identical", "losses and weights equal the reference's"
     return check["outcome"], check["summary"]
@@ -64,26 +73,45 @@ def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: 
 
 FIRST_LOSS = 0.02
 """Largest relative difference allowed between the first losses of two runs, which start from the same weights and
-images. No precision explains a larger difference, because even bfloat16 has 8 bits
-of precision."""
+images. No precision explains a larger difference, because even bfloat16 has 8 bits of precision."""
+
+BY_SPLIT = ("model.dropout", "model.ep_size")
+"""Settings that, if set, make the loss depend on how a batch is split. Each rank draws its own dropout, and experts
+have places for a share of each micro-batch."""
 
 UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was checked (--audit, --check_steps)"}
 """The result of the step check for a run that has no step check."""
 
 
-def _drift(reference: FinishedRun, other: FinishedRun, trust: bool, notes: list[str]) -> str:
+def _may_depend_on_split(one: FinishedRun, other: FinishedRun, weights: Sequence[Weights | None]) -> bool:
+    """Returns whether two runs split a batch differently into micro-batches, and their model's loss depends on it, as
+    with batch norms, which use the statistics of a micro-batch. Two runs have the model in common, so that the names of
+    one run's `weights` suffice."""
+    split = ("micro_batch_size", "accumulate", "world_size")
+    if all(one.metrics.get(key) == other.metrics.get(key) for key in split):
+        return False
+    names = next((each for each in weights if each), {})
+    return any(name.endswith("running_mean") for name in names) or any(one.settings.get(key) for key in BY_SPLIT)
+
+
+def _steps(run: FinishedRun) -> str:
+    """Returns the steps that a run has recorded as text."""
+    return f"steps {min(run.losses):,} to {max(run.losses):,}"
+
+
+def _drift(reference: FinishedRun, other: FinishedRun, one: Weights | None, two: Weights | None) -> str:
     """Describes how far the losses and the last weights of a run are from those of the reference's run. Returns an
-    empty text if they are equal bit by bit. `notes` gets a note for each run whose weights cannot be read."""
+    empty text if they are equal bit by bit. `one` and `two` are the weights of the reference and of the other run, or
+    None if they cannot be read."""
     expected, losses = reference.losses, other.losses
     parts = []
     if expected.keys() != losses.keys():
-        parts.append(f"{len(expected):,} steps in the reference, but {len(losses):,} in the variant")
+        parts.append(f"the reference recorded {_steps(reference)}, and the variant {_steps(other)}")
     unequal = [step for step in expected if step in losses and expected[step] != losses[step]]
     if unequal:
         last = unequal[-1]
         error = abs(expected[last] - losses[last])
         parts.append(f"losses differ from step {unequal[0]:,} on, by {error:.1e} at step {last:,}")
-    one, two = _weights(reference, trust, notes), _weights(other, trust, notes)
     if one is None or two is None:
         parts.append("weights were not compared")
     elif one.keys() != two.keys() or any(one[name].shape != two[name].shape for name in one):

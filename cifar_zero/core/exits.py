@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -91,7 +92,8 @@ def interrupt(number: int, frame: object) -> None:
         caller = caller.f_back
     if _guarded and caller is None:
         raise stop
-    os.write(2, f"stopped by {stop.name}\n".encode())
+    with suppress(OSError):  # the terminal is closed, or the disk of a log is full
+        os.write(2, f"stopped by {stop.name}\n".encode())
     os._exit(stop.exit_code)
 
 
@@ -104,6 +106,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     gloo, the destructors of torch 2.15 abort about one such process in ten, which then has the exit code 134.
     Destroying the group instead could hang, because other ranks may wait in a collective.
     """
+    _open_streams()
     if sys.stderr is sys.__stderr__:  # otherwise it is no file, as in a notebook
         sys.stderr = _unfailing(sys.stderr)
     if sys.stdout is sys.__stdout__ and any(os.environ.get(name, "0") != "0" for name in RANKS):
@@ -123,6 +126,18 @@ def run(main: Callable[[], int]) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Opens os.devnull for each standard stream that the parent process has closed, as `>&-` does. Python has None for
+    it, and the next file that is opened would get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
 
 
 def _unfailing(stream: TextIO) -> TextIO:
@@ -145,6 +160,7 @@ def guarded(main: Callable[[], int]) -> int:
         say(f"{stop.name}: {stop}" if str(stop) else f"stopped by {stop.name}")
         return stop.exit_code
     except Exception as error:
+        notes = getattr(error, "__notes__", [])
         error = _mistake(error) or error
         if wants_traceback():
             traceback.print_exc()
@@ -152,7 +168,7 @@ def guarded(main: Callable[[], int]) -> int:
             say(f"error: {error}")
         else:
             say(f"error: {explain(error) or _unexplained(error)}")
-        for note in getattr(error, "__notes__", []) if not wants_traceback() else []:
+        for note in notes if not wants_traceback() else []:
             say(note)
         return error.exit_code if isinstance(error, (UsageError, RunError)) else RunError.exit_code
     finally:

@@ -31,6 +31,9 @@ NEEDED = "the pinned torch needs driver R580 or newer and a GPU of compute capab
 """The requirements of torch 2.15's wheel for CUDA 13.2, from its `torch.cuda.get_arch_list()` and from the oldest
 driver of CUDA 13 (docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility)."""
 
+START_SECONDS = 120.0  # time for the ranks to import torch, which takes longest on a busy machine
+STEPS = 10  # more than the collectives of a rank, each of which may take --timeout
+
 GRACE_SECONDS = 2.0  # how long rank 0 may take to report after another rank has failed
 
 ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "cifar-100-python.tar.gz", "cifar-100-python")
@@ -123,37 +126,45 @@ def all_reduce(options: Namespace) -> Finding:
         return ok("not needed, because there is only one rank")
     if (fit := ranks_in_memory()) < options.ranks:
         return failed(f"not tried, because the memory is too small for {options.ranks} ranks", f"--ranks {max(1, fit)}")
-    port = local_launcher.free_port()
-    ranks = [_start(rank, options, port) for rank in range(options.ranks)]
-    try:
-        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
-            time.sleep(0.1)
-        with suppress(subprocess.TimeoutExpired):
-            ranks[0].wait(GRACE_SECONDS)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    errors: list[str] = []
-    for number, rank in enumerate(ranks):
-        report, text = rank.communicate()
-        if report:  # only rank 0 prints a report
-            findings = {check.pop("name"): Finding(**check) for check in json.loads(report)["checks"]}
-            return findings["all-reduce"]
-        if text.strip():
-            errors.append(f"rank {number}: {short(text.splitlines()[-1], 300)}")
+    port, limit = local_launcher.free_port(), START_SECONDS + STEPS * options.timeout
+    # The ranks write into files, because a pipe that nobody reads would stop them. Their own --out is the folder of the
+    # files: whether the run's can be written is another check.
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_start(rank, options, port, Path(folder)) for rank in range(options.ranks)]
+        deadline = time.monotonic() + limit
+        try:
+            while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
+            with suppress(subprocess.TimeoutExpired):
+                ranks[0].wait(GRACE_SECONDS)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        report = Path(folder, "0.out").read_text(errors="replace")
+        texts = [Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(options.ranks)]
+    start = report.find('{\n  "schema"')  # libraries may print lines around it, such as NCCL with NCCL_DEBUG
+    if start >= 0:
+        checks, _ = json.JSONDecoder().raw_decode(report, start)
+        findings = {check.pop("name"): Finding(**check) for check in checks["checks"]}
+        return findings["all-reduce"]
+    errors = [f"rank {rank}: {short(text.splitlines()[-1], 300)}" for rank, text in enumerate(texts) if text.strip()]
     return failed(
-        "; ".join(errors) or "a rank ended without an error message",
+        "; ".join(errors) or f"a rank ended without an error message, or did not end within {limit:g} s",
         "if the network interface is the cause: export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo",
     )
 
 
-def _start(rank: int, options: Namespace, port: int) -> subprocess.Popen[str]:
+def _start(rank: int, options: Namespace, port: int, folder: Path) -> subprocess.Popen[bytes]:
     doctor = [sys.executable, "-m", "cifar_zero", "doctor", "--nodes", "--json", "--timeout", str(options.timeout)]
-    return subprocess.Popen(
-        [*doctor, "--out", os.path.abspath(options.out)],
-        cwd=Path(__file__).parents[2],  # where Python finds this package, installed or not
-        env={**os.environ, **local_launcher.variables(rank, options.ranks, port), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    variables = {**local_launcher.variables(rank, options.ranks, port), "OMP_NUM_THREADS": "1"}
+    with Path(folder, f"{rank}.out").open("wb") as output, Path(folder, f"{rank}.err").open("wb") as errors:
+        return subprocess.Popen(
+            [*doctor, "--out", str(folder)],
+            cwd=Path(__file__).parents[2],  # where Python finds this package, installed or not
+            env={local_launcher.LOOPBACK: "lo", **os.environ, **variables},
+            stdout=output,
+            stderr=errors,
+        )

@@ -103,7 +103,7 @@ class MemoryEstimate:
     states: Prediction
     buckets: int  # communication buckets and temporarily gathered parameters
     activations: int  # activations of the run's micro-batch; 0 if `train` would refuse the strategy
-    update: int  # copies of the gradients in the update, after activations and buckets are freed
+    update: int  # temporary tensors in the update, after activations and buckets are freed
     average: int  # the average of the weights (--ema) on the device
     host_buffers: int  # buffers of offloading on the host, and the average of weights that are stored there
     activation_offload: bool
@@ -259,7 +259,7 @@ def without_auto(settings: Settings) -> Settings:
             "would choose separately: name the strategy that cifar-zero plan recommends"
         )
     say("--strategy auto: predicts the memory that each strategy needs on this machine")
-    run = make_run(resolve_devices(settings.changed(strategy=Placement.strategy)))
+    run = make_run(resolve_devices(settings.changed(strategy=Placement.strategy), PLANNED))
     rules.check_model(run)
     budget = available(run)
     choice, reason = recommended(estimate_all(run, network_of(run), budget, {}), budget)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
 from cifar_zero.models import MODELS, ThirdParty
-from cifar_zero.optimizers import OPTIMIZERS, Muon, MuonSGD, OptimizerOptions
+from cifar_zero.optimizers import OPTIMIZERS, SGD, Muon, MuonSGD, OptimizerOptions
 
 FLOAT32 = 4
 
@@ -39,10 +39,29 @@ therefore used again within this distance."""
 class Weight:
     """One parameter of a model, before it is sharded."""
 
-    elements: int
+    shape: tuple[int, ...]
     states: int  # numbers that the optimizer keeps for each element, 0 if the weight is frozen
     trained: bool = True
     ranks_that_share: int = 1  # ranks over which experts are distributed (--model.ep_size); 1 for other weights
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def kept(self) -> int:
+        """Number of elements on a rank that does not shard the weight."""
+        return self.elements // self.ranks_that_share
+
+    def shard(self, ranks: int) -> int:
+        """Returns the number of elements in the largest shard of ZeRO. Experts are sharded among the ranks that have
+        the same experts. A shard has as many elements as with all ranks."""
+        return math.ceil(self.elements / ranks)
+
+    def shard_of_rows(self, ranks: int) -> int:
+        """Returns the number of elements in the largest shard of fsdp2, which has whole rows of the weight."""
+        rows = self.shape[0] if self.shape else 1
+        return math.ceil(rows / ranks) * (self.elements // max(1, rows))
 
 
 @dataclass(frozen=True)
@@ -69,12 +88,17 @@ class Network:
         """Number of elements that are not frozen."""
         return sum(weight.elements for weight in self.weights if weight.trained)
 
+    @property
+    def trained_per_rank(self) -> int:
+        """Number of elements that are not frozen, on a rank that shards none of them."""
+        return sum(weight.kept for weight in self.weights if weight.trained)
+
 
 def network_of(run: Run) -> Network:
     """Returns the properties of a run's model, with its adapters and frozen weights. The model is built without values,
     on torch's meta device. Raises UsageError for what `create_meta_model` and `check_patterns` refuse, such as a
     --lora.target or --trainable that matches nothing in the model."""
-    from cifar_zero.build_model import check_patterns, create_meta_model
+    from cifar_zero.build_model import blocks_of, check_patterns, create_meta_model
     from cifar_zero.models.moe import MixtureOfExperts
     from cifar_zero.optimizers.groups import parameter_groups
 
@@ -92,9 +116,9 @@ def network_of(run: Run) -> Network:
     weights: list[Weight] = []
     for name, parameter in net.named_parameters():
         sharing = ep_size if id(parameter) in experts else 1
-        weights.append(Weight(parameter.numel(), states.get(name, 0), parameter.requires_grad, sharing))
+        weights.append(Weight(tuple(parameter.shape), states.get(name, 0), parameter.requires_grad, sharing))
     blocks: list[int] = []
-    for block in getattr(net, "blocks", []):
+    for block in blocks_of(net):
         blocks.append(sum(parameter.numel() for parameter in block.parameters()))
     return Network(tuple(weights), tuple(blocks), issubclass(MODELS[run.recipe.model.name], ThirdParty))
 
@@ -131,12 +155,14 @@ def predicted(run: Run, network: Network) -> Prediction:
     # elements of a rank's shards, of parameters that stay gathered, of trained shards, and of the optimizer's state
     stored = persistent = trained = states = 0
     for weight in network.weights:
-        kept = weight.elements // weight.ranks_that_share
-        # Experts are sharded among the ranks that have the same experts. A shard has as many bytes as with all ranks.
-        shard = kept if spec.stage == 0 and spec.family != "fsdp2" else math.ceil(weight.elements / ranks)
+        shard = weight.kept
+        if spec.family == "fsdp2":
+            shard = weight.shard_of_rows(ranks)
+        elif spec.stage:
+            shard = weight.shard(ranks)
         if spec.stage == 3 and weight.elements <= run.placement.zero.param_persistence_threshold:
-            persistent += kept
-        stored += kept if spec.stage in (1, 2) else shard
+            persistent += weight.kept
+        stored += weight.kept if spec.stage in (1, 2) else shard
         trained += shard * weight.trained
         states += shard * weight.states
     persistent, stored, gradients = persistent * size, stored * size, trained * size
@@ -197,29 +223,48 @@ def buckets(run: Run, network: Network) -> int:
     if run.spec.stage < 3 and zero.overlap_comm:
         bucket *= 2  # one bucket is filled while the other is sent (zero/stage_1_and_2.py)
     if run.spec.stage == 1:
-        return bucket + network.trained * size
+        return bucket + network.trained_per_rank * size
     if run.spec.stage == 2:
         return bucket
     return bucket + min(REUSE_ELEMENTS // 2 + zero.prefetch_bucket_size, network.elements) * size
 
 
 def update(run: Run, network: Network) -> int:
-    """Returns the bytes of the gradient copies that the update makes on the device, after the activations are freed."""
-    if run.spec.family != "deepspeed" or run.spec.offload_optimizer:
+    """Returns the bytes that the update takes on the device, after the activations are freed: copies of the gradients
+    under DeepSpeed, and the optimizer's temporary tensors."""
+    if run.spec.offload_optimizer:
         return 0
     size = parameter_size(run.spec, run.placement.precision)
     part = math.ceil(network.trained / run.placement.world_size)
     if run.spec.stage == 3:
-        return min(part, run.placement.zero.sub_group_size) * FLOAT32
-    if run.spec.stage == 0:
-        part = network.trained
-    if size == FLOAT32:  # the flat copy that is sent
-        return part * size
-    if run.spec.stage > 0:  # a flat copy, then a float32 copy (zero/stage_1_and_2.py, step)
-        return part * (size + FLOAT32)
-    # The update copies at most the gradients in float32, and once more into a flat tensor for the norm (DeepSpeed
-    # 0.19.8, fp16/unfused_optimizer.py).
-    return network.trained * 2 * FLOAT32
+        part = min(part, run.placement.zero.sub_group_size)
+    elif run.spec.stage == 0 and run.spec.family != "fsdp2":
+        part = network.trained_per_rank
+    if run.spec.family != "deepspeed":
+        return part * size * _temporaries(run)
+    if run.spec.stage == 3 or size == FLOAT32:  # at stages 0 to 2 in float32, the flat copy that is sent
+        copies = FLOAT32
+    elif run.spec.stage > 0:  # a flat copy, then a float32 copy (zero/stage_1_and_2.py, step)
+        copies = size + FLOAT32
+    else:  # at most the gradients in float32, and once more in a flat tensor for the norm (fp16/unfused_optimizer.py)
+        copies = 2 * FLOAT32
+    return part * (copies + FLOAT32 * _temporaries(run))
+
+
+def _temporaries(run: Run) -> int:
+    """Returns how many temporary numbers the optimizer's update takes for each element (OptimizerOptions.temporaries).
+    They are 0 where torch's fused optimizer is used (`optimizer_implementation` of the hooks in strategies/)."""
+    optimizer = OPTIMIZERS[run.recipe.optimizer.name](**run.recipe.optimizer.options)
+    if run.on_cpu:
+        return 0 if optimizer.loops_on_cpu else optimizer.temporaries
+    mixed = run.placement.precision in ("bf16-mixed", "16-mixed")
+    scales_or_clips = run.placement.precision == "16-mixed" or run.recipe.gradient_clip_val > 0
+    fused = run.spec.family == "deepspeed" or (run.spec.family == "baseline" and not (mixed and scales_or_clips))
+    if optimizer.fused and fused:
+        return 0
+    if isinstance(optimizer, SGD) and not optimizer.weight_decay:
+        return 0
+    return optimizer.temporaries
 
 
 def average(run: Run, network: Network) -> int:
@@ -228,7 +273,7 @@ def average(run: Run, network: Network) -> int:
     averages no weights."""
     if not run.recipe.ema:
         return 0
-    elements = network.trained
+    elements = network.trained_per_rank
     if run.spec.stage == 3:
         elements //= run.placement.world_size
     if parameter_size(run.spec, run.placement.precision) < FLOAT32:

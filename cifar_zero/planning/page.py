@@ -3,13 +3,14 @@
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.planning.activations import LinearFit, format_of
 from cifar_zero.planning.estimates import MemoryBudget, estimate_all
-from cifar_zero.planning.formulas import REUSE_ELEMENTS, network_of, parameter_size
+from cifar_zero.planning.formulas import REUSE_ELEMENTS, Network, network_of, parameter_size
 from cifar_zero.training.resolve import make_run
 
 MODELS = ("vit_tiny", "vit_small", "vit_base", "vit_large", "vit_1b", "vit_13b")
@@ -38,17 +39,18 @@ def write_page(file: Path, settings: Settings) -> None:
                     continue
                 spec = STRATEGIES[need.strategy]
                 fit = fits[format_of(spec, precision)]
-                sent = numbers_sent(spec.stage, network.trained) * parameter_size(spec, precision) * (1 - 1 / devices)
-                row = [need.states.device.total, need.buckets, need.update, need.host, fit.base, fit.per_image, sent]
+                sent = numbers_sent(spec.stage, network) * parameter_size(spec, precision) * (1 - 1 / devices)
+                states, host = need.states.device.total + need.average, need.states.host.total + need.host_buffers
+                row = [states, need.buckets, need.update, host, need.built_on_host, fit.base, fit.per_image, sent]
                 rows[f"{model} {precision} {devices} {need.strategy}"] = row
-    data = {"parameters": parameters, "precisions": PRECISIONS, "devices": DEVICES, "rows": rows}
+    data: dict[str, Any] = {"parameters": parameters, "precisions": PRECISIONS, "devices": DEVICES, "rows": rows}
+    data["activation_offload"] = settings.placement.activation_offload
     template = Path(__file__).with_suffix(".html").read_text()
     file.write_text(template.replace("DATA", json.dumps(data), 1))
 
 
-def numbers_sent(stage: int, parameters: int) -> int:
-    """Returns how many numbers each of N ranks sends in a step, without the factor (N - 1) / N (docs/cluster.md).
-    `parameters` is the number of trained elements."""
-    if stage == 3:  # parameters that stay gathered for the backward pass are sent twice, others three times
-        return 3 * parameters - min(REUSE_ELEMENTS // 2, parameters)
-    return (3 if stage else 2) * parameters
+def numbers_sent(stage: int, network: Network) -> int:
+    """Returns how many numbers each of N ranks sends in a step, without the factor (N - 1) / N (docs/cluster.md)."""
+    if stage == 3:  # all parameters are gathered, again for the backward pass unless they are kept, and gradients sent
+        return 2 * network.elements - min(REUSE_ELEMENTS // 2, network.elements) + network.trained
+    return (3 if stage else 2) * network.trained

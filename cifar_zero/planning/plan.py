@@ -14,7 +14,7 @@ from cifar_zero.core import exits
 from cifar_zero.core.console import command, torchrun
 from cifar_zero.core.errors import UsageError
 from cifar_zero.core.hardware import gpu_count
-from cifar_zero.planning.estimates import RULE, MemoryEstimate, available, estimate_all, gigabytes, recommended
+from cifar_zero.planning.estimates import PLANNED, RULE, MemoryEstimate, available, estimate_all, gigabytes, recommended
 from cifar_zero.planning.formulas import network_of
 from cifar_zero.training.resolve import make_run, resolve_devices
 
@@ -42,16 +42,24 @@ def main() -> int:
     any_batch_size, here = "batch_size" not in config.named, arguments.device_memory is None
     if config.placement.devices == "auto" and (any_batch_size or not here):
         config = config.changed(devices=max(1, gpu_count()) if here and config.placement.accelerator != "cpu" else 1)
-    config = resolve_devices(config) if here else with_accelerator(config, config.placement.accelerator != "cpu")
+    config = (
+        resolve_devices(config, PLANNED) if here else with_accelerator(config, config.placement.accelerator != "cpu")
+    )
     budget = available(config, arguments.device_memory, arguments.host_memory)
     if any_batch_size:
         config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
         flags += ["--batch_size", str(config.recipe.batch_size)]
     if arguments.html:
-        arguments.html.touch()  # a path that cannot be written fails now, before torch is imported
-        from cifar_zero.planning.page import write_page
+        is_new = not arguments.html.exists()
+        arguments.html.open("a").close()  # a path that cannot be written fails now, before torch is imported
+        try:
+            from cifar_zero.planning.page import write_page
 
-        write_page(arguments.html, with_accelerator(config, on_gpu=True))
+            write_page(arguments.html, with_accelerator(config, on_gpu=True))
+        except BaseException:
+            if is_new:
+                arguments.html.unlink()
+            raise
         print(f"page  {arguments.html}")
         return 0
     run = make_run(config)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from cifar_zero.build_model import blocks_of
 from cifar_zero.config.placement import Placement
 from cifar_zero.optimizers import Implementation
 from cifar_zero.optimizers.groups import keep_own_options
@@ -113,7 +114,7 @@ class MeshStrategy(ModelParallelStrategy):
 def by_block(net: nn.Module, distribute: Callable[[nn.Module], Any]) -> None:
     """Applies `distribute`, which is fully_shard or replicate, to each block of a model that has `blocks`, and then to
     the rest of the model."""
-    for block in getattr(net, "blocks", nn.Sequential()).children():
+    for block in blocks_of(net):
         distribute(block)
     distribute(net)
 

@@ -5,6 +5,8 @@ decide the other open options.
 last and auto. `training/starting.py` decides --data.source auto, and for several nodes or torchrun the checkpoint."""
 
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -83,9 +85,10 @@ def warn_of_few_cores(ranks: int) -> None:
         say(f"warning: {ranks} CPU ranks share {shared}: use --devices {cores} so that each rank has a core")
 
 
-def resolve_devices(settings: Settings) -> Settings:
-    """Returns the settings with accelerator, precision, devices and num_nodes decided. Raises UsageError if there are
-    too few devices, or if a launcher started different numbers of ranks on the nodes."""
+def resolve_devices(settings: Settings, strategies: Sequence[str] = ()) -> Settings:
+    """Returns the settings with accelerator, precision, devices and num_nodes decided. `strategies` are names of
+    strategies of which one will be chosen for the run, and by default the strategy of the settings. Raises UsageError
+    if there are too few devices, or if a launcher started different numbers of ranks on the nodes."""
     gpus = gpu_count() if settings.placement.accelerator != "cpu" else 0
     if settings.placement.accelerator == "gpu" and gpus == 0:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
@@ -100,23 +103,26 @@ def resolve_devices(settings: Settings) -> Settings:
                 "same number on each node"
             )
     elif devices == "auto":
-        devices = _most_devices(settings, gpus)
+        devices = _most_devices(settings, strategies or [settings.placement.strategy], gpus)
     if gpus and devices > gpus:
         raise UsageError(f"--devices {devices}: this computer has only {'1 GPU' if gpus == 1 else f'{gpus} GPUs'}")
     return settings.changed(devices=devices, num_nodes=num_nodes)
 
 
-def _most_devices(settings: Settings, gpus: int) -> int:
-    """Returns the largest number of GPUs on which the run is possible with micro-batches of at least LEAST_MICRO_BATCH
-    images. With one replica, micro-batches may be smaller. Prints the number if there are several GPUs, and why not all
-    are used. On the CPU, returns CPU_RANKS if the strategy shards or splits the model and the run is possible on so
-    many ranks, and 1 otherwise."""
-    cpu_ranks = CPU_RANKS if ds_config.spec_of(settings.placement).shards_tensors else 1
+def _most_devices(settings: Settings, strategies: Sequence[str], gpus: int) -> int:
+    """Returns the largest number of GPUs on which the run is possible under one of `strategies` with micro-batches of
+    at least LEAST_MICRO_BATCH images. With one replica, micro-batches may be smaller. Prints the number if there are
+    several GPUs, and why not all are used. On the CPU, returns CPU_RANKS if the strategy shards or splits the model and
+    the run is possible on so many ranks, and 1 otherwise. With several strategies, one CPU rank is preferred."""
+    counts = [*range(gpus, 0, -1)]
+    if not gpus:
+        counts = [1, CPU_RANKS]
+        if len(strategies) == 1:
+            counts = [CPU_RANKS, 1] if ds_config.spec_of(settings.placement).shards_tensors else [1]
     why_not_all = ""
-    for devices in range(gpus or cpu_ranks, 0, -1):
+    for devices in counts:
         try:
-            run = make_run(settings.changed(devices=devices))
-            rules.check(run)
+            run = _possible([make_run(settings.changed(devices=devices, strategy=name)) for name in strategies])
             if gpus and run.placement.replicas > 1 and run.micro_batch < LEAST_MICRO_BATCH:
                 raise UsageError(
                     f"a micro-batch of {run.micro_batch} images is too small to keep a GPU busy; --devices {devices} "
@@ -129,6 +135,20 @@ def _most_devices(settings: Settings, gpus: int) -> int:
             _say_once(f"--devices auto: {devices} of {gpus} GPUs{why_not_all}")
         return devices
     return 1
+
+
+def _possible(runs: Sequence[Run]) -> Run:
+    """Returns the first of `runs`, which differ only in their strategies, that is possible on this computer. Raises
+    UsageError if none is, with the reason for the first."""
+    for run in runs:
+        with suppress(UsageError):
+            strategy_rules.check_strategy(run)
+            rules.check_here(run)
+            break
+    else:
+        run = runs[0]
+    rules.check(run)
+    return run
 
 
 _say_once = cache(say)  # a process may resolve several runs

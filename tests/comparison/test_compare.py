@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from cifar_zero.comparison import compare
-from cifar_zero.core.errors import RunError, UsageError
+from cifar_zero.comparison.result import Variant
+from cifar_zero.core.errors import Stopped, UsageError
 from tests.comparison.made_up import made_up
 from tests.support.helpers import refused
 
@@ -21,13 +22,25 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return compare.main()
 
 
-def test_a_full_disk_ends_with_the_folder_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "a.log")
+@pytest.mark.parametrize(
+    ("failing", "error", "said"),
+    [
+        ("compare.train_variants", OSError(28, "No space left", "a.log"), "No space left: 'a.log'\nthe runs are in"),
+        ("compare.train_variants", Stopped(2), "the runs are in"),
+        ("finished_runs.summarize", Stopped(2), "the runs are in"),
+        ("plot.write_plot", ValueError("no fonts"), "no fonts\nthe runs are in"),
+    ],
+)
+def test_an_error_ends_with_the_folder_of_the_runs(
+    failing: str, error: BaseException, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def fail(*_: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(compare, "train_variants", full)
+    monkeypatch.setattr(compare, "train_variants", lambda *_: [Variant("baseline", outcome="not trained")] * 2)
     monkeypatch.setattr(compare, "prepare", lambda planned: None)
-    with pytest.raises(RunError, match=r"No space left on device \(a.log\); the runs are in"):
+    monkeypatch.setattr(f"cifar_zero.comparison.{failing}", fail)
+    with pytest.raises((OSError, Stopped, ValueError), match=said):
         run(monkeypatch, *TWO.split(), "--out", str(tmp_path))
 
 

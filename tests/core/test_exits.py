@@ -23,6 +23,12 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path: Path, signal_handlers: 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
 
 
+def test_a_signal_ends_a_program_whose_terminal_is_gone():
+    program = "import os, signal; from cifar_zero.core import exits; exits.install(); os.close(2)"
+    program += "; os.kill(os.getpid(), signal.SIGTERM)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 143
+
+
 def test_a_background_job_of_a_script_still_ignores_ctrl_c(signal_handlers: None):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exits.install()
@@ -68,6 +74,29 @@ def test_a_full_disk_under_a_log_does_not_end_a_program(rank: int, full: str, la
     assert (done.returncode, (done.stdout or done.stderr or "")[-len(printed) or None :]) == (code, printed)
 
 
+@pytest.mark.parametrize(
+    ("closed", "last", "code", "printed"),
+    [
+        ("", "print('result')", 0, "result\na warning\n"),
+        (">&-", "print('result')", 0, "a warning\n"),
+        ("2>&-", "print('result')", 0, "result\n"),
+        ("<&- >&- 2>&-", "open('/dev/null'); os.kill(os.getpid(), signal.SIGTERM)", 143, ""),
+    ],
+)
+def test_a_closed_stream_does_not_end_a_program(closed: str, last: str, code: int, printed: str):
+    program = PROGRAM.format(last=last).replace("import logging, sys", "import logging, os, signal, sys")
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", program],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in exits.RANKS},
+        text=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == code
+    assert (done.stdout + done.stderr[-len("a warning\n") :])[-len(printed) or None :] == printed
+
+
 def refused(path: str, number: int = errno.ENOTDIR) -> OSError:
     return OSError(number, "refused", path)
 
@@ -94,8 +123,9 @@ def test_a_path_or_package_that_the_user_can_mend_is_a_mistake(
     capsys: pytest.CaptureFixture[str],
 ):
     def main() -> int:
+        error.add_note("a note")
         raise error
 
     monkeypatch.setattr("sys.argv", ["export", *arguments.split()])
     assert exits.guarded(main) == code
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert capsys.readouterr().err == f"error: {said}\na note\n"

@@ -55,6 +55,20 @@ def test_this_machine_is_fit():
         assert bool(check["fix"]) == (check["status"] == "warning"), check
 
 
+@of_test_all
+def test_neither_output_of_the_ranks_nor_the_out_folder_disturbs_the_all_reduce(tmp_path: Path):
+    """Ranks print more than a pipe takes, as NCCL does with NCCL_DEBUG. Not even root can write to /proc."""
+    lines = "import os, sys, atexit\nif 'RANK' in os.environ:\n"
+    for stream in ("sys.stdout", "sys.stderr"):
+        lines += f"    print('NCCL INFO {{\\n' * 20_000, file={stream}, flush=True)\n"
+    lines += "    atexit.register(print, 'NCCL INFO ends')\n"
+    (tmp_path / "sitecustomize.py").write_text(lines)
+    flags = ["all-reduce", "--out", "/proc/nothing", "--timeout", str(HANG_SECONDS)]
+    done = run_program("doctor", *flags, env={"PYTHONPATH": str(tmp_path)})
+    assert_ok(done)
+    assert lines_of(done.stdout)["all-reduce"][0] == "ok"
+
+
 def test_decoded_images_need_no_archive(diagnose: Callable[..., tuple[int, str]], tmp_path: Path):
     assert "no images in" in diagnose("data", "--data.root", str(tmp_path))[1]
     decoded = tmp_path / ".cifar-zero" / "cifar10" / "meta.json"

@@ -13,7 +13,7 @@ def plan(budget: MemoryBudget, *flags: str) -> list[MemoryEstimate]:
     common = "--accelerator gpu --optimizer adam --precision bf16-mixed --batch_size 64 --devices 1"
     run = make_run(command_line.parse([*common.split(), *flags]))
     line = LinearFit(0, GB)
-    return estimate_all(run, Network((Weight(10 * GB, states=2),), (0,)), budget, {"autocast": line, "cast": line})
+    return estimate_all(run, Network((Weight((10 * GB,), states=2),), (0,)), budget, {"autocast": line, "cast": line})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cifar_zero.core.errors import UsageError
 from cifar_zero.planning import page, plan
 from tests.support.helpers import needs_browser, shown_by_browser
 
@@ -17,7 +18,11 @@ POINTS = (
 """Model, devices, precision, images per rank, and the end of the names of ZeRO's strategies."""
 
 SENT = {"ddp": 2, "deepspeed_stage_1": 3, "deepspeed_stage_2": 3, "deepspeed_stage_3": 2}
-"""Numbers sent per parameter and step (docs/cluster.md)."""
+"""Numbers sent per trained parameter and step (docs/cluster.md). ZeRO 3 sends one of its two for frozen parameters
+too."""
+
+COMMON = ["--optimizer", "adamw", "--ema", "0.9", "--activation_offload", "true"]
+COMMON += ["--lora.rank", "4", "--lora.target", "blocks.*.attention.qkv"]
 
 
 @needs_browser
@@ -27,11 +32,11 @@ def test_the_page_shows_the_numbers_of_the_plan(
     monkeypatch.setattr(page, "MODELS", ("vit_tiny", "vit_small"))
     monkeypatch.setattr(page, "DEVICES", (1, 2, 8))
     file = tmp_path / "plan.html"
-    monkeypatch.setattr("sys.argv", ["plan", "--optimizer", "adamw", "--html", str(file)])
+    monkeypatch.setattr("sys.argv", ["plan", *COMMON, "--html", str(file)])
     assert plan.main() == 0
     for model, devices, precision, images, end in POINTS:
         flags = f"--model {model} --devices {devices} --precision {precision} --batch_size {devices * images} --json"
-        monkeypatch.setattr("sys.argv", ["plan", *flags.split(), "--optimizer", "adamw", "--device_memory", "1TB"])
+        monkeypatch.setattr("sys.argv", ["plan", *flags.split(), *COMMON, "--device_memory", "1TB"])
         capsys.readouterr()
         plan.main()
         planned = json.loads(capsys.readouterr().out)
@@ -42,7 +47,18 @@ def test_the_page_shows_the_numbers_of_the_plan(
         assert [row[0] for row in rows] == ["ddp", *(f"deepspeed_stage_{stage}{end}" for stage in (1, 2, 3))]
         for name, device, host, sent in rows:
             size = 2 if precision == "bf16-mixed" and name != "ddp" else 4
-            bytes_sent = SENT[name.removesuffix("_offload")] * planned["parameters"] * size * (1 - 1 / devices)
+            numbers = SENT[name.removesuffix("_offload")] * planned["trained_parameters"]
+            if name.startswith("deepspeed_stage_3"):
+                numbers += planned["parameters"] - planned["trained_parameters"]
+            bytes_sent = numbers * size * (1 - 1 / devices)
             assert float(device) == pytest.approx(estimates[name]["device"], rel=1e-3), name
             assert float(host) == estimates[name]["host"], name
             assert float(sent) == pytest.approx(bytes_sent), name
+
+
+def test_refused_options_leave_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "plan.html"
+    monkeypatch.setattr("sys.argv", ["plan", "--tensor_parallel_size", "2", "--html", str(file)])
+    with pytest.raises(UsageError, match="cannot be planned"):
+        plan.main()
+    assert not file.exists()

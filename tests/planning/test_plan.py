@@ -52,6 +52,13 @@ def test_the_table_of_strategies(planned):
     assert len([line for line in out.splitlines() if " yes " in line]) == 11
 
 
+@pytest.mark.parametrize("model", ["Indexed", "Counted"])
+def test_a_model_that_uses_its_blocks_in_its_own_way_is_planned(model: str, planned):
+    code, out, err = planned("--model", f"{ROOT}/tests/users_code/own_code.py:{model}", "--device_memory", "8GB")
+    assert (code, err) == (0, "")
+    assert "recommended" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -6,6 +6,7 @@ import pytest
 from cifar_zero.config import command_line
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.planning.estimates import PLANNED
 from cifar_zero.training import resolve as resolving
 
 DIGITS = ["--data.source", "digits"]
@@ -57,6 +58,26 @@ def test_the_largest_number_of_gpus_on_which_the_run_is_possible(
     printed = capsys.readouterr().err
     assert bool(printed) == bool(said)
     assert said in printed
+
+
+EXPERTS = "--model net_moe --model.num_experts [4] --model.ep_size 2"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "devices"),
+    [
+        (8, "--batch_size 256 --zero.reduce_bucket_size 5000000", 8),
+        (8, "--batch_size 256 --offload.pin_memory true", 8),
+        (7, f"--batch_size 192 {EXPERTS}", 6),
+        (0, EXPERTS, 2),
+        (0, "", 1),
+    ],
+)
+def test_auto_has_the_devices_of_any_strategy(gpus: int, flags: str, devices: int, machine):
+    """Options that plain PyTorch does not have say nothing about the devices of the strategies that have them."""
+    machine(gpus)
+    settings = command_line.parse([*DIGITS, *flags.split()])
+    assert resolving.resolve_devices(settings, PLANNED).placement.devices == devices
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -37,6 +37,28 @@ class Small(nn.Module):
         return self.head(self.activation(self.conv(images)).flatten(1, self.dim))
 
 
+class Counted(Small):
+    """has a number of blocks, and no blocks of this name"""
+
+    blocks = 2
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.conv(images).flatten(1))
+
+
+class Indexed(Small):
+    """takes its blocks by index"""
+
+    def __init__(self, num_classes: int, width: int = 4):
+        super().__init__(num_classes, width)
+        self.blocks = nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(5)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        for number in range(5):
+            images = self.blocks[number](images)
+        return self.head(self.conv(images).flatten(1))
+
+
 class Named(Small):
     """has an argument that every model has already"""
 
