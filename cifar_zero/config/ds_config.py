@@ -77,7 +77,7 @@ RESTRICTED: dict[str, tuple[Any, str]] = {
 }
 """The keys that would change what a run computes, break its checkpoints, load code or name a file. Each has the only
 value that is accepted, and what to use instead or the reason. The key of a section stands for all keys in it. All other
-keys of KEYS were read in DeepSpeed's code, and do none of this."""
+keys of KEYS do none of this, as read in DeepSpeed's code, but some lower the precision, as their names say."""
 
 DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # values of DeepSpeed's OffloadDeviceEnum
 

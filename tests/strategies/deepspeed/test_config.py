@@ -93,7 +93,8 @@ def test_lightning_accepts_one_rank_in_a_notebook(monkeypatch: pytest.MonkeyPatc
 def test_the_known_keys_are_those_that_the_installed_deepspeed_reads():
     known = json.loads(ds_config.KEYS.read_text())
     assert known == {"release": deepspeed.__version__, "keys": read_by_deepspeed()}, (
-        "write the file again: python -m tests.support.deepspeed_keys"
+        "read what each new key does, add it to ds_config.RESTRICTED if it is not harmless, and write the file again: "
+        "python -m tests.support.deepspeed_keys"
     )
 
 
