@@ -48,7 +48,9 @@ RESTRICTED: dict[str, tuple[Any, str]] = {
     ),
     "autotuning.enabled": (False, "use Optuna (docs/sweep.py)"),
     "flops_profiler.output_file": (None, "remove it, because it names a file"),
-    # These change the gradients or the updates, or do so in a case that is not checked here.
+    # From this old name of bf16 no precision would be read.
+    "bfloat16": (None, "use bf16"),
+    # These change the gradients or the updates.
     "gradient_allreduce_op": ("mean", "the gradients would be multiplied by the number of ranks"),
     "gradient_predivide_factor": (1, "use prescale_gradients"),  # wrong at ZeRO 3 if it is the number of ranks
     "managed_gradient_accumulation": (True, "use --accumulate"),
@@ -59,8 +61,7 @@ RESTRICTED: dict[str, tuple[Any, str]] = {
     "zero_optimization.compute_grad_norm": (True, "clipping and --check_steps need the norm"),
     # The other part is updated by an optimizer that no schedule changes and no checkpoint contains (zero/stage3.py).
     "zero_optimization.offload_optimizer.ratio": (1, "the other part would keep its first learning rate"),
-    # These replace the model's layers or spread the ranks in a way that loaders and checkpoints do not know.
-    "bfloat16": (None, "use bf16, the new name"),
+    # These change the model's layers, or which ranks share data or experts. Loaders and checkpoints do not expect it.
     "use_data_before_expert_parallelism": (False, "use --model.ep_size"),
     "expert_parallel": (None, "use --model.ep_size"),
     "tensor_parallel": (None, "use --strategy tensor_parallel"),
