@@ -1,5 +1,5 @@
 """Splits a command line into the names and untyped values of its options. A value is a string, a list of strings, or
-True. Types come later, from the fields of Recipe, Placement and Output."""
+True. Types come later, from the fields of Recipe, Placement and Output. Only SWITCHES have their type here."""
 
 import re
 from collections.abc import Sequence
@@ -8,8 +8,12 @@ from typing import Any
 
 from cifar_zero.config.settings import OWNERS, Consent, Settings, canonical, flat
 from cifar_zero.core.errors import UsageError
+from cifar_zero.core.plain_data import load_value
 
-NEED_NO_VALUE = {"help", "trust", "debug", "print_config"}
+SWITCHES = {"trust", "debug", "print_config"}
+"""Options that are not fields of Recipe, Placement or Output, and are true or false."""
+
+NEED_NO_VALUE = {"help"} | SWITCHES
 NEED_NO_VALUE |= {option.name for part in OWNERS.values() for option in fields(part) if option.default is False}
 """Options whose value is true if the command line gives none."""
 
@@ -23,14 +27,14 @@ CALLBACKS = "trainer.callbacks"  # the only option that names classes; jsonargpa
 class Arguments:
     """The options of a command line, before they have types."""
 
-    options: dict[str, Any] = field(default_factory=dict)  # value by option: a string, a list of strings, or true
+    options: dict[str, Any] = field(default_factory=dict)  # value by option: a string, a list of strings, or a bool
     recipes: list[str] = field(default_factory=list)  # the files of --config, in their order
     callbacks: list[str] = field(default_factory=list)  # --trainer.callbacks and its values, word by word
 
     @property
     def consent(self) -> Consent:
         """The consent to run code, as given by --trust and --trainer.callbacks."""
-        return Consent(str(self.options.get("trust", False)).lower() == "true", tuple(self.callbacks))
+        return Consent(self.options.get("trust", False), tuple(self.callbacks))
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
@@ -64,12 +68,17 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _value(name: str, words: list[str]) -> Any:
-    if name in LISTS and (len(words) != 1 or not words[0].startswith("[")):
-        return words
     if not words and name in NEED_NO_VALUE:
         return True
     if not words:
         raise UsageError(f"--{name} has no value")
+    if name in LISTS and (len(words) > 1 or not words[0].startswith("[")):
+        return words
     if len(words) > 1:
         raise UsageError(f"--{name} takes one value, not {len(words)}: put '{' '.join(words)}' in quotes")
-    return words[0]
+    if name not in SWITCHES:
+        return words[0]
+    value = load_value(words[0])
+    if not isinstance(value, bool):
+        raise UsageError(f"--{name}: expected bool, not {words[0]}")
+    return value

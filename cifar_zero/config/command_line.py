@@ -94,8 +94,12 @@ def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None =
         raise SystemExit(0)
     refuse_unknown(parser, options)
     refuse_base_60(parser, options)
+    _refuse_overlap(options)
     nested = _nested(options)
-    of_trainer = _of_trainer(nested.pop("trainer", {}))
+    of_trainer = {
+        name: plain_data.load_value(each) if isinstance(each, str) else each  # jsonargparse reads 10:30:00 as a number
+        for name, each in nested.pop("trainer", {}).items()
+    }
     try:
         tree = parser.parse_object(nested).as_dict()
     except (ArgumentError, TypeError, ValueError) as error:
@@ -144,10 +148,6 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
             if option in options:
                 raise UsageError(f"--config {file} sets {option} twice: remove one of the two")
             options[option] = setting
-    for option in options:
-        for section in (option[:dot] for dot, letter in enumerate(option) if letter == "."):
-            if section in options and section not in REGISTRIES:
-                raise UsageError(f"--config {file} sets {section} and {option}: write {option} into {section}")
     own_model = ":" in str(options.get("model"))  # an argument of the user's model may have the default None
     for option, value in options.items():
         if option in ONLY_FLAGS:
@@ -180,7 +180,7 @@ def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merges the options of recipes and of the command line, and returns them. Later sources override earlier ones, and
     each source overrides the DeepSpeed configuration that it names, if that file exists."""
     options: dict[str, Any] = {}
-    for source in sources:
+    for source in map(_with_trainer_options, sources):
         file = str(source.get("ds_config", ""))
         if Path(file).is_file():  # a finished run's file may be gone, and is not needed
             options = _overridden(options, ds_config.options_of(file))
@@ -219,9 +219,31 @@ def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in base.items() if option.split(".")[0] not in of_strategy}
 
 
+def _with_trainer_options(source: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a recipe or of the flags, in which each entry of the mapping `trainer` is an option, such
+    as trainer.benchmark. Raises UsageError if `trainer` is not a mapping, or if an entry is also set as an option."""
+    rest = {**source}
+    given = rest.pop("trainer", {})
+    entries = plain_data.load_value(given) if isinstance(given, str) else given
+    if not isinstance(entries, dict):
+        raise UsageError(f"--trainer: expected a mapping such as {{benchmark: true}}, not {given}")
+    for name in entries:
+        if f"trainer.{name}" in rest:
+            raise UsageError(f"--trainer and --trainer.{name} both set {name}: leave one of them out")
+    return {**rest, **{f"trainer.{name}": value for name, value in entries.items()}}
+
+
+def _refuse_overlap(options: Mapping[str, Any]) -> None:
+    """Raises UsageError if an option and a part of it are both set, of which one would be lost."""
+    for option in options:
+        for section in (option[:dot] for dot, letter in enumerate(option) if letter == "."):
+            if section in options and section not in REGISTRIES:
+                raise UsageError(f"--{section} and --{option} cannot be combined: write {option} into {section}")
+
+
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options in jsonargparse's nested form: optimizer.lr becomes an entry of optimizer, and the value of
-    optimizer itself becomes the entry `name`. Raises UsageError if an option and a part of it are both set."""
+    optimizer itself becomes the entry `name`."""
     tree: dict[str, Any] = {}
     for option, value in options.items():
         path = option
@@ -231,20 +253,8 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
         inner = tree
         for section in outer:
             inner = inner.setdefault(section, {})
-            if not isinstance(inner, dict):
-                raise UsageError(f"--{section} and --{option} cannot be combined: leave one of them out")
         inner[last] = value
     return tree
-
-
-def _of_trainer(given: Any) -> dict[str, Any]:
-    """Returns the options of the section `trainer`, which may also be one text. Texts become values, as in YAML.
-    jsonargparse does not parse them, because it would read a time such as 10:30:00 as a number. Raises UsageError if
-    `given` is not a mapping."""
-    options = plain_data.load_value(given) if isinstance(given, str) else given
-    if not isinstance(options, dict):
-        raise UsageError(f"--trainer: expected a mapping such as {{benchmark: true}}, not {given}")
-    return {name: plain_data.load_value(each) if isinstance(each, str) else each for name, each in options.items()}
 
 
 @cache  # compare parses several command lines

@@ -38,27 +38,47 @@ RENAMED = {
 OFFLOADS = ("offload_optimizer", "offload_param")
 """Sections of `zero_optimization` that configure offloading."""
 
-REFUSED = {
-    # These two could run code that the file names: the first imports modules, the second unpickles "universal"
-    # checkpoints unchecked.
-    "torch_autocast": "--precision bf16-mixed",
-    "checkpoint": "--resume, which reads the checkpoints of every strategy",
-    # The checkpoints require that neighbouring ranks share the experts.
-    "use_data_before_expert_parallelism": "--model.ep_size",
-    "bfloat16": "bf16",  # the old name, from which no precision would be read
-}
-"""Keys that are refused, and what to use instead."""
-
-REFUSED_IF_ENABLED = {
+RESTRICTED: dict[str, tuple[Any, str]] = {
+    # The first imports modules that the file names. The second unpickles "universal" checkpoints unchecked.
+    "torch_autocast.enabled": (False, "use --precision bf16-mixed"),
+    "checkpoint": (None, "use --resume, which reads the checkpoints of every strategy"),
     # These write files or send metrics elsewhere, whereas the configuration may only change how a run computes.
-    **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), "--logger"),
-    "autotuning": "Optuna (docs/sweep.py)",
+    **dict.fromkeys(
+        ("tensorboard.enabled", "csv_monitor.enabled", "wandb.enabled", "comet.enabled"), (False, "use --logger")
+    ),
+    "autotuning.enabled": (False, "use Optuna (docs/sweep.py)"),
+    "flops_profiler.output_file": (None, "remove it, because it names a file"),
+    # From this old name of bf16 no precision would be read.
+    "bfloat16": (None, "use bf16"),
+    # These change the gradients or the updates.
+    "gradient_allreduce_op": ("mean", "the gradients would be multiplied by the number of ranks"),
+    "gradient_predivide_factor": (1, "use prescale_gradients"),  # wrong at ZeRO 3 if it is the number of ranks
+    "managed_gradient_accumulation": (True, "use --accumulate"),
+    "fp16.auto_cast": (False, "soft labels would be rounded"),
+    "data_efficiency": (None, "remove it, because it drops tokens or images"),
+    "weight_quantization": (None, "remove it, because it rounds the initial weights"),
+    "zero_optimization.zenflow": (None, "remove it, because it updates weights with old gradients"),
+    "zero_optimization.compute_grad_norm": (True, "clipping and --check_steps need the norm"),
+    # The other part is updated by an optimizer that no schedule changes and no checkpoint contains (zero/stage3.py).
+    "zero_optimization.offload_optimizer.ratio": (1, "the other part would keep its first learning rate"),
+    # These change the model's layers, or which ranks share data or experts. Loaders and checkpoints do not expect it.
+    "use_data_before_expert_parallelism": (False, "use --model.ep_size"),
+    "expert_parallel": (None, "use --model.ep_size"),
+    "tensor_parallel": (None, "use --strategy tensor_parallel"),
+    "sequence_parallel_size": (1, "use --strategy tensor_parallel"),
+    "hybrid_engine.enabled": (False, "remove it, because it is for generating text"),
+    "compile.deepcompile": (False, "use --compile"),
+    # Checkpoints could not be read, or would lose precision.
+    "datastates_ckpt": (None, "remove it, because its checkpoints cannot be read"),
+    "zero_optimization.elastic_checkpoint": (False, "its checkpoints cannot be read"),
+    "zero_optimization.legacy_stage1": (False, "DeepSpeed no longer has it"),
+    "zero_optimization.load_from_fp32_weights": (True, "a resumed run would round its weights to 16 bits"),
+    "zero_optimization.pipeline_loading_checkpoint": (False, "ranks on several nodes would wait for each other"),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False, "checkpoints would hold quantized weights"),
 }
-"""Sections that are refused unless their `enabled` is false, and what to use instead."""
-
-NAMES_FILE = ("_file", "_path", "_dir")
-"""Suffixes of the keys that name a file or folder to write or read, such as flops_profiler.output_file and
-data_cluster_path. The exception is nvme_path, the disk to offload to."""
+"""The keys that would change what a run computes, break its checkpoints, load code or name a file. Each has the only
+value that is accepted, and what to use instead or the reason. The key of a section stands for all keys in it. All other
+keys of KEYS do none of this, as read in DeepSpeed's code, but some lower the precision, as their names say."""
 
 DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # values of DeepSpeed's OffloadDeviceEnum
 
@@ -147,12 +167,13 @@ def check_flags(settings: Settings) -> None:
 
 def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of a DeepSpeed configuration that the engine gets: all keys except batch size, accumulation,
-    clipping, optimizer and scheduler, which become options of train. The old key `cpu_offload` is replaced by
-    `offload_optimizer`."""
+    clipping, optimizer and scheduler, which become options of train. The old keys `cpu_offload` and `cpu_offload_param`
+    are replaced by sections."""
     raw = {key: value for key, value in content.items() if key not in (*RENAMED, "optimizer", "scheduler")}
     zero = raw["zero_optimization"] = {**_section(raw, "zero_optimization")}
-    if zero.pop("cpu_offload", False):  # DeepSpeed prints a warning three times, even if it is false
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    for section, old in zip(OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
+        if zero.pop(old, False):  # DeepSpeed prints a warning three times, even if it is false
+            zero.setdefault(section, {"device": "cpu"})
     return raw
 
 
@@ -172,6 +193,9 @@ def spec_of(placement: Placement) -> Spec:
         device = _section(zero, section).get("device", "none")
         if device not in DEVICES:
             raise UsageError(f"--ds_config {file}: {section}.device must be one of {', '.join(DEVICES)}")
+        least = 1 if (section, device) == ("offload_optimizer", "cpu") else 3
+        if DEVICES[device] and stage < least:  # DeepSpeed (0.19.8) would ignore the section, or fail in the first step
+            raise UsageError(f"--ds_config {file}: {section} to {device} needs ZeRO stage {least}, not {stage}")
         devices.append(DEVICES[device])
     return Spec(
         "deepspeed",
@@ -184,6 +208,18 @@ def spec_of(placement: Placement) -> Spec:
     )
 
 
+def nvme_paths(placement: Placement, spec: Spec) -> dict[str, str]:
+    """Returns the directories to which a run offloads, keyed by the option that names them."""
+    if spec.raw is None:
+        return {"--nvme_path": placement.nvme_path} if spec.offload_optimizer == "nvme" else {}
+    zero = spec.raw["zero_optimization"]
+    return {
+        f"--ds_config {placement.ds_config}: {section}.nvme_path": str(zero[section].get("nvme_path", ""))
+        for section in OFFLOADS
+        if zero.get(section, {}).get("device") == "nvme"
+    }
+
+
 def _read(file: str) -> dict[str, Any]:
     """Returns the content of a DeepSpeed configuration file. Raises UsageError if the file is not a DeepSpeed
     configuration, or sets a refused key."""
@@ -191,13 +227,10 @@ def _read(file: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UsageError(f"--ds_config {file} must hold a JSON object")
     _check_keys(raw, known_keys(), f"--ds_config {file}")
-    for key, replacement in (REFUSED | REFUSED_IF_ENABLED).items():
-        disabled = isinstance(raw.get(key), dict) and not raw[key].get("enabled")
-        if raw.get(key) is not None and not (disabled and key in REFUSED_IF_ENABLED):
-            raise UsageError(f"--ds_config {file}: use {replacement}, not {key}")
-    for name, value in _leaves(raw):
-        if value and name.endswith(NAMES_FILE) and name.split(".")[-1] != "nvme_path":
-            raise UsageError(f"--ds_config {file}: remove {name}, because it names a file")
+    for name, value in _leaves(_without_auto(raw)):
+        for key, (accepted, advice) in RESTRICTED.items():
+            if f"{name}.".startswith(f"{key}.") and value != accepted:
+                raise UsageError(f"--ds_config {file}: {name} {json.dumps(value)} is refused: {advice}")
     return raw
 
 
@@ -210,21 +243,23 @@ def known_keys() -> dict[str, Any]:
 
 def _check_keys(section: Mapping[str, Any], known: Mapping[str, Any], what: str, prefix: str = "") -> None:
     """Raises UsageError for the first key in a section that DeepSpeed does not read. The message begins with `what`."""
-    for key, value in section.items():
+    for key in section:
         if key not in known:
             elsewhere = [name for name, _ in _leaves(known_keys()) if name.split(".")[-1] == key]
             meant = nearest(key, known, cutoff=0.65, otherwise="remove it")
             if len(elsewhere) == 1:
                 meant = f"did you mean {elsewhere[0]}?"
             raise UsageError(f"{what}: DeepSpeed does not read {prefix}{key}, so it has no effect: {meant}")
-        if isinstance(value, dict) and known[key]:
-            _check_keys(value, known[key], what, f"{prefix}{key}.")
+        if known[key]:
+            _check_keys(_section(section, key), known[key], what, f"{prefix}{key}.")
 
 
 def _section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Returns the object under a key, or an empty dict if there is none. Raises UsageError if the value is not an
     object."""
-    section = content.get(key) or {}
+    section = content.get(key)
+    if section in (None, "auto"):
+        return {}
     if not isinstance(section, dict):
         raise UsageError(f"--ds_config: {key} must be an object, not {section}")
     return section

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from cifar_zero.config import strategy_rules
+from cifar_zero.config import ds_config, strategy_rules
 from cifar_zero.config.placement import Placement
 from cifar_zero.config.recipe import AugmentConfig, LoRAConfig
 from cifar_zero.config.run import Run
@@ -155,8 +155,8 @@ def check_here(run: Run) -> None:
             ),
         }
     )
-    if spec.offload_optimizer == "nvme" and spec.raw is None:
-        check_nvme(placement.nvme_path)
+    for option, path in ds_config.nvme_paths(placement, spec).items():
+        check_nvme(path, option)
 
 
 def ranks_in_memory() -> int:
@@ -164,14 +164,14 @@ def ranks_in_memory() -> int:
     return free_memory_bytes() // CPU_RANK_BYTES
 
 
-def check_nvme(path: str) -> None:
-    """Raises UsageError if the directory `path` for NVMe offloading is missing or not writable, or if the computer
-    lacks libaio, against which DeepSpeed compiles its asynchronous I/O."""
+def check_nvme(path: str, option: str = "--nvme_path") -> None:
+    """Raises UsageError if the directory `path` for NVMe offloading, which `option` names, is missing or not writable,
+    or if the computer lacks libaio, against which DeepSpeed compiles its asynchronous I/O."""
     refuse(
         {
-            "--strategy deepspeed_stage_3_offload_nvme needs --nvme_path DIRECTORY on a local disk": not path,
-            f"--nvme_path {path} is not a writable directory": not os.access(path, os.W_OK | os.X_OK),
-            "NVMe offload needs libaio: apt-get install libaio-dev, or use deepspeed_stage_3_offload": (
+            f"{option} is missing: offloading to a disk needs a directory on a local disk": not path,
+            f"{option} {path} is not a writable directory": not os.access(path, os.W_OK | os.X_OK),
+            "NVMe offload needs libaio: apt-get install libaio-dev, or offload to the CPU": (
                 not ctypes.util.find_library("aio")
             ),
         }

@@ -5,6 +5,7 @@ which may have other groups, to these groups."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -77,12 +78,13 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def match_strides(optimizer: Optimizer) -> None:
-    """Gives each tensor in an optimizer's loaded state the strides of the parameter that it belongs to. torch's fused
-    updates read both in memory order. Tensors of another shape than their parameter stay as they are."""
+    """Gives each tensor in an optimizer's loaded state the strides that torch gives to the state of a new optimizer.
+    torch's fused updates read parameter and state in memory order. Tensors of another shape than their parameter stay
+    as they are."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
-                state[key] = value.new_empty(value.shape).as_strided(value.shape, parameter.stride()).copy_(value)
+                state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:

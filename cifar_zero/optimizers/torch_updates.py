@@ -148,7 +148,7 @@ class TorchMuon(GroupOptimizer):
                 scale = 0.2 * max(matrices.shape[1:]) ** 0.5
             else:
                 lengths = torch.linalg.matrix_norm(matrices, keepdim=True)
-                matrices *= matrices.shape[1] ** 0.5 / lengths
+                matrices *= matrices.shape[1] ** 0.5 / lengths.clamp_min(EPS)  # a layer may begin with zeros
             if group["weight_decay"]:
                 matrices *= 1 - group["lr"] * group["weight_decay"]
             matrices.add_(step, alpha=-group["lr"] * scale)

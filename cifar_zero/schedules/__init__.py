@@ -124,7 +124,7 @@ class Step(Schedule):
 
 @dataclass
 class OneCycle(FiniteSchedule):
-    """one rise to the optimizer's learning rate and a fall to almost zero (torch's OneCycleLR; Smith and Topin 2018)"""
+    """one rise to the optimizer's learning rate, then a fall to almost 0 (torch's OneCycleLR, cycle_momentum=False)"""
 
     pct_start: float = limited(0.3, over=0, below=1)
     """Share of the steps in which the learning rate rises."""
@@ -138,7 +138,7 @@ class OneCycle(FiniteSchedule):
     final_div_factor: float = limited(1e4, over=0)
     """The last learning rate is the first one divided by this number."""
 
-    def rate(self, step: float, base_lr: float) -> float:  # the momentum is not cycled
+    def rate(self, step: float, base_lr: float) -> float:
         first = base_lr / self.div_factor
         top, end = self.pct_start * self.total_steps - 1, self.total_steps - 1
         if step <= top:

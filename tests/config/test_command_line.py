@@ -29,6 +29,16 @@ def test_later_recipes_and_flags_win(tmp_path: Path):
     assert recipe.augment == AugmentConfig(flip="random", crop=4)
 
 
+def test_options_of_the_trainer_are_merged(tmp_path: Path):
+    dotted, mapping = tmp_path / "dotted.yaml", tmp_path / "mapping.yaml"
+    dotted.write_text("trainer.limit_train_batches: 100\ntrainer.benchmark: false\n")
+    mapping.write_text("trainer: {limit_train_batches: 100, benchmark: false}")
+    for recipe in (dotted, mapping):
+        for flags in (["--trainer", "{benchmark: true}"], ["--trainer.benchmark", "true"]):
+            trainer = command_line.parse(["--config", str(recipe), *flags]).recipe.trainer
+            assert trainer == {"limit_train_batches": 100, "benchmark": True}
+
+
 def test_another_optimizer_drops_the_options_of_the_first():
     flags = ["--config", str(ROOT / "configs" / "tutorial.yaml"), "--optimizer", "adam"]
     config = command_line.parse([*flags, "--optimizer.betas", "[0.8, 0.99]"])
@@ -44,7 +54,13 @@ def test_another_optimizer_drops_the_options_of_the_first():
         ("--trainable+ fc3.*", "unknown option --trainable+: did you mean --trainable?"),
         ("--data digits", "unknown option --data: did you mean --data."),
         ("--trainer.accumulate_grad_batches 2", "use --accumulate"),
-        ("--trainer {} --trainer.benchmark true", "cannot be combined: leave one of them out"),
+        ('--trainer {"benchmark":true} --trainer.benchmark true', "both set benchmark: leave one of them out"),
+        ('--trainer.benchmark true --trainer {"benchmark":true}', "both set benchmark: leave one of them out"),
+        ('--trainer {"max_steps":2}', "--trainer.max_steps is not passed on to the Trainer: use --max_steps"),
+        ('--trainer.a {"b":1} --trainer.a.b 2', "--trainer.a and --trainer.a.b cannot be combined"),
+        ('--trainer.a.b 2 --trainer.a {"b":1}', "--trainer.a and --trainer.a.b cannot be combined"),
+        ("--trainable --seed 1", "--trainable has no value"),
+        ("--print_config maybe", "--print_config: expected bool, not maybe"),
         ("stray", "unexpected 'stray': options begin with --"),
         ("--seed 1 2", "--seed takes one value, not 2: put '1 2' in quotes"),
         ("--optimizer", "--optimizer has no value"),
@@ -113,7 +129,7 @@ def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pyt
         ("optimizer: {lr: 1}\noptimizer.lr: 2", "sets optimizer.lr twice"),
         ("optimizer: sgd\noptimizer.name: adam", "sets optimizer twice"),
         ("optimizer: {name: sgd, lr: 1, options: {lr: 2}}", "unknown option --optimizer.options"),
-        ("trainer: {a: {b: 1}}\ntrainer.a.b: 2", "sets trainer.a and trainer.a.b"),
+        ("trainer: {a: {b: 1}}\ntrainer.a.b: 2", "--trainer.a and --trainer.a.b cannot be combined"),
         ("config: other.yaml", "config works only on the command line: remove it"),
         ("debug: true", "debug works only on the command line: remove it"),
         (BOMB, "line 2 has the alias *a0: repeat the value"),
@@ -130,6 +146,13 @@ def test_mistakes_in_a_recipe_are_refused(text: str, expected: str, tmp_path: Pa
     recipe.write_text(text)
     with refused(expected):
         command_line.parse(["--config", str(recipe)])
+
+
+def test_switches_take_each_form_of_a_bool(capsys: pytest.CaptureFixture[str]):
+    given = {"--trust": True, "--trust yes": True, "--trust True": True, "--trust no": False, "--trust=false": False}
+    for flags, expected in given.items():
+        assert command_line.parse([*flags.split(), "--print_config", "false"]).consent.trust == expected
+    assert not capsys.readouterr().out
 
 
 def test_a_name_is_also_an_option_of_its_section():

@@ -30,6 +30,10 @@ AUTO = {
 """The configuration of transformers' documentation for ZeRO 3."""
 
 
+def on_disk(optimizer: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "offload_optimizer": optimizer, "offload_param": parameters}}
+
+
 @pytest.fixture(autouse=True)
 def machine_without_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cifar_zero.training.resolve.gpu_count", lambda: 0)
@@ -94,16 +98,11 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
         ({"optimizer": {"type": "Adam", "params": {"name": "muon"}}}, "", "optimizer Adam has no parameter `name`"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1, "options": {}}}}, "", "unknown option --optimizer.options"),
         (
-            {"flops_profiler": {"enabled": True, "output_file": "notes.txt"}},
-            "",
-            "remove flops_profiler.output_file, because it names a file",
-        ),
-        ({"csv_monitor": {"enabled": True, "job_name": "../x"}}, "", "use --logger, not csv_monitor"),
-        (
             {"data_efficiency": {"data_sampling": {"curriculum_learning": {"data_cluster_path": "/etc"}}}},
             "",
-            "remove data_efficiency.data_sampling.curriculum_learning.data_cluster_path",
+            'data_efficiency.data_sampling.curriculum_learning.data_cluster_path "/etc" is refused',
         ),
+        ({"tensorboard": True}, "", "tensorboard must be an object"),
         ({"zero_optimization": {"offload_param": "cpu"}}, "", "offload_param must be an object"),
         ({"zero_optimization": {"offload_optimizer": {"device": 5}}}, "", "must be one of none, cpu, nvme"),
         ({"zero_optimization": {"stage": 7}}, "", "a stage from 0 to 3"),
@@ -121,9 +120,15 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
             "zero_optimization.gradient_clipping, so it has no effect",
         ),
         ({"apex": 3}, "", "DeepSpeed does not read apex, so it has no effect: remove it"),
-        ({"bfloat16": {"enabled": True}}, "", "use bf16, not bfloat16"),
-        ({"torch_autocast": {"lower_precision_safe_modules": ["evil.Layer"]}}, "", "use --precision"),
-        ({"checkpoint": {"load_universal": True}}, "", "use --resume"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload_param": True}}, "", "offload_param to cpu needs ZeRO stage 3"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "", "needs ZeRO stage 1, not 0"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "", "needs ZeRO stage 3, not 2"),
+        (on_disk({"device": "nvme"}, {}), "", "their.json: offload_optimizer.nvme_path is missing"),
+        (
+            on_disk({}, {"device": "nvme", "nvme_path": "/nowhere"}),
+            "",
+            "their.json: offload_param.nvme_path /nowhere is not a writable directory",
+        ),
         (
             {"train_micro_batch_size_per_gpu": 4},
             "--devices 2",
@@ -134,6 +139,36 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
 def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp_path: Path):
     with refused(expected):
         resolve(parsed(tmp_path, content, flags))
+
+
+@pytest.mark.parametrize(("key", "accepted"), [(key, value) for key, (value, _) in ds_config.RESTRICTED.items()])
+def test_a_restricted_key_has_one_value(key: str, accepted: Any, tmp_path: Path):
+    def read(value: Any) -> None:
+        for section in reversed(key.split(".")):
+            value = {section: value}
+        file = tmp_path / "their.json"
+        file.write_text(json.dumps(value))
+        ds_config.options_of(str(file))
+
+    keys, refused_value = ds_config.known_keys(), not accepted
+    for section in key.split("."):
+        keys = keys[section]
+    if keys:  # a section, of which each key is refused
+        refused_value = {next(inner for inner in keys if not keys[inner]): 7}
+    with refused(key, "is refused: "):
+        read(refused_value)
+    for value in (accepted, "auto", None):
+        read(value)
+
+
+def test_no_key_but_nvme_path_can_name_a_file():
+    def restricted(name: str) -> bool:
+        section = name.rpartition(".")[0]
+        return any(f"{name}.".startswith(f"{key}.") or key == f"{section}.enabled" for key in ds_config.RESTRICTED)
+
+    names = [".".join((*path, key)) for path, keys in sections(ds_config.known_keys()) for key in keys]
+    of_files = {name for name in names if name.endswith(("_file", "_path", "_dir")) and not restricted(name)}
+    assert of_files == {f"zero_optimization.{section}.nvme_path" for section in ds_config.OFFLOADS}
 
 
 def sections(keys: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[str]]]:

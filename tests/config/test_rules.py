@@ -83,7 +83,7 @@ NVME = "--strategy deepspeed_stage_3_offload_nvme"
         (2, f"{SUPER} adam --optimizer.weight_decay 0.1", "as AdamW does"),
         (2, f"{SUPER} adamw --resume last", "start again with --weights"),
         (2, f"{SUPER} adamw --precision 16-mixed", "use bf16-mixed"),
-        (0, NVME, "needs --nvme_path"),
+        (0, NVME, "--nvme_path is missing"),
         (0, f"{NVME} --nvme_path /nowhere", "is not a writable directory"),
         (2, f"{NVME} --resume last", "use --strategy deepspeed_stage_3_offload"),
         (0, "--ds_config /nowhere.json", "cannot be read"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cifar_zero.optimizers import Adam
-from cifar_zero.optimizers.groups import keep_own_options, parameter_groups
+from cifar_zero.optimizers.groups import keep_own_options, match_strides, parameter_groups
 
 
 def adam(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -29,3 +29,25 @@ def test_the_state_of_other_groups_is_loaded(before: float, now: float):
     assert {group["lr"] for group in second.param_groups} == {0.5}
     assert second.param_groups[0]["weight_decay"] == now
     assert all(torch.equal(second.state[p]["exp_avg"], first.state[p]["exp_avg"]) for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("data", "strides"),
+    [
+        (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), (60, 1, 15, 3)),
+        (torch.ones(6, 4)[::2], (4, 1)),  # a slice
+    ],
+)
+def test_the_loaded_state_has_the_strides_of_new_state(data: torch.Tensor, strides: tuple[int, ...]):
+    parameter = nn.Parameter(data)
+    parameter.grad = torch.ones_like(parameter)
+    first, second = torch.optim.Adam([parameter]), torch.optim.Adam([parameter])
+    second.register_load_state_dict_post_hook(match_strides)
+    first.step()
+    saved = first.state_dict()
+    saved["state"][0] = {key: value.contiguous() for key, value in saved["state"][0].items()}
+    second.load_state_dict(saved)
+    for key in ("exp_avg", "exp_avg_sq"):
+        actual, expected = second.state[parameter][key], first.state[parameter][key]
+        assert actual.stride() == expected.stride() == strides
+        assert torch.equal(actual, expected)

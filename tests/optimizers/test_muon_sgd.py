@@ -42,6 +42,15 @@ def polynomial_of_singular_values(matrix: Tensor, steps: int) -> Tensor:
     return left @ torch.diag(values) @ right
 
 
+def test_a_layer_may_begin_with_zeros():
+    net, chosen = network(), OPTIMIZERS["muon_sgd"](**OPTIONS)
+    nn.init.zeros_(net.get_parameter("2.weight"))
+    gradients(net, 0)
+    chosen.build(parameter_groups(chosen, dict(net.named_parameters())), "torch").step()
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
+    assert net.get_parameter("2.weight").any()
+
+
 @pytest.mark.parametrize("implementation", ["torch", "torch_fused"])
 def test_updates_are_the_formulas(implementation: Implementation):
     """The schedule's learning rate falls to 0. A run on a GPU uses the fused form of SGD, which a CPU has too."""

@@ -33,10 +33,6 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> ZeROStrategy
         strategy.operators = ("async_io",)
     # CIFARModule casts its images itself, and its soft labels must not be rounded.
     precision.convert_input = lambda data: data
-    dtype = DTYPES[placement.precision]
-    if dtype != "fp32":
-        # By default DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
-        config.setdefault("data_types", {"buffer_dtype": dtype, "keep_in_fp32_modules": [*STATISTICS]})
     strategy.shards_while_building = not issubclass(MODELS[run.recipe.model.name], ThirdParty)
     if spec.offload_optimizer and OPTIMIZERS[run.recipe.optimizer.name].compiled:
         strategy.operators = ("cpu_adam", *strategy.operators)
@@ -54,6 +50,10 @@ def engine_config(run: Run, num_parameters: int, largest_parameter: int) -> dict
     config = {**(spec.raw or ds_config.for_engine(example))}
     for key in ("bf16", "fp16"):
         config[key] = {**config.get(key, example[key]), "enabled": key == dtype}
+    if dtype != "fp32":
+        # By default DeepSpeed (0.19.8) keeps all buffers in float32, not only the statistics of batch norms.
+        buffers = {"buffer_dtype": dtype, "keep_in_fp32_modules": [*STATISTICS]}
+        config["data_types"] = {**buffers, **config.get("data_types", {})}
     # Accepts optimizers that are not DeepSpeed's, on the CPU too, because DeepSpeed has no SGD for the CPU.
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     total, reduced = num_parameters + num_parameters % 2, placement.zero.reduce_bucket_size

@@ -1,6 +1,7 @@
 """Checks DeepSpeed's configuration: each setting has one owner, and DeepSpeed reads the switches."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -13,6 +14,7 @@ from cifar_zero.config import command_line, ds_config
 from cifar_zero.config.ds_config import Dtype, get_ds_config
 from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.core.errors import UsageError
+from cifar_zero.models.cast import STATISTICS
 from cifar_zero.strategies.deepspeed import ZeROStrategy, engine_config
 from cifar_zero.training.resolve import make_run
 from tests.support.deepspeed_keys import read_by_deepspeed
@@ -39,6 +41,15 @@ def test_engine_config_follows_the_command_line(name: str):
     assert zero.get("offload_optimizer", {}).get("device", "") == spec.offload_optimizer
     assert zero.get("offload_param", {}).get("device", "") == spec.offload_parameters
     assert zero.get("offload_optimizer", {}).get("super_offload", False) == spec.super_offload
+
+
+def test_data_types_of_a_file_are_merged(tmp_path: Path):
+    file = tmp_path / "their.json"
+    for own in ({}, {"grad_accum_dtype": "fp32"}, {"buffer_dtype": "fp32"}):
+        file.write_text(json.dumps({"bf16": {"enabled": True}, "data_types": own}))
+        expected = {"buffer_dtype": "bf16", "keep_in_fp32_modules": [*STATISTICS]} | own
+        assert configured("--ds_config", str(file))["data_types"] == expected
+    assert "data_types" not in configured("--strategy", "deepspeed_stage_2", "--precision", "32-true")
 
 
 def test_an_optimizer_of_deepspeeds_configuration_is_refused():
@@ -82,7 +93,8 @@ def test_lightning_accepts_one_rank_in_a_notebook(monkeypatch: pytest.MonkeyPatc
 def test_the_known_keys_are_those_that_the_installed_deepspeed_reads():
     known = json.loads(ds_config.KEYS.read_text())
     assert known == {"release": deepspeed.__version__, "keys": read_by_deepspeed()}, (
-        "write the file again: python -m tests.support.deepspeed_keys"
+        "read what each new key does, add it to ds_config.RESTRICTED if it is not harmless, and write the file again: "
+        "python -m tests.support.deepspeed_keys"
     )
 
 
