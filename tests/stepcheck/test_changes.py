@@ -28,9 +28,10 @@ def uncount(module: Any, inputs: object, output: object) -> None:
 
 
 def test_a_module_that_an_engine_has_changed_is_found():
-    dropout: Any = nn.Dropout(0.5)
-    dropout.unknown = math.nan  # stays the same
-    model = nn.Sequential(nn.Linear(3, 3), dropout)
+    linear: Any = nn.Linear(3, 3)
+    linear.unknown = math.nan  # stays the same
+    dropout = nn.Dropout(0.5)
+    model = nn.Sequential(linear, dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     start = Start(model, optimizer)
     dropout.p = 0.1
