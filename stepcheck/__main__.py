@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from stepcheck import run
 from stepcheck.accept import command as accept
 from stepcheck.lightning import module
-from stepcheck.report import refuse_folders
+from stepcheck.report import check_files
 from stepcheck.script import command as script
 from stepcheck.usage import Parser, UsageError, nearest
 
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     the command line is wrong, prints the error and returns 2."""
     try:
         options = parse(arguments)
-        refuse_folders(options)
+        check_files(options)
         return options.run(options)
     except UsageError as error:
         print(f"stepcheck: {error}", file=sys.stderr)

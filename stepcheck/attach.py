@@ -22,6 +22,9 @@ from typing import Any
 from stepcheck.patch import wrap_function
 from stepcheck.verdict import Verdict
 
+RANKS_SECONDS = 60.0
+"""How long the first audit of several ranks waits for ranks that start under stepcheck later."""
+
 
 def install(**settings: Any) -> None:
     """Audits each engine and optimizer that this process builds. Takes the arguments of `AutoAudit`. Must be called
@@ -65,7 +68,8 @@ class AutoAudit:
     without a call in the script.
 
     Args:
-        reports: Folder to which rank 0 writes the verdicts, as a JSON file for each process.
+        reports: Folder to which rank 0 writes the verdicts, as a JSON file for each process. Each rank that is audited
+            leaves an empty file there, such as "rank 1".
         every: See `Audit`.
         weights_every: See `Audit`.
         keep_going: Whether the training continues after a fault. By default the process ends with exit code 1.
@@ -102,6 +106,8 @@ class AutoAudit:
         wrap_function(torch.optim.Optimizer, "__init__", self._build_optimizer)
         hooks = importlib.import_module("torch.optim.optimizer")
         hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
+        if torch.distributed.is_available():
+            wrap_function(torch.distributed, "init_process_group", _init_process_group)
 
     def _build_optimizer(self, build: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         build(optimizer, *args, **kwargs)
@@ -118,14 +124,21 @@ class AutoAudit:
         wrap_function(deepspeed, "initialize", self._initialize)
 
     def _initialize(
-        self, initialize: Any, args: Any = None, model: Any = None, optimizer: Any = None, *others: Any, **named: Any
+        self,
+        initialize: Any,
+        args: Any = None,
+        model: Any = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        *others: Any,
+        **named: Any,
     ) -> Any:
         before, start = {*self.pending}, None
         with suppress(Exception):  # not a module: DeepSpeed itself says what is wrong
-            start = importlib.import_module("stepcheck.start").Start(model, optimizer)
+            start = importlib.import_module("stepcheck.start").Start(model, optimizer, model_parameters)
         self.building = True
         try:
-            result = initialize(args, model, optimizer, *others, **named)
+            result = initialize(args, model, optimizer, model_parameters, *others, **named)
         finally:
             self.building = False
             for each in [*self.pending]:  # the engine calls its optimizers
@@ -154,9 +167,14 @@ class AutoAudit:
                 from stepcheck.baseline import Baseline
 
                 self.baseline = Baseline(**self.baseline)
-            baseline = self.baseline and self.baseline.audit(f"engine {len(self.verdicts) + 1}")
-            options = {**self.options, "on_fault": self.on_fault, "baseline": baseline, "start": start}
-            started = audit(engine, optimizer, **options)
+            started = audit(engine, optimizer, **self.options, on_fault=self.on_fault, start=start)
+            if missing := count_unaudited_ranks():
+                started.detach()
+                why = f"{missing} of {started.adapter.ranks} run without stepcheck: start it on each node"
+                raise importlib.import_module("stepcheck.engines").NotAuditable(why)
+            (self.reports / f"rank {_rank()}").touch()
+            if self.baseline:
+                started.baseline = self.baseline.audit(self._name_engine())
         except Exception as error:
             known = type(error).__name__ == "NotAuditable"
             why = str(error) if known else f"the audit failed: {type(error).__name__}: {error}"
@@ -170,6 +188,18 @@ class AutoAudit:
             self.pending.pop(optimizer, None)
         self.verdicts.append(started.verdict)
         return started
+
+    def _name_engine(self) -> str:
+        """Returns the name of an engine in the baseline, which no other engine of this run has. Engines are numbered in
+        the order in which the processes of rank 0 start their audits. Other ranks save no engines."""
+        if _rank():
+            return ""
+        number = 1
+        while True:
+            with suppress(FileExistsError):
+                (self.reports / f"engine {number}").touch(exist_ok=False)
+                return f"engine {number}"
+            number += 1
 
     def before_forward(self, module: Any, inputs: Any) -> None:
         """Starts the audit of each pending optimizer that updates a parameter of `module`. torch calls this method
@@ -219,10 +249,10 @@ class AutoAudit:
         if not self.is_first_rank or os.getpid() != self.process:
             return
         verdicts = [each.as_dict() for each in (*self.verdicts, *self.refused.values())]
-        if self.verdicts and self.baseline and not self.has_fault:
-            self.baseline.write()
         if verdicts:
             (self.reports / f"{self.start_time}-{os.getpid()}.json").write_text(json.dumps(verdicts))
+        if self.verdicts and self.baseline and not self.has_fault:
+            self.baseline.write()
 
     def _report_at_exit(self) -> None:
         """Makes this process write its verdicts when it ends. Drops the verdicts that a forked process has inherited
@@ -241,6 +271,42 @@ def _rank() -> int:
 
     initialized = dist.is_available() and dist.is_initialized()
     return dist.get_rank() if initialized else int(os.environ.get("RANK", "0"))
+
+
+def _init_process_group(initialize: Any, *args: Any, **kwargs: Any) -> None:
+    initialize(*args, **kwargs)
+    with suppress(Exception):  # of the store: the script must not end
+        _announce_rank()
+
+
+def _announce_rank() -> Any:
+    """Writes to the store of the process group that stepcheck audits this rank. Returns the store, or None if there is
+    none, as with MPI."""
+    distributed = importlib.import_module("torch.distributed.distributed_c10d")
+    store = distributed._get_default_store()
+    if store is not None:
+        store.set(f"stepcheck audits rank {distributed.get_rank()}", "yes")
+    return store
+
+
+def count_unaudited_ranks() -> int:
+    """Returns the number of ranks that run without stepcheck. A collective cannot count them, because ranks without
+    stepcheck would take no part in it. All ranks get the number that the first of them has counted, because they must
+    all audit or all not audit."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return 0
+    store = _announce_rank()  # not announced yet if the script called another name of init_process_group
+    if store is None:
+        return 0
+    result = "ranks without stepcheck"
+    ranks = [f"stepcheck audits rank {rank}" for rank in range(dist.get_world_size())]
+    end = time.monotonic() + RANKS_SECONDS
+    while not (store.check([result]) or store.check(ranks) or time.monotonic() > end):
+        time.sleep(0.1)
+    missing = sum(not store.check([each]) for each in ranks)
+    return int(store.compare_set(result, "", str(missing)))
 
 
 def _ids(optimizer: Any) -> set[int]:

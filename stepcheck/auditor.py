@@ -365,7 +365,7 @@ class Audit:
         step = Step(self.step, self.micro_batches, self.scale, sums, fingerprints)
         if skipped:
             verdict.skipped += 1
-            if adapter.loss_scale() == 1:  # a loss scale overflows now and then
+            if adapter.owns_step and adapter.loss_scale() == 1:  # a loss scale overflows now and then
                 verdict.notes["skipped steps"] = "gradients were not finite, and plain PyTorch would have used them"
         else:
             verdict.steps += 1

@@ -35,32 +35,35 @@ class Baseline:
     """Saves the steps of all audits of a process, or reads saved ones."""
 
     def __init__(self, file: str, compare: bool, command: str):
-        """Reads the baseline in a file.
+        """Reads the baseline in a file, if `compare` is set.
 
         Args:
-            file: The file. Unless `compare` is set, it need not exist.
-            compare: Whether to compare steps with the baseline. Otherwise steps are added to it.
+            file: The file.
+            compare: Whether to compare steps with the baseline. Otherwise `write` adds steps to it.
             command: Command line of the run, which is saved. If another one was saved, the verdicts note this.
         """
         self.file, self.compare = Path(file), compare
         self.about = {"command": command, **_machine(), **_versions()}
-        saved: Any = torch.load(file, weights_only=True) if compare or self.file.exists() else {"audits": {}}
+        saved: Any = torch.load(file, weights_only=True) if compare else {"about": self.about, "audits": {}}
         self.changed = {
             what: f"{saved['about'].get(what)} in the baseline, {now} in this run"
             for what, now in self.about.items()
-            if compare and saved["about"].get(what) != now
+            if saved["about"].get(what) != now
         }
         self.audits: dict[str, dict[int, dict[str, Any]]] = saved["audits"]
 
     def audit(self, name: str) -> "AuditBaseline":
-        """Returns the part of the baseline for one audit. `name` must be the same in both runs."""
+        """Returns the part of the baseline for one audit. `name` must be the same in both runs, and differ from the
+        names of the other audits of a run."""
         return AuditBaseline(self.audits.setdefault(name, {}), self.compare, self.changed)
 
     def write(self) -> None:
-        """Writes the saved steps to the baseline's file. Does nothing if this run compares its steps with the file."""
+        """Adds the steps of this process to the baseline's file, in which other processes of the run may have saved
+        theirs. Does nothing if this run compares its steps with the file."""
         if not self.compare:
+            others = torch.load(self.file, weights_only=True)["audits"] if self.file.exists() else {}
             written = self.file.with_suffix(".part")
-            torch.save({"about": self.about, "audits": self.audits}, written)
+            torch.save({"about": self.about, "audits": others | self.audits}, written)
             written.replace(self.file)  # at once, because other ranks may read the file
 
 

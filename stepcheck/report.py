@@ -1,14 +1,14 @@
 """Defines the flags for files with verdicts and baselines, and writes these files."""
 
 import argparse
+import errno
 import json
+import os
 import re
 import shlex
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -35,52 +35,68 @@ def add_baseline_flags(parser: argparse.ArgumentParser) -> None:
     either.add_argument("--against", type=Path, metavar="FILE", help="compare each step with the file of --save")
 
 
-@contextmanager
-def baseline_of(options: argparse.Namespace, command: str) -> Iterator[dict[str, Any] | None]:
-    """Yields the arguments of `Baseline` for --save or --against, or None without these flags. If steps were saved, the
-    file of --save replaces an earlier one at the end of the context. Raises UsageError if there is no file to compare
-    with."""
+def baseline_of(options: argparse.Namespace, command: str, folder: str) -> dict[str, Any] | None:
+    """Returns the arguments of `Baseline` for --save or --against, or None without these flags. Steps to save go into a
+    file in `folder` first, which `write_files` moves. Raises UsageError if there is no file to compare with."""
     if options.against:
         if not options.against.is_file():
             raise UsageError(f"--against: {options.against} is not a file")
-        yield {"file": str(options.against.absolute()), "compare": True, "command": command}
-        return
-    if not options.save:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
-        file = Path(folder, "baseline.pt")
-        yield {"file": str(file), "compare": False, "command": command}
-        if file.exists():
-            options.save.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(file, options.save)
+        return {"file": str(options.against.absolute()), "compare": True, "command": command}
+    return {"file": str(Path(folder, "baseline.pt")), "compare": False, "command": command} if options.save else None
 
 
-def refuse_folders(options: argparse.Namespace) -> None:
-    """Raises UsageError if the path for the file of --json, --junit or --save is a folder."""
+def check_files(options: argparse.Namespace) -> None:
+    """Makes the folders for the files of --json, --junit and --save. Raises UsageError if a file cannot be written,
+    because the run would be in vain."""
     for flag in ("json", "junit", "save"):
         file = getattr(options, flag, None)
-        if file is not None and file.is_dir():
-            raise UsageError(f"--{flag}: {file} is a folder; give a file")
+        if file is None:
+            continue
+        try:
+            if file.is_dir():
+                raise UsageError(f"--{flag}: {file} is a folder; give a file")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(file if file.exists() else file.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise UsageError(f"--{flag}: {file} cannot be written ({error.strerror}); give another file") from error
 
 
-def write_files(options: argparse.Namespace, passed: bool, engines: list[dict[str, Any]], **more: Any) -> int:
-    """Writes the files of --json and --junit, if they are given. Returns the result's exit code, by default 0 if
-    `passed`, else 1.
+def write_files(
+    options: argparse.Namespace,
+    passed: bool,
+    engines: list[dict[str, Any]],
+    baseline: dict[str, Any] | None = None,
+    **more: Any,
+) -> int:
+    """Writes the files of --json, --junit and --save, if they are given. A file that cannot be written is named on
+    stderr. Returns the result's exit code, by default 0 if `passed` else 1, or 1 if it is 0 and a file is missing.
 
     Args:
         passed: Whether all was judged as required and agrees.
         engines: The verdict of each engine or case, as plain data.
+        baseline: What `baseline_of` has returned.
         more: More fields of the result. May replace the default `command` and `exit_code`.
     """
     command = ["stepcheck", *sys.argv[1:]]
     result = {"passed": passed, "exit_code": int(not passed), "command": command, "engines": engines, **more}
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.junit:
-        write_junit(options.junit, result)
-    return result["exit_code"]
+    writers: dict[str, Callable[[Path], Any]] = {
+        "json": lambda file: file.write_text(json.dumps(result, indent=1) + "\n"),
+        "junit": lambda file: write_junit(file, result),
+    }
+    if baseline and not baseline["compare"] and Path(baseline["file"]).exists():
+        writers["save"] = lambda file: shutil.move(baseline["file"], file)
+    missing = False
+    for flag, write in writers.items():
+        file = getattr(options, flag)
+        try:
+            if file is not None:
+                write(file)
+        except OSError as error:
+            why = error.strerror or error
+            print(f"stepcheck: --{flag}: {file} cannot be written: {why}", file=sys.stderr, flush=True)
+            missing = True
+    return result["exit_code"] or int(missing)
 
 
 def write_junit(file: Path, result: dict[str, Any]) -> None:

@@ -31,6 +31,9 @@ if spec:
 `package` is the folder that contains stepcheck, `settings` has the arguments of `install`, and `folder` contains this
 module."""
 
+PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Signals that a cluster's scheduler sends to a job, for example before its time is over."""
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command `run` and its flags to the subparsers of `stepcheck`."""
@@ -73,10 +76,8 @@ def run(options: argparse.Namespace) -> int:
         if found is None:
             raise UsageError(f"SCRIPT: {program or 'it'} is missing; give a .py file, or a launcher such as torchrun")
         command = [found, *command[1:]]
-    with (
-        baseline_of(options, shlex.join(options.command)) as baseline,
-        tempfile.TemporaryDirectory(prefix="stepcheck-") as folder,
-    ):
+    with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
+        baseline = baseline_of(options, shlex.join(options.command), folder)
         settings = {
             "reports": folder,
             "every": options.every,
@@ -89,19 +90,31 @@ def run(options: argparse.Namespace) -> int:
         site = SITE.format(package=package, settings=settings, folder=folder)
         Path(folder, "sitecustomize.py").write_text(site)
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        code = _wait(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}))
+        code = _run_script(command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
         verdicts = [each for file in sorted(Path(folder).glob("*.json")) for each in json.loads(file.read_text())]
-    return _conclude(verdicts, code, options)
+        audited = {file.name for file in Path(folder).glob("rank *")}
+        if audited and "rank 0" not in audited and not verdicts:
+            print("stepcheck: the verdict is printed where rank 0 runs", flush=True)
+            return code
+        return _conclude(verdicts, code, options, baseline)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the script, which gets the terminal's Ctrl-C itself. Passes SIGTERM on. Returns the exit code, which is
-    128 + N if signal N ended the script."""
-    handlers = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.terminate()),
-    }
+def _run_script(command: list[str], environment: dict[str, str]) -> int:
+    """Runs the script, which gets the terminal's Ctrl-C itself. Passes the signals in PASSED_ON to the script. Returns
+    the exit code, which is 128 + N if signal N ended the script. Signals that are ignored, as under nohup, stay so."""
+    process = None
+
+    def pass_on(number: int, frame: Any) -> None:
+        if process is not None and number != signal.SIGINT:
+            process.send_signal(number)
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", *PASSED_ON) if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: each for number, each in handlers.items() if each not in (signal.SIG_IGN, None)}
     try:
+        for number in handlers:
+            signal.signal(number, pass_on)
+        process = subprocess.Popen(command, env=environment)
         code = process.wait()
     finally:
         for number, handler in handlers.items():
@@ -109,9 +122,11 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     return 128 - code if code < 0 else code
 
 
-def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Namespace) -> int:
-    """Prints the verdicts, and writes them to the files of --json and --junit. Returns `code`, the script's exit code,
-    or 1 if it is 0 and an engine has a fault or was not judged."""
+def _conclude(
+    verdicts: list[dict[str, Any]], code: int, options: argparse.Namespace, baseline: dict[str, Any] | None
+) -> int:
+    """Prints the verdicts, and writes the files. Returns `code`, the script's exit code, or 1 if it is 0 and an engine
+    has a fault or was not judged."""
     for each in verdicts:
         print(f"stepcheck: {each['engine']}: {each['summary']}", flush=True)
     passed = bool(verdicts) and all(each["passed"] for each in verdicts)
@@ -122,4 +137,5 @@ def _conclude(verdicts: list[dict[str, Any]], code: int, options: argparse.Names
         why = f"exit code 1, because an engine, or more than {1 - ENOUGH:.0%} of its gradients, was not judged"
     if why:
         print(f"stepcheck: {why}", file=sys.stderr, flush=True)
-    return write_files(options, passed, verdicts, command=options.command, exit_code=code if passed else code or 1)
+    exit_code = code if passed else code or 1
+    return write_files(options, passed, verdicts, baseline, command=options.command, exit_code=exit_code)

@@ -4,7 +4,7 @@ those that building it has changed."""
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepcheck.engines.adapter import EngineAdapter
@@ -14,13 +14,14 @@ PLAIN = (int, float, str)
 
 class Start:
     """Records a model and its optimizer before an engine is built: attributes of modules that are numbers or strings,
-    replaced forward methods, tied parameters, frozen parameters, and options."""
+    replaced forward methods, tied parameters, frozen parameters, and options. Without an optimizer, records the options
+    of the parameter groups in `model_parameters`, which DeepSpeed gives to the optimizer that it builds."""
 
-    def __init__(self, model: nn.Module, optimizer: Any = None):
+    def __init__(self, model: nn.Module, optimizer: Any = None, model_parameters: Any = None):
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
         self.ties = _ties(model)
         self.trained = {name: each.requires_grad for name, each in model.named_parameters()}
-        groups = getattr(optimizer, "param_groups", ())
+        groups = getattr(optimizer, "param_groups", ()) if optimizer is not None else _groups_in(model_parameters)
         self.options = {id(parameter): options_of(group) for group in groups for parameter in group["params"]}
 
     def changes(self, model: nn.Module) -> list[str]:
@@ -31,7 +32,7 @@ class Start:
         after = {name: _attributes(module) for name, module in model.named_modules()}
         texts = []
         for name, before in self.attributes.items():
-            changed = [key for key in before if after.get(name, before).get(key) != before[key]]
+            changed = [key for key in before if not same(after.get(name, before).get(key), before[key])]
             if name and changed:
                 texts.append(f"building the engine has changed {name}.{changed[0]}")
         for name, parameter in model.named_parameters():
@@ -44,15 +45,16 @@ class Start:
 
 def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str]:
     """Yields a sentence for each optimizer option of a parameter that differs from the user's value. This is the value
-    in `start`, or else in the engine's configuration. A learning rate is compared only with the configuration, and only
-    if no schedule changes it."""
-    given = adapter.given_options()
-    for index, parameter in enumerate(adapter.parameters):
-        if start and id(parameter) in start.options:
-            given[index] = {key: value for key, value in start.options[id(parameter)].items() if key != "lr"}
+    in `start`, or else in the engine's configuration. A learning rate is compared only if the configuration has one,
+    and no schedule changes it."""
+    configured = adapter.given_options()
     for index, group in adapter.parameter_groups().items():
-        for key, value in given.get(index, {}).items():
-            if key in group and plain(group[key]) != plain(value):
+        given = configured.get(index, {})
+        own = start.options.get(id(adapter.parameters[index]), {}) if start else {}
+        given = {**given, **{key: value for key, value in own.items() if key != "lr" or key in given}}
+        given.pop("name", None)  # which DeepSpeed changes in groups with experts
+        for key, value in given.items():
+            if key in group and not same(plain(group[key]), plain(value)):
                 yield f"{key} of {adapter.names[index]} is {group[key]}, and {value} was given"
 
 
@@ -61,9 +63,27 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, (*PLAIN, tuple))}
 
 
+def same(one: Any, other: Any) -> bool:
+    """Returns whether two values are equal. NaN equals NaN."""
+    return one == other or (one != one and other != other)
+
+
 def plain(value: Any) -> Any:
     """Converts a list to a tuple and returns any other value unchanged, because JSON has lists in place of tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _groups_in(model_parameters: Any) -> list[dict[str, Any]]:
+    """Returns the parameter groups in an argument of `deepspeed.initialize`, which may also have parameters without
+    groups. Lists the parameters of each group as torch would, because an iterator of them can be read only once."""
+    found = model_parameters if isinstance(model_parameters, (list, tuple)) else ()
+    groups = [each for each in found if isinstance(each, dict)]
+    for group in groups:
+        if isinstance(group["params"], Tensor):
+            group["params"] = [group["params"]]
+        elif isinstance(group["params"], Iterator):
+            group["params"] = [*group["params"]]
+    return groups
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

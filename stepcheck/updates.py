@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepcheck.bounds import UPDATE
+from stepcheck.engines.plain import fused_scale, overflows
 from stepcheck.sketch import dense
 from stepcheck.verdict import Kind
 
@@ -82,11 +83,9 @@ class UpdateCheck:
         optimizer updates its tensors. Does nothing if the optimizer is about to leave the step out because of an
         overflow, or if `torch_class` does not know its updates."""
         self.slices = []
-        scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if self.optimizer_class is None or (
-            overflow is not None and overflow > 0
-        ):  # a fused optimizer leaves such a step out
+        if self.optimizer_class is None or overflows(optimizer):
             return
+        scale = fused_scale(optimizer)
         self._compare_kept(optimizer, report)
         groups, states = [], {}
         for group in optimizer.param_groups:
@@ -97,7 +96,7 @@ class UpdateCheck:
                     continue
                 name, part = chosen
                 copy = nn.Parameter(self._slice_of(target, part))
-                copy.grad = self._slice_of(target.grad, part).to(copy.dtype) / (1.0 if scale is None else scale)
+                copy.grad = self._slice_of(target.grad, part).to(copy.dtype) / scale
                 self.slices.append(Slice(target, name, part, copy.detach().clone(), copy))
                 groups.append({**options, "params": [copy]})
                 state = optimizer.state.get(target, {})

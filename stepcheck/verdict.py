@@ -119,7 +119,8 @@ class Verdict:
             yield f"FAULT {self.findings[0]}" + (f" (and {more} more)" if more else "")
         yield f"{self.steps} steps audited" + (f", {self.skipped} skipped for overflow" if self.skipped else "")
         if self.steps:
-            yield f"{self.values:,} gradient values, {self.coverage:.4g} of them judged".replace(" 1 of", " all of")
+            share = "all" if self.coverage == 1 else f"{min(self.coverage, 0.9999):.4g}"
+            yield f"{self.values_in_all:,} gradient values, {share} of them judged"
         if self.replayed:
             how = f"{self.identical} of them bit-identical" if self.identical < self.replayed else "bit-identical"
             yield f"{self.replayed} computed again by plain PyTorch, {how}"

@@ -4,6 +4,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -69,10 +70,11 @@ def run(options: argparse.Namespace) -> int:
     if options.print_cases:
         _print_cases(cases)
         return 0
-    with baseline_of(options, "stepcheck accept") as baseline:
+    with tempfile.TemporaryDirectory(prefix="stepcheck-") as folder:
+        baseline = baseline_of(options, "stepcheck accept", folder)
         settings: Any = {"baseline": baseline} if baseline else {}
         results = train_cases(cases, options.devices, THROUGH[options.through], _judge, **settings)
-    return _conclude(results, left_out, options)
+        return _conclude(results, left_out, options, baseline)
 
 
 def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> None:
@@ -108,7 +110,9 @@ def _judge(case: Case, verdict: dict[str, Any]) -> Result:
     return {**result, "known": known, "precision": precision}
 
 
-def _conclude(results: list[Result], left_out: dict[str, str], options: argparse.Namespace) -> int:
+def _conclude(
+    results: list[Result], left_out: dict[str, str], options: argparse.Namespace, baseline: dict[str, Any] | None
+) -> int:
     """Prints the verdict and writes the files. Returns the exit code: 0 if all cases pass, and 1 if one does not or
     there is none."""
     failed = [each for each in results if not each["passed"]]
@@ -117,7 +121,7 @@ def _conclude(results: list[Result], left_out: dict[str, str], options: argparse
     for each in failed:
         print(f"FAULT {each['engine']}: {each['summary']}")
     print(f"stepcheck accept: {'PASSED' if passed else 'FAILED'}: {'; '.join(_sentences(results, options.devices))}")
-    return write_files(options, passed, results, left_out=left_out)
+    return write_files(options, passed, results, baseline, left_out=left_out)
 
 
 def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:

@@ -25,6 +25,18 @@ SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compre
 the gradient's own."""
 
 
+def fused_scale(optimizer: Any) -> float:
+    """Returns the loss scale by which the running step of a fused optimizer divides the gradients, or 1. A GradScaler
+    leaves this to such an optimizer, unless the script has called `unscale_`."""
+    return float(getattr(optimizer, "grad_scale", None) or 1.0)
+
+
+def overflows(optimizer: Any) -> bool:
+    """Returns whether the running step of a fused optimizer changes nothing, because a GradScaler has found that a
+    gradient overflows."""
+    return bool(getattr(optimizer, "found_inf", None) or 0.0)
+
+
 class PlainAdapter(EngineAdapter):
     """Reads a training in a single process, without averaging of gradients."""
 
@@ -42,7 +54,9 @@ class PlainAdapter(EngineAdapter):
         watch()
         super().attach(audit)
         self.audit = audit
-        ends = self.optimizer.register_step_post_hook(Hook(lambda *_: audit.depth or audit.end_step()))
+        ends = self.optimizer.register_step_post_hook(
+            Hook(lambda *_: audit.depth or audit.end_step(skipped=overflows(self.optimizer)))
+        )
         WATCHED[id(self.optimizer)] = self
         audit.undo.callback(ends.remove)
         audit.undo.callback(WATCHED.pop, id(self.optimizer), None)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.nn import SyncBatchNorm
 from torch.utils._pytree import tree_map_only
 
 from stepcheck.auditor import Audit, audit
@@ -244,6 +245,11 @@ def build_copy(copied: Any, trainer: Trainer) -> None:
     with random_state_kept():
         copied.setup("fit")
         copied.configure_model()
+    layer_sync: Any = getattr(
+        trainer.strategy, "_layer_sync", None
+    )  # of sync_batchnorm=True; some strategies ignore it
+    if layer_sync and any(isinstance(each, SyncBatchNorm) for each in trainer.lightning_module.modules()):
+        layer_sync.apply(copied)
     drop_weights(copied, trainer.strategy.root_device)
     copied.to(trainer.strategy.root_device)  # its buffers
 

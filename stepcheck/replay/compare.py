@@ -114,12 +114,13 @@ def worst(compared: Iterable[Compared]) -> Collection[Compared]:
 def loss_errors(low: Computed, exact: Computed) -> list[float]:
     """Returns the relative rounding errors of this rank's losses."""
     pairs = zip(low.losses, exact.losses, strict=True)
-    return [_distance(own, high) / (float(high.double().norm()) + 1e-300) for own, high in pairs]
+    return [_distance(own, high) / (_norm(high) + 1e-300) for own, high in pairs]
 
 
 def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> Iterator[Compared]:
-    norm_of_all = math.sqrt(sum(float(each.square().sum()) for each in exact.gradients.values()))
-    sizes = {name: float(each.norm()) + CANCELLATION * norm_of_all + 1e-300 for name, each in exact.gradients.items()}
+    norms = {name: _norm(each) for name, each in exact.gradients.items()}
+    norm_of_all = math.hypot(*norms.values())
+    sizes = {name: norm + CANCELLATION * norm_of_all + 1e-300 for name, norm in norms.items()}
     rounding = mean_square(
         _distance(low.gradients[name], exact.gradients[name]) / sizes[name]
         for name in low.gradients.keys() & sizes.keys()
@@ -154,7 +155,7 @@ def _compared(
     size: float = 0.0,
     rounding: float = 0.0,
 ) -> Compared:
-    size = size or float(exact.double().norm()) + 1e-300
+    size = size or _norm(exact) + 1e-300
     own = max(_distance(low, exact) / size, rounding)
     tolerance = ROUNDINGS * own + LEAST * eps if actual.is_floating_point() else 0.0
     if not low.isfinite().all() and not actual.isfinite().all():
@@ -180,6 +181,11 @@ def _may_use_tf32() -> bool:
         return bool(products.allow_tf32 or cudnn.allow_tf32)
     # Reading allow_tf32 raises an error once a script has set fp32_precision (torch 2.15).
     return any(each.fp32_precision == "tf32" for each in (products, cudnn.conv, cudnn.rnn))
+
+
+def _norm(tensor: Tensor) -> float:
+    """Returns the norm of the finite elements, so that a gradient that overflows does not hide the others."""
+    return float(tensor.double().nan_to_num(0.0, 0.0, 0.0).norm())
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

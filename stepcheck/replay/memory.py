@@ -1,6 +1,5 @@
 """Reads the free memory and the peak memory of a rank."""
 
-import os
 import resource
 import sys
 from contextlib import suppress
@@ -13,9 +12,9 @@ from stepcheck.control_groups import left_in_groups
 _peaks: dict[str, int] = {}  # of each type of device, before the last replay
 
 
-def available(device: torch.device) -> float | None:
+def available(device: torch.device, ranks: int = 1) -> float | None:
     """Returns the free bytes of a GPU, including those that torch keeps, or else this rank's share of the free bytes of
-    the machine, within the limits of its container. None if unknown."""
+    the machine, within the limits of its container. None if unknown. `ranks` share the machine."""
     if device.type == "cuda":  # torch keeps freed memory for later tensors
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + kept)
@@ -24,7 +23,7 @@ def available(device: torch.device) -> float | None:
     except OSError:  # not Linux
         return None
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return min([*free, *left_in_groups()]) / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if free else None
+    return min([*free, *left_in_groups()]) / ranks if free else None
 
 
 def peak(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import platform
 import re
 from collections.abc import Callable, Collection
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepcheck.engines.adapter import plain_name, tensors_in
+from stepcheck.engines.plain import fused_scale
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, PlainCopy, buffers_of
@@ -163,7 +165,8 @@ class Replay:
         audit, adapter = self.audit, self.audit.adapter
         begin_replay(adapter.device)
         needed = BYTES * sum(math.prod(adapter.shape(index)) for index in range(len(adapter.names)))
-        free = available(adapter.device)
+        ranks_of_nodes = adapter.ranks.all_gather(platform.node())
+        free = available(adapter.device, ranks_of_nodes.count(platform.node()))
         if any(audit.adapter.ranks.all_gather(free is not None and needed > free)):
             raise MemoryError(
                 f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
@@ -194,7 +197,8 @@ class Replay:
         if self.actual is None or self._error:
             return None
         adapter = self.audit.adapter
-        arguments = self._micro_batches, adapter.divisor, self.audit.scale, self._watch, exact, then
+        scale = self.audit.scale * fused_scale(adapter.optimizer)
+        arguments = self._micro_batches, adapter.divisor, scale, self._watch, exact, then
         with random_state_kept():
             computed = self._try(lambda: self.copy.compute(*arguments))
             if not same_random_state(random_state(), self._micro_batches[-1][1]) and _compiles_random_numbers(

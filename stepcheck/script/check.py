@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from stepcheck.engines.plain import overflows
 from stepcheck.lightning.callback import INTERNAL, build_copy, cloned, loss_of, without_scale
 from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import fit
@@ -114,7 +115,7 @@ class ScriptCheck(Callback):
 
     def _after_step(self, optimizer: Any) -> None:
         """Compares a step, after the module's optimizer has updated its weights."""
-        if not self._micro_batches:  # the step that repeats the script's update
+        if not self._micro_batches or overflows(optimizer):  # the step that repeats the script's update
             return
         weights: dict[str, Any] = {
             name: each for name, each in self._module.named_parameters() if each.grad is not None
@@ -232,6 +233,8 @@ class ScriptCheck(Callback):
             )
             return
         before = [weights[name].detach().clone() for name in updated]
+        if hasattr(optimizer, "grad_scale"):  # the script's gradients have no loss scale
+            optimizer.grad_scale = None
         optimizer.step()
         expected = [weights[name].detach() for name in updated]
         actual = [self._values[name].after.to(weights[name]) for name in updated]

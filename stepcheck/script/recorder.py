@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from stepcheck.attach import find_model
 from stepcheck.engines.adapter import same_values, tensors_in
+from stepcheck.engines.plain import fused_scale, overflows
 from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
 from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, update_options
@@ -170,13 +171,17 @@ class Recorder:
         if len(step.batches) != recording.accumulate:
             counts = f"{recording.accumulate} and {len(step.batches)}"
             raise Refused(f"its steps have {counts} micro-batches: give all steps the same number")
+        scale = fused_scale(optimizer)
         options = {id(each): update_options(group) for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._model.named_parameters():
             value = step.values[name]
-            value.gradient, value.options = _copied(parameter.grad), options.get(id(parameter), {})
+            value.gradient = None if parameter.grad is None else _copied(parameter.grad) / scale
+            value.options = options.get(id(parameter), {})
             value.state = _copied(dict(optimizer.state.get(parameter, {})))
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if overflows(optimizer):
+            return
         step, self._step = self._step, None
         assert step is not None
         for name, tensor in _tensors(self._model).items():

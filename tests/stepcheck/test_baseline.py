@@ -85,6 +85,24 @@ def test_a_later_run_against_a_baseline(
     assert "command has changed: tests/stepcheck/loop.py --steps 4 in the baseline" in engine["summary"]
 
 
+SWEEP = """
+import subprocess, sys
+
+for steps in ("4", "3"):
+    subprocess.run([sys.executable, "tests/stepcheck/loop.py", "--steps", steps, "--accumulate", steps], check=True)
+"""
+
+
+def test_the_trainings_of_a_sweep_are_compared_one_by_one(tmp_path: Path):
+    """Each process of the script trains one engine."""
+    script, file, report = tmp_path / "sweep.py", tmp_path / "before.pt", tmp_path / "verdict.json"
+    script.write_text(SWEEP)
+    assert main(["run", "--save", str(file), str(script)]) == 0
+    assert main(["run", "--against", str(file), "--json", str(report), str(script)]) == 0
+    engines: list[dict[str, Any]] = json.loads(report.read_text())["engines"]
+    assert [(each["steps"], each["not_judged"], each["notes"]) for each in engines] == [(4, {}, {}), (3, {}, {})]
+
+
 def test_a_missing_baseline_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["run", "--against", "missing.pt", *SCRIPT]) == 2
     assert "--against: missing.pt is not a file" in capsys.readouterr().err

@@ -28,8 +28,10 @@ def uncount(module: Any, inputs: object, output: object) -> None:
 
 
 def test_a_module_that_an_engine_has_changed_is_found():
+    linear: Any = nn.Linear(3, 3)
+    linear.unknown = math.nan  # stays the same
     dropout = nn.Dropout(0.5)
-    model = nn.Sequential(nn.Linear(3, 3), dropout)
+    model = nn.Sequential(linear, dropout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     start = Start(model, optimizer)
     dropout.p = 0.1
@@ -112,6 +114,12 @@ def test_a_case_of_which_little_was_judged_does_not_agree():
         "not judged",
         "less than 90% of the gradients' values were judged",
     )
+
+
+@pytest.mark.parametrize(("judged", "text"), [(100_000, "all"), (99_996, "0.9999"), (90_000, "0.9"), (0, "0")])
+def test_a_verdict_says_how_many_of_all_values_it_has_judged(judged: int, text: str):
+    verdict = Verdict(steps=1, values=judged, values_in_all=100_000)
+    assert f"; 100,000 gradient values, {text} of them judged" in str(verdict)
 
 
 def test_nan_equals_nan():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stepcheck.attach import AutoAudit
 from stepcheck.auditor import audit
 from stepcheck.engines import NotAuditable, adapter_of
 from stepcheck.updates import torch_class
@@ -50,6 +51,31 @@ def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int):
     autocast = {"enabled": True, "dtype": "bfloat16"}
     engine = build(zero_optimization={"stage": stage}, torch_autocast=autocast, optimizer=optimizer("AdamW"))
     assert adapter_of(engine).rounding_dtypes() == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_parameter_group_may_override_the_options_in_the_configuration(stage: int, changed: bool, tmp_path: Path):
+    """DeepSpeed builds the optimizer, as with Accelerate's DummyOptim. A group may have an iterator of parameters."""
+    import deepspeed
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    groups = [{"params": model[0].parameters(), "weight_decay": 0.5}, {"params": [*model[1].parameters()], "lr": 0.02}]
+    config = {**BATCH, "zero_optimization": {"stage": stage}, "optimizer": optimizer("AdamW")}
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        built: Any = deepspeed.initialize(*args, **kwargs)
+        for group in built[0].basic_optimizer.param_groups if changed else ():
+            group["weight_decay"] = 0.1
+        return built
+
+    auto_audit = AutoAudit(str(tmp_path), keep_going=True)
+    engine = auto_audit._initialize(initialize, None, model, None, groups, config=config)[0]
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    engine.step()
+    (verdict,) = auto_audit.verdicts
+    expected = [f"weight_decay of 0.{name} is 0.1, and 0.5 was given" for name in ("weight", "bias")]
+    assert [each.text for each in verdict.findings] == (expected if changed else []), str(verdict)
 
 
 def train(engine: Any) -> Any:

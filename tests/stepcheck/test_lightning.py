@@ -24,6 +24,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from stepcheck import StepCheckError, Verdict
 from stepcheck.lightning import StepCheck
+from stepcheck.lightning.callback import build_copy
 from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
 from stepcheck.lightning.train import reproducible_kernels
 
@@ -368,14 +369,37 @@ def overflowing() -> Any:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**21, growth_interval=1000))
 
 
+class Fused(Two):
+    """A module with a fused optimizer, which divides gradients by the loss scale and skips steps itself."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, fused=True)
+
+
+@pytest.mark.parametrize("module", [Scheduled, Fused])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_gradient_that_overflows_is_no_fault(accumulate: int):
+def test_a_gradient_that_overflows_is_no_fault(accumulate: int, module: Any):
     options: Any = {"plugins": overflowing(), "accumulate_grad_batches": accumulate}
-    verdict = verdict_of(Scheduled(), steps=12, **options)
+    verdict = verdict_of(module(), steps=12, **options)
     assert (verdict.outcome, verdict.findings) == ("agrees", []), str(verdict)
     assert 0 < verdict.skipped < 12
     assert verdict.steps == verdict.replayed == 12 - verdict.skipped
     assert not verdict.notes
+
+
+class Normalises(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+
+def test_a_copy_has_the_synchronised_batch_norms_of_the_training():
+    """DDP accepts these only on GPUs, so nothing is trained here."""
+    trainer = Trainer(accelerator="cpu", devices=1, strategy="ddp", sync_batchnorm=True, **QUIET)
+    trainer.strategy.connect(nn.SyncBatchNorm.convert_sync_batchnorm(Normalises()))  # pyright: ignore[reportArgumentType]
+    copied = Normalises()
+    build_copy(copied, trainer)
+    assert isinstance(copied.net[1], nn.SyncBatchNorm)
 
 
 @pytest.mark.parametrize("module", [Thaws, ClampsLater])

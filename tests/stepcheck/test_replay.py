@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stepcheck import Replay, audit
-from stepcheck.engines.adapter import plain_name
+from stepcheck.engines.adapter import RankInfo, plain_name
 from stepcheck.replay import compare, memory
 from stepcheck.replay import replay as replay_module
 from stepcheck.replay.plain_copy import PlainCopy, buffers_of
@@ -152,6 +152,28 @@ class Scaled(torch.autograd.Function):
         return 1.01 * gradient
 
 
+class Overflows(torch.autograd.Function):
+    """Passes no gradient back, but a value that is not finite."""
+
+    value = math.nan
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # pyright: ignore
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        return torch.full_like(gradient, Overflows.value)
+
+
+class OverflowsInScale(Model):
+    """A model in which only the gradient of `scale` is not finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.batch_norm(self.first(x)))
+        return self.third(x + self.second(self.layer_norm(x))) * Overflows.apply(self.scale)
+
+
 def after(layer: str, function: Any) -> Any:
     return lambda model: getattr(model, layer).register_forward_hook(lambda part, inputs, output: function(output))
 
@@ -177,6 +199,16 @@ def test_what_the_forward_and_backward_passes_compute_wrongly_is_found(name: str
     assert verdict.outcome == "different"
     first = [each for each in verdict.findings if each.step == 1]
     assert kind in {each.kind for each in first}, first
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("change", [use_other_kernels, after("first", Scaled.apply)], ids=["kernels", "fault"])
+def test_a_gradient_that_is_not_finite_hides_no_other(change: Any, value: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Overflows, "value", value)
+    verdict, _ = train(change, kind=OverflowsInScale)
+    first = [each.text for each in verdict.findings if each.step == 1]
+    assert bool(first) == (change is not use_other_kernels), first
+    assert all("the gradient of first." in text for text in first)
 
 
 def test_gradients_that_autocast_loses_in_the_copy_too_are_found(monkeypatch: pytest.MonkeyPatch):
@@ -308,7 +340,9 @@ def test_hooks_get_gradients_without_the_loss_scale():
 
 
 def test_a_replay_that_does_not_fit_into_memory_is_not_judged(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replay_module, "available", lambda device: 1000.0)
+    """The ranks of a node share its memory, whoever has started them."""
+    monkeypatch.setattr(RankInfo, "all_gather", lambda self, own: [own, own])
+    monkeypatch.setattr(replay_module, "available", lambda device, ranks: 1000.0 if ranks == 2 else None)
     verdict, _ = train()
     assert not verdict.replayed
     assert verdict.steps == STEPS

@@ -1,13 +1,18 @@
 """`stepcheck run` as a user runs it: on a script that knows nothing of it."""
 
+import argparse
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from stepcheck import __all__ as public_names
 from stepcheck.__main__ import main
+from stepcheck.report import write_files
 from tests.support.suite import ROOT, run_python
 
 SCRIPT = "tests/stepcheck/loop.py"
@@ -52,6 +57,49 @@ def test_keep_going_lets_the_script_end(
     assert "3 steps audited" in printed
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("audited", [True, False])
+def test_ranks_of_several_commands(audited: bool, tmp_path: Path):
+    """As on several nodes, of which DeepSpeed's launcher starts the others without stepcheck."""
+    (tmp_path / "sitecustomize.py").write_text("import stepcheck.attach\nstepcheck.attach.RANKS_SECONDS = 0.0\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+
+    def run(rank: int) -> Any:
+        command = [SCRIPT, "--engine", "ddp", "--steps", "2"]
+        if rank == 0 or audited:
+            command = ["-m", "stepcheck", "run", *command]
+        own = {} if audited or rank else {"PYTHONPATH": str(tmp_path)}
+        return run_python(*command, env={**shared, **own, "RANK": str(rank), "LOCAL_RANK": "0"})
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, (0, 1))
+    assert "loss " in first.stdout, first.stdout + first.stderr
+    assert (first.returncode, second.returncode) == (0 if audited else 1, 0), first.stderr + second.stderr
+    assert ("2 steps audited" in first.stdout) == audited
+    assert ("1 of 2 ranks run without stepcheck" in first.stdout) == (not audited)
+    assert ("the verdict is printed where rank 0 runs" in second.stdout) == audited
+
+
+SIGNALS = """
+import os, signal
+
+for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    os.kill(os.getppid(), number)
+    print("got", signal.sigwait([number]).name)
+"""
+
+
+def test_signals_of_a_scheduler_reach_the_script(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SIGNALS)
+    defaults = "[signal.signal(each, signal.SIG_DFL) for each in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]"
+    command = f"import signal\nfrom stepcheck.__main__ import main\n{defaults}\nmain(['run', 'script.py'])"
+    done = run_python("-c", command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout.splitlines()[:3] == ["got SIGHUP", "got SIGUSR1", "got SIGUSR2"], done.stderr
+
+
 @pytest.mark.parametrize(("source", "code"), [("", 1), ("raise SystemExit(7)", 7)])
 def test_a_script_without_an_audited_step_is_no_success(
     source: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -69,6 +117,8 @@ def test_a_script_without_an_audited_step_is_no_success(
         (["nolauncher", "train.py"], "nolauncher"),
         (["--every", "0", SCRIPT], "--every"),
         (["--json", ".", SCRIPT], "--json"),
+        (["--junit", f"{ROOT / SCRIPT}/new/junit.xml", SCRIPT], "--junit"),
+        (["--save", f"{ROOT / SCRIPT}/before.pt", SCRIPT], "before.pt cannot be written (File exists); give another"),
         (["--unknown", SCRIPT], "--unknown"),
     ],
 )
@@ -76,6 +126,16 @@ def test_wrong_usage_is_one_line(arguments: list[str], says: str, capsys: pytest
     assert main(["run", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+def test_a_file_that_cannot_be_written_costs_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    json_file, junit, save, saved = (tmp_path / name for name in ("no folder/a.json", "junit.xml", "b.pt", "saved.pt"))
+    saved.touch()
+    options = argparse.Namespace(json=json_file, junit=junit, save=save)
+    assert write_files(options, True, [], {"file": str(saved), "compare": False}) == 1
+    assert capsys.readouterr().err == f"stepcheck: --json: {json_file} cannot be written: No such file or directory\n"
+    assert junit.is_file()
+    assert save.is_file()
 
 
 WITHOUT_TORCH = """

@@ -8,14 +8,19 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 pytest.importorskip("lightning", reason="needs Lightning")
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+
 from stepcheck.__main__ import main
+from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import build_parts
-from stepcheck.script.check import check_script
+from stepcheck.script.check import ScriptCheck, check_script
 from stepcheck.script.command import record
-from stepcheck.script.data import compare_batches
+from stepcheck.script.data import RecordedBatches, compare_batches
 from stepcheck.script.recording import Recording, match_names, settings
 from stepcheck.usage import UsageError
 from stepcheck.verdict import Verdict
@@ -144,7 +149,8 @@ def test_a_mistake_on_the_command_line_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_command(fused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The script calls `model` what the module calls `net`. Its first steps overflow, and are left out. Its data set
     augments with a module, and all batches have the same mask."""
     script, module = tmp_path / "old.py", tmp_path / "new.py"
@@ -177,7 +183,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         "model = torch.nn.ModuleDict({'first': torch.nn.Linear(2, 2), 'norm': torch.nn.BatchNorm1d(2),\n"
         "    'drop': torch.nn.Dropout(0.5), 'masked': Masked(), 'second': torch.nn.Linear(2, 3)})\n"
         "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**127, growth_interval=1000)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused={fused})\n"
         "for x, mask in torch.utils.data.DataLoader(Data(), batch_size=4):\n"
         "    optimizer.zero_grad()\n"
         "    x = model['drop'](model['norm'](model['first'](x)))\n"
@@ -194,6 +200,47 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "buffers" not in output
     assert code == 0, output
     assert ElementTree.parse(junit).getroot().attrib["failures"] == "0"
+
+
+class Fused(LightningModule):
+    """The script's model, with an optimizer that divides gradients by a loss scale itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=True)
+
+
+FUSED = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 2)), batch_size=2):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_fused_optimizer_repeats_updates_without_the_loss_scale(tmp_path: Path):
+    """The loss scale overflows in the first steps."""
+    (tmp_path / "old.py").write_text(FUSED)
+    recording = record([str(tmp_path / "old.py")], 8, tmp_path)
+    module, check = Fused(), ScriptCheck(recording, {})
+    module.train_dataloader = lambda: RecordedBatches(recording)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=1000)
+    plugins = MixedPrecision("16-mixed", "cpu", scaler)
+    Trainer(accelerator="cpu", max_steps=8, plugins=plugins, callbacks=[check], **QUIET).fit(module)
+    assert 0 < check.verdict.steps < 8
+    assert not check.verdict.findings, str(check.verdict)
+    assert "update" in check.verdict.shares
 
 
 def test_batches_of_skipped_steps_are_not_recorded_and_not_judged(tmp_path: Path):
