@@ -4,7 +4,7 @@ import copy
 import gc
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, NoneType
@@ -110,8 +110,12 @@ class PlainCopy:
                 for number, each in values.items():
                     if isinstance(each, Tensor) and number not in copies:
                         copies[number] = each.detach().clone()
-                with suppress(Exception):  # an object may refuse to be copied
+                complete = {*copies}
+                try:
                     own[key] = copy.deepcopy(value, copies)
+                except Exception:  # an object may refuse to be copied
+                    for number in copies.keys() - complete:
+                        del copies[number]
         return states
 
     def compute(
@@ -242,8 +246,8 @@ def _backward(loss: Tensor) -> None:
 
 
 def _is_data(value: Any, values: dict[int, Any]) -> bool:
-    """Returns whether a value is data: plain, a tensor that is not a Parameter, of NumPy, or a container or an object
-    that has only data. Adds all values that it reads to `values`, by id."""
+    """Returns whether a value is data: plain, a tensor that is not a Parameter, an object of NumPy, or a container or
+    an object that has only data. Adds all values that it reads to `values`, by id."""
     if isinstance(value, PLAIN) or id(value) in values:
         return True
     values[id(value)] = value

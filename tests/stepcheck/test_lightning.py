@@ -93,14 +93,28 @@ class Factor(Enum):
     ONE, TWO = 1, 2
 
 
+class Batch:
+    def __init__(self, inputs: Tensor, labels: Tensor):
+        self.inputs, self.labels = inputs, labels
+
+
+class UncopiedBatch(Batch):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OSError("no copy of a batch")
+
+
 class Annealed(Two):
-    """A module whose loss depends on attributes of several types, which each step changes."""
+    """A module whose loss depends on attributes of several types, which each step changes. Another attribute cannot be
+    copied."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number, self.array, self.factor = np.float64(1), np.ones(1), Factor.ONE
         self.config = self.net[1].config = SimpleNamespace(beta=1.0, last=deque([1.0]), weight=torch.ones(1))
         self.hparams["gamma"] = 1.0
+
+    def on_fit_start(self) -> None:
+        self.batch = UncopiedBatch(torch.ones(1), torch.ones(1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.number, self.factor = np.float64(1 + batch_idx), Factor.TWO
@@ -113,11 +127,6 @@ class Annealed(Two):
         self.config.weight = loss.detach().sigmoid()
         self.hparams["gamma"] *= 0.9
         return loss.squeeze()
-
-
-class Batch:
-    def __init__(self, inputs: Tensor, labels: Tensor):
-        self.inputs, self.labels = inputs, labels
 
 
 class OwnBatches(Two):
@@ -575,11 +584,6 @@ class Teacher(Two):
 class OwnBackward(Two):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (2 * loss).backward()
-
-
-class UncopiedBatch(Batch):
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise OSError("no copy of a batch")
 
 
 class UncopiedBatches(OwnBatches):
