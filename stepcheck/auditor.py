@@ -99,7 +99,6 @@ class Audit:
         self._judge = Judge(adapter, self.verdict)
         self._totals = Totals(adapter)
         self._updates = UpdateCheck(adapter)
-        self._batch_norms = BatchNormCounts(adapter.module, self.undo)
         self._batches = Batches(adapter.ranks.rank, adapter.ranks.size, adapter.device)
         self._options: dict[int, dict[str, Any]] = {}  # before the engine's step, by id of the parameter group
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
@@ -109,6 +108,15 @@ class Audit:
         self._trains: bool | None = None
         self._began = 0.0
         self._in_backward = False
+        try:
+            self._start(start)
+        except BaseException:
+            self.undo.close()
+            raise
+
+    def _start(self, start: Start | None) -> None:
+        adapter = self.adapter
+        self._batch_norms = BatchNormCounts(adapter.module, self.undo)
         if self._updates.optimizer_class is None:
             self.verdict.not_judged["updates"] = (
                 f"{type(adapter.optimizer).__name__} is not known to update each element on its own, as torch would"
@@ -119,8 +127,8 @@ class Audit:
             self.add("options", 2.0, text)
         for text in start.changes(adapter.module) if start else ():
             self.add("start", 2.0, text)
-        if replay is not None:
-            replay.attach(self)
+        if self.replay is not None:
+            self.replay.attach(self)
         adapter.attach(self)
         self._hooks = Hooks(self)
         self.verdict.bytes = self._totals.matrix.nbytes

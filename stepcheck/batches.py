@@ -33,7 +33,8 @@ class Batches:
         """Adds the inputs of a micro-batch to the fingerprint, and compares the random state with the state before the
         first micro-batch of the step."""
         first = next((each for each in tensors_in(inputs) if each.numel() > 1), None)
-        if first is not None and not first.is_sparse and not first.is_complex():
+        is_dense = first is not None and first.layout == torch.strided and not first.is_nested
+        if first is not None and is_dense and not first.is_complex():
             values = first.detach().reshape(-1)[:ELEMENTS].double()
             places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).sqrt()
             self.fingerprints[self.rank] += values.dot(places).to(self.fingerprints.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepcheck.engines.adapter import Hook
+from stepcheck.engines.adapter import Hook, hookable_parts
 from stepcheck.patch import wrap_function
 
 CALLS: list[object] = []
@@ -23,9 +23,11 @@ class Hooks:
         self.audit, self.adapter = audit, audit.adapter
         self._of_parameters: dict[int, Any] = {}  # handles, by id of the parameter
         before, loading = Hook(audit.before_forward), Hook(lambda *_: audit.reset_history())
-        modules = [*self.adapter.module.modules()]
+        modules = [part for _, part in hookable_parts(self.adapter.module)]
         handles = [
-            each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(self.adapter.module)
+            each.register_forward_pre_hook(before, with_kwargs=True)
+            for each in _called_modules(self.adapter.module)
+            if not isinstance(each, torch.jit.ScriptModule)
         ]
         handles += [each.register_load_state_dict_pre_hook(loading) for each in modules]
         for module in modules if self.adapter.gathers else ():

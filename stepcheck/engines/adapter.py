@@ -33,6 +33,11 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def hookable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the submodules that can have hooks, with their names: all but those that TorchScript has compiled."""
+    return ((name, part) for name, part in module.named_modules() if not isinstance(part, torch.jit.ScriptModule))
+
+
 def tensors_in(nested: Any) -> list[Tensor]:
     """Returns the tensors in nested lists, tuples and dictionaries. The outermost container may be any Mapping, such as
     an output of transformers."""

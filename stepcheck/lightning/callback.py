@@ -3,16 +3,19 @@
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import SyncBatchNorm
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from stepcheck.auditor import Audit, audit
 from stepcheck.engines import NotAuditable
@@ -64,7 +67,12 @@ class StepCheck(Callback):
             file: JSON file to which rank 0 writes the verdict at the end, also after an exception. A file that
                 cannot be written is left out without an error.
         """
-        self.replays: dict[str, Any] = {"every": replay_every, "steps": {*steps}, "only": only, "outputs": outputs}
+        self.replays: dict[str, Any] = {
+            "every": replay_every,
+            "steps": {*steps},
+            "only": re.compile(only),
+            "outputs": outputs,
+        }
         self.count = count
         self.on_fault: Literal["raise", "warn"] = on_fault
         self.file = file
@@ -72,10 +80,12 @@ class StepCheck(Callback):
         self._audits: list[Audit] = []
         self._copy: Any = None
         self._start: Start | None = None
+        self._has_optimizer = True  # DeepSpeed may build it, without configure_optimizers
         self._replay: Replay | None = None
         self._seen = -1  # the step in which the schedules were last compared
         self._positions: dict[int, int] = {}  # of the schedules, by their number
         self._unjudged: dict[str, str] = {}  # what is not judged of any optimizer, and why
+        self._undo = ExitStack()  # takes back what is wrapped
 
     @property
     def verdict(self) -> Verdict:
@@ -85,34 +95,48 @@ class StepCheck(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """At the start of `fit`, copies the module if steps are to be replayed, before the strategy shards it. Makes
-        `configure_optimizers` record the module and its optimizer."""
+        `configure_optimizers` record the module and its optimizer, and the strategy's `setup` start the audits."""
         if stage != "fit":
             return
         self.verdicts, self._audits, self._replay, self._copy = [], [], None, None
         self._seen, self._positions, self._unjudged = -1, {}, {}
+        self._start, self._has_optimizer = None, True
         if self.count or self.replays["every"] or self.replays["steps"]:
             try:
                 self._copy = copy.deepcopy(pl_module)  # Lightning leaves the trainer out
+                if self._copy._compiler_ctx is not None:
+                    to_uncompiled(self._copy)
             except Exception as error:  # an attribute of the user's may raise anything
                 self._unjudged["replays"] = f"the module cannot be copied ({type(error).__name__}: {error})"
-        wrap_function(pl_module, "configure_optimizers", partial(self._configure_optimizers, pl_module))
+        configure = partial(self._configure_optimizers, pl_module)
+        self._undo.callback(wrap_function(pl_module, "configure_optimizers", configure))
+        self._undo.callback(wrap_function(trainer.strategy, "setup", partial(self._set_up_strategy, pl_module)))
 
     def _configure_optimizers(self, module: LightningModule, configure: Callable[[], Any]) -> Any:
         """Calls the module's own `configure_optimizers`, and records the module and its first optimizer. Under
         DeepSpeed, this is the last hook before the engine is built."""
-        vars(module).pop("configure_optimizers", None)
+        self._undo.close()  # the engine may copy or pickle the module
         configured = configure()
         self._start = Start(module, optimizer_of(configured))
+        self._has_optimizer = configured is not None
         return configured
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts an audit for each optimizer. Lightning calls this method after the strategy has built its engine."""
-        vars(pl_module).pop("configure_optimizers", None)
-        if not pl_module.automatic_optimization and self._copy is not None:
+    def _set_up_strategy(self, module: LightningModule, setup: Callable[[Trainer], None], trainer: Trainer) -> None:
+        """Starts an audit for each optimizer as soon as the strategy has built its engine, before any `on_fit_start`
+        changes the module."""
+        setup(trainer)
+        self._undo.close()
+        if not self._has_optimizer:
+            self._copy = None
+            self.verdicts.append(Verdict(not_judged={"all steps": "configure_optimizers has returned no optimizer"}))
+            return
+        if not module.automatic_optimization and self._copy is not None:
             self._unjudged["replays"] = "the module steps its optimizers itself"
+        elif is_overridden("backward", module) and self._copy is not None:
+            self._unjudged["replays"] = "a replay does not call the module's own backward"
         self._replay = self._build_replay(trainer)
         for optimizer in trainer.optimizers:
-            self._audit(trainer, pl_module, optimizer)
+            self._audit(trainer, module, optimizer)
 
     def _audit(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         replay = self._replay if len(trainer.optimizers) == 1 else None
@@ -157,23 +181,25 @@ class StepCheck(Callback):
 
     def _build_replay(self, trainer: Trainer) -> Replay | None:
         """Returns the replay of the copy, or None on all ranks if a rank cannot make its copy."""
-        plain, self._copy = self._copy, None
+        plain, self._copy, replay = self._copy, None, None
         reason = first_reason(self._unjudged.get("replays", ""))
         if plain is not None and not reason:
             try:
                 build_copy(plain, trainer)
+                replay = Replay(plain, **self.replays, internal=INTERNAL)
             except Exception as error:  # the module's code may raise anything
                 reason = f"building a copy of the module fails ({type(error).__name__}: {error})"
             reason = first_reason(reason)
         if reason:
             self._unjudged["replays"] = reason
-        return None if plain is None or reason else Replay(plain, **self.replays, internal=INTERNAL)
+        return None if reason else replay
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Numbers the steps as the run does, also if it is resumed, and spreads the `count` replays over the run."""
         for each in self._audits:
             each.step = trainer.global_step + 1
-        wrap_function(trainer.strategy, "training_step", partial(self._training_step, trainer))
+        step = partial(self._training_step, trainer)
+        self._undo.callback(wrap_function(trainer.strategy, "training_step", step))
         if self._replay is None:
             return
         total, first = trainer.estimated_stepping_batches, trainer.global_step + 1
@@ -189,8 +215,13 @@ class StepCheck(Callback):
         for each in self._audits:
             each.watch_gradients()
         if self._replay is not None:
-            kept = cloned(arguments) if self._replay.chooses(self._audits[0].step) else ()
-            self._replay.micro_batch(partial(loss_of, trainer, kept))
+            compute: Callable[[Any], Tensor] = partial(loss_of, trainer, ())
+            if self._replay.chooses(self._audits[0].step):
+                try:
+                    compute = partial(loss_of, trainer, cloned(arguments))
+                except Exception as error:  # the batch may be of a user's class
+                    compute = partial(_raise, error)
+            self._replay.micro_batch(compute)
         return training_step(*arguments)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -225,7 +256,7 @@ class StepCheck(Callback):
         self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        vars(trainer.strategy).pop("training_step", None)
+        self._undo.close()
         for each in self._audits:
             each.detach()
         self._audits = []
@@ -263,8 +294,6 @@ def first_reason(reason: str) -> str:
 def loss_of(trainer: Trainer, arguments: tuple[Any, ...], module: Any) -> Tensor:
     """Calls training_step on copies of its arguments, in Lightning's precision context. Returns its loss divided by the
     number of micro-batches, without a loss scale."""
-    if any(isinstance(each, Iterator) for each in arguments):
-        raise TypeError("training_step takes its batches from an iterator")
     with trainer.precision_plugin.train_step_context():
         outputs = module.training_step(*cloned(arguments))
     loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
@@ -278,7 +307,18 @@ def without_scale(trainer: Trainer, loss: Tensor) -> Tensor:
 
 
 def cloned(nested: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.clone, nested)
+    """Returns a deep copy of the arguments of training_step."""
+    return tree_map(_clone, nested)
+
+
+def _clone(leaf: Any) -> Any:
+    if isinstance(leaf, Iterator):
+        raise TypeError("training_step takes its batches from an iterator")
+    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+
+def _raise(error: Exception, module: Any) -> Tensor:
+    raise error
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -105,14 +105,15 @@ def _weights(trainer: Trainer, module: LightningModule) -> Checksums:
         for name, buffer in module.named_buffers():
             found |= _flat("buffer", name, buffer)
     model: Any = trainer.strategy.model
-    optimizer = adapter_of(model, trainer.optimizers[0]).optimizer
-    for number, group in enumerate(optimizer.param_groups):
+    adapter = adapter_of(model, trainer.optimizers[0])
+    for number, group in enumerate(adapter.optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         found |= _flat("options", f"parameter group {number}", options)
-        for index, tensor in enumerate(group["params"]):
-            where = f"tensor {index} of parameter group {number}"
-            found |= _flat("weight", where, tensor)
-            found |= _flat("state", where, optimizer.state.get(tensor, {}))
+    for number, target in enumerate(adapter.targets.values()):  # at ZeRO 3 the groups have no tensors between steps
+        names = ", ".join(adapter.names[part.index] for part in target.parts[:3])
+        where = f"optimizer tensor {number} ({names})"
+        found |= _flat("weight", where, target.tensor)
+        found |= _flat("state", where, adapter.optimizer.state.get(target.tensor, {}))
     return found
 
 
@@ -129,5 +130,10 @@ def _flat(kind: Kind, name: str, tree: Any) -> Checksums:
 
 
 def _checksum(tensor: Any) -> str:
-    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().cpu().contiguous()
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+    if local.layout == torch.sparse_coo:
+        local = local.coalesce()
+    if local.is_nested or local.layout != torch.strided:
+        local = local.values()
+    local = local.cpu().contiguous()
     return hashlib.sha256(local.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

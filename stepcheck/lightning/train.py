@@ -1,5 +1,6 @@
 """Trains cases of `stepcheck module` on this rank under Lightning's Trainer."""
 
+import copy
 import gc
 import math
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
+from stepcheck.engines.adapter import RankInfo
 from stepcheck.lightning.callback import StepCheck
 from stepcheck.lightning.case import QUIET, ModuleCase
 from stepcheck.lightning.resume import StateRecorder, differences
@@ -51,6 +53,8 @@ def train_and_judge(case: ModuleCase, device: torch.device, folder: Path) -> Ver
         before = _train(case, device, folder, saved)
         if not saved.first:
             before.not_judged["the resumed run"] = f"the training ended before step {case.resume_at + 1}"
+        for own in RankInfo.current().all_gather(before.not_judged):  # all ranks resume, or none
+            before.not_judged = own | before.not_judged
         if before.outcome == "different" or before.not_judged:
             return before
         resumed = StateRecorder(random=saved.random)
@@ -143,7 +147,7 @@ def _strategy(case: ModuleCase, module: Any, device: torch.device) -> Any:
 
     build = DeepSpeedStrategy if device.type == "cuda" else CPUDeepSpeedStrategy
     if case.config:
-        return build(config=case.config)
+        return build(config=copy.deepcopy(case.config))  # the strategy changes it
     stage, offload = ZERO[case.strategy]
     elements = min(BUCKET, sum(each.numel() for each in module.parameters()) or BUCKET)
     elements += elements % 2  # ZeRO 1 and 2 require an even number (DeepSpeed 0.19.8, nccl_start_alignment_factor)

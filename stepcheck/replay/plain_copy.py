@@ -1,24 +1,33 @@
 """Computes steps on a plain, unsharded copy of a module, which was made before an engine changed the module."""
 
-from collections.abc import Callable, Collection, Mapping
+import copy
+import gc
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
+from enum import Enum
 from functools import partial
-from types import NoneType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, Dataset
 
-from stepcheck.engines.adapter import plain_name, tensors_in
+from stepcheck.engines.adapter import hookable_parts, plain_name, tensors_in
 from stepcheck.replay.exact import Exact, to_float64
 from stepcheck.replay.random_state import set_random_state
 
-PLAIN = (bool, int, float, str, NoneType)
+PLAIN = (int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.device)
+
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+
+NO_DATA = (nn.Module, Dataset, DataLoader, ModuleType, type, *FUNCTIONS)
+"""Types of attributes that have no data, or too many: the data sets are not copied in each micro-batch."""
 
 State = dict[str, dict[str, Any]]
-"""Attributes of modules that are plain data or tensors, by the module's name."""
+"""Attributes of modules that are data (see `_is_data`), by the module's name."""
 
 
 class Computed:
@@ -57,7 +66,7 @@ class PlainCopy:
         self.internal = {*vars(nn.Module()), *internal} - {"training"}
         for part in self.module.modules():
             part._compiled_call_impl = None
-        for part in self.module.modules():
+        for _, part in hookable_parts(self.module):
             part.register_forward_pre_hook(self._note_autocast)
         self._autocast: set[torch.dtype] = set()
         self._weights: dict[str, Tensor] = {}
@@ -65,6 +74,9 @@ class PlainCopy:
         self._dtypes: set[torch.dtype] = {torch.float32}
         self.trained: set[str] = set()
         self.compared: set[str] = set()
+        for parameter in self.module.parameters():
+            if not parameter.is_leaf:  # a deep copy of a part in TorchScript (torch 2.15)
+                parameter.detach_()
         drop_weights(self.module)
 
     def keep(
@@ -85,12 +97,25 @@ class PlainCopy:
         self._dtypes = {each.dtype for each in weights.values() if each.is_floating_point()} or {torch.float32}
 
     def state_of(self, module: nn.Module) -> State:
-        """Returns copies of the attributes of a module and its submodules that are plain data or tensors, such as
-        counters and modes."""
-        states = {}
+        """Returns copies of the attributes of a module and its submodules that are data, such as counters, modes and
+        configurations."""
+        states: State = {}
+        copies: dict[int, Any] = {}  # by id, so that parts share what they shared
         for name, part in module.named_modules():
-            own = {key: value for key, value in vars(part).items() if key not in self.internal and _is_state(value)}
-            states[plain_name(module, name)] = _copied(own)
+            own = states[plain_name(module, name)] = {}
+            for key, value in vars(part).items():
+                values: dict[int, Any] = {}
+                if key in self.internal or not _is_data(value, values):
+                    continue
+                for number, each in values.items():
+                    if isinstance(each, Tensor) and number not in copies:
+                        copies[number] = each.detach().clone()
+                complete = {*copies}
+                try:
+                    own[key] = copy.deepcopy(value, copies)
+                except Exception:  # an object may refuse to be copied
+                    for number in copies.keys() - complete:
+                        del copies[number]
         return states
 
     def compute(
@@ -124,8 +149,9 @@ class PlainCopy:
                 handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         try:
             for compute, random_state, state in micro_batches:
+                state = copy.deepcopy(state)
                 for name, part in self.module.named_modules():
-                    vars(part).update(_copied(state.get(name, {})))
+                    vars(part).update(state.get(name, {}))
                 set_random_state(random_state)
                 with torch.enable_grad(), Exact(self.lowest) if exact else nullcontext():
                     loss = compute(self.module)
@@ -165,7 +191,7 @@ class PlainCopy:
             parameter.data = value.double() if exact else value.clone()
             parameter.requires_grad_(name in self.trained)
         for part_name, part in self.module.named_modules():
-            for name in part._buffers:
+            for name, _ in [*part.named_buffers(recurse=False)]:
                 value = self._buffers.get(f"{part_name}.{name}" if part_name else name)
                 if value is not None:
                     part._buffers[name] = to_float64(value).clone() if exact else value.clone()
@@ -219,13 +245,46 @@ def _backward(loss: Tensor) -> None:
     )
 
 
-def _is_state(value: Any) -> bool:
-    """Returns whether a value is plain data, a tensor that is not a Parameter, or a container of such values."""
-    leaves = tree_leaves(value)
-    return all(
-        type(leaf) in PLAIN or (isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)) for leaf in leaves
-    )
+def _is_data(value: Any, values: dict[int, Any]) -> bool:
+    """Returns whether a value is data: plain, a tensor that is not a Parameter, an object of NumPy, or a container or
+    an object that has only data. Adds all values that it reads to `values`, by id."""
+    if isinstance(value, PLAIN) or id(value) in values:
+        return True
+    values[id(value)] = value
+    if isinstance(value, Tensor) or type(value).__module__.partition(".")[0] == "numpy":
+        return not isinstance(value, nn.Parameter)
+    if isinstance(value, NO_DATA):
+        return False
+    own = [*getattr(value, "__dict__", {}).values()]
+    if isinstance(value, Mapping):
+        own += [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        own += value
+    elif not hasattr(value, "__dict__"):
+        return False
+    return all(_is_data(each, values) for each in own)
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
+def function_of(module: nn.Module, copied: nn.Module) -> str | None:
+    """Returns the name of an attribute of a copy with a function that refers to the copied module itself or to one of
+    its parts, or None. A deep copy has the same functions, except bound methods."""
+    parts = {id(each) for each in module.modules()}
+    for name, part in copied.named_modules():
+        for key, value in vars(part).items():
+            if any(id(each) in parts for each in _referents(value)):
+                return f"{name}.{key}".lstrip(".")
+    return None
+
+
+def _referents(value: Any) -> Iterator[Any]:
+    """Yields a value, and what it refers to through containers and functions, apart from global variables."""
+    seen, left = set(), [value]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        if isinstance(each, (dict, list, tuple, set, CellType, *FUNCTIONS)):
+            variables = getattr(each, "__globals__", None), getattr(each, "__builtins__", None)
+            left += [other for other in gc.get_referents(each) if not any(other is known for known in variables)]

@@ -4,17 +4,18 @@ import importlib
 import math
 import platform
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from stepcheck.engines.adapter import plain_name, tensors_in
+from stepcheck.engines.adapter import hookable_parts, plain_name, tensors_in
 from stepcheck.engines.plain import fused_scale
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
-from stepcheck.replay.plain_copy import Computed, PlainCopy, buffers_of
+from stepcheck.replay.plain_copy import Computed, PlainCopy, buffers_of, function_of
 from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state
 
 BYTES = 36
@@ -59,6 +60,7 @@ class Replay:
         self.actual: Computed | None = None  # of the step that is being replayed
         self.then: Callable[[Any], None] | None = None  # called with the copy, which has the gradients of a step
         self.hooked: set[str] = set()  # weights whose gradients a hook of the script may change
+        self._caller: str | None = None  # the attribute of the copy that calls the trained module
         self._begun = 0  # the last step whose first micro-batch was seen
         self._chosen = False  # whether this step is replayed, on all ranks
         self._error = ""  # why this rank cannot replay this step
@@ -73,6 +75,7 @@ class Replay:
         """Connects the replay to an audit. The engine must have been built."""
         self.audit = audit
         audit.adapter.prepare_copy(self.copy.module)
+        self._caller = function_of(audit.adapter.module, self.copy.module)
         audit.undo.callback(self._end)
 
     # What the training calls
@@ -163,6 +166,10 @@ class Replay:
 
     def _begin(self) -> None:
         audit, adapter = self.audit, self.audit.adapter
+        if problem := next(filter(None, adapter.ranks.all_gather(self._problem())), ""):
+            audit.verdict.not_judged["replays"] = problem
+            self._chosen, self.every, self.steps = False, 0, set()
+            return
         begin_replay(adapter.device)
         needed = BYTES * sum(math.prod(adapter.shape(index)) for index in range(len(adapter.names)))
         ranks_of_nodes = adapter.ranks.all_gather(platform.node())
@@ -172,9 +179,6 @@ class Replay:
                 f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
             )
         weights = {name: adapter.full_weight(index) for index, name in enumerate(adapter.names)}
-        missing = [name for name, _ in self.copy.module.named_parameters() if name not in weights]
-        if missing:
-            raise ValueError(f"the trained module has no weight {missing[0]}")
         trained = {adapter.names[index] for index in adapter.trained if adapter.parameters[index].requires_grad}
         compared = {name for name in trained if self.only.search(name)}
         if trained and not compared:
@@ -182,6 +186,32 @@ class Replay:
         self.copy.keep(weights, buffers_of(adapter.module), trained, compared)
         self.actual = Computed()
         self._handles = self._watch(adapter.module, self.actual)
+
+    def _problem(self) -> str:
+        """Returns why the copy cannot compute what the trained module computes, or ""."""
+        trained, copied = self.audit.adapter.module, self.copy.module
+        for kind in ("named_modules", "named_parameters"):
+            before, now = ({plain_name(each, name) for name, _ in getattr(each, kind)()} for each in (copied, trained))
+            for name in sorted(before ^ now):
+                how = "has lost" if name in before else "now has"
+                return f"the module {how} {name}, unlike the copy that was made of it"
+        return f"{self._caller} has a function that calls the trained module, also in a copy" if self._caller else ""
+
+    @contextmanager
+    def _refusing_trained_module(self) -> Iterator[None]:
+        """Context manager in which an error is raised if the copy calls the trained module, or computes a gradient of
+        its weights, before it changes anything of the training."""
+        module = self.audit.adapter.module
+        with ExitStack() as stack:
+            for _, part in hookable_parts(module):
+                stack.callback(part.register_forward_pre_hook(_refuse, prepend=True).remove)
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_hook(_refuse).remove)
+                    hooks: Any = parameter._backward_hooks  # torch calls them in the order of insertion
+                    for number in [*hooks][:-1]:
+                        hooks[number] = hooks.pop(number)
+            yield
 
     def _end(self) -> None:
         for handle in self._handles:
@@ -199,7 +229,7 @@ class Replay:
         adapter = self.audit.adapter
         scale = self.audit.scale * fused_scale(adapter.optimizer)
         arguments = self._micro_batches, adapter.divisor, scale, self._watch, exact, then
-        with random_state_kept():
+        with random_state_kept(), self._refusing_trained_module():
             computed = self._try(lambda: self.copy.compute(*arguments))
             if not same_random_state(random_state(), self._micro_batches[-1][1]) and _compiles_random_numbers(
                 adapter.module
@@ -283,9 +313,13 @@ class Replay:
             return []
         return [
             part.register_forward_hook(partial(_keep_output, computed, plain_name(module, name)))
-            for name, part in module.named_modules()
+            for name, part in hookable_parts(module)
             if plain_name(module, name)  # only the training may call the outermost module
         ]
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("the copy of the module calls the trained module")
 
 
 def _is_hooked(parameter: Any) -> bool:
@@ -297,7 +331,12 @@ def _is_hooked(parameter: Any) -> bool:
 
 def _compiles_random_numbers(module: nn.Module) -> bool:
     """Returns whether parts of a module are compiled by Inductor, which draws its own random numbers (torch 2.15)."""
-    compiled = any(each._compiled_call_impl or type(each).__name__ == "OptimizedModule" for each in module.modules())
+    compiled = any(
+        each._compiled_call_impl
+        or type(each).__name__ == "OptimizedModule"
+        or getattr(each, "_compiler_ctx", None)  # of Lightning
+        for each in module.modules()
+    )
     return compiled and not importlib.import_module("torch._inductor.config").fallback_random
 
 

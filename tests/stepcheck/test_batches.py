@@ -48,6 +48,26 @@ def test_what_repeats_is_noted(batch, seed_of, expected: dict[str, str]):
     assert notes_of(batch, seed_of) == expected
 
 
+def in_layouts() -> dict[str, Tensor]:
+    """Returns a tensor in each layout of torch that is not strided, and a nested tensor that is."""
+    parts, matrix = [*DRAWN[0].split([1, 3])], torch.eye(4)
+    return {
+        "jagged": torch.nested.nested_tensor(parts, layout=torch.jagged),
+        "nested": torch.nested.nested_tensor(parts),
+        **{kind: getattr(matrix, f"to_sparse{kind}")() for kind in ("", "_csr", "_csc")},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse|prototype).*")
+@pytest.mark.parametrize("layout", ["jagged", "nested", "", "_csr", "_csc"])
+def test_a_batch_may_have_any_layout(layout: str):
+    batches = Batches(0, 1, torch.device("cpu"))
+    batches.before_forward(((in_layouts()[layout],), {}))
+    assert not batches.notes(1, batches.fingerprints)
+    resume = pytest.importorskip("stepcheck.lightning.resume", reason="needs Lightning")
+    assert resume._checksum(in_layouts()[layout]) == resume._checksum(in_layouts()[layout])
+
+
 def test_ranks_with_one_batch_are_noted():
     ranks = [Batches(rank, 3, torch.device("cpu")) for rank in range(3)]
     for rank, own in zip(ranks, (0, 1, 0), strict=True):

@@ -2,10 +2,14 @@
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,6 +88,60 @@ class Counting(Two):
         self.seen.append({"loss": loss.item()})
         self.hidden = self.hidden + 1
         return loss
+
+
+class Factor(Enum):
+    ONE, TWO = 1, 2
+
+
+class Batch:
+    def __init__(self, inputs: Tensor, labels: Tensor):
+        self.inputs, self.labels = inputs, labels
+
+
+class UncopiedBatch(Batch):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OSError("no copy of a batch")
+
+
+class Annealed(Two):
+    """A module whose loss depends on attributes of several types, which each step changes. Another attribute cannot be
+    copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.array, self.factor = np.float64(1), np.ones(1), Factor.ONE
+        self.config = self.net[1].config = SimpleNamespace(beta=1.0, last=deque([1.0]), weight=torch.ones(1))
+        self.hparams["gamma"] = 1.0
+
+    def on_fit_start(self) -> None:
+        self.batch = UncopiedBatch(torch.ones(1), torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.number, self.factor = np.float64(1 + batch_idx), Factor.TWO
+        self.config.beta += 1
+        config = self.net[1].config
+        loss = super().training_step(batch, batch_idx) * float(self.number * self.array[0] * config.last[0])
+        loss = loss * config.beta * config.weight * self.factor.value * self.hparams["gamma"]
+        self.array += 0.5
+        self.config.last.appendleft(2.0)
+        self.config.weight = loss.detach().sigmoid()
+        self.hparams["gamma"] *= 0.9
+        return loss.squeeze()
+
+
+class OwnBatches(Two):
+    """A module that changes batches of a class of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch.inputs.mul_(2)
+        return super().training_step((batch.inputs, batch.labels), batch_idx)
+
+    def train_dataloader(self) -> Any:
+        data: Any = super().train_dataloader().dataset
+        return DataLoader(data, 4, collate_fn=lambda rows: self.batch(*map(torch.stack, zip(*rows, strict=True))))
+
+    batch: Any = Batch
 
 
 class Weighted(Two):
@@ -194,7 +252,21 @@ class ClipsAsGiven(Two):
         self.clip_gradients(optimizer, *arguments, **options)
 
 
-MAY = (Counting, Weighted, Momentum, Scheduled, EachEpoch, Validated, Reads, Frozen, Cyclic, Skips, ClipsAsGiven)
+MAY = (
+    Counting,
+    Annealed,
+    OwnBatches,
+    Weighted,
+    Momentum,
+    Scheduled,
+    EachEpoch,
+    Validated,
+    Reads,
+    Frozen,
+    Cyclic,
+    Skips,
+    ClipsAsGiven,
+)
 
 OPTIONS: Any = {Validated: VALIDATES, ClipsAsGiven: {"gradient_clip_val": 0.1}}
 """Options of the Trainer, by module."""
@@ -348,6 +420,36 @@ def test_a_hook_that_changes_gradients_is_a_fault_where_deepspeed_ignores_it(
         assert f"{hook} changes gradients, and DeepSpeed ignores that" in str(verdict)
 
 
+class FreezesAtStart(Callback):
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(False)
+        pl_module.net[1].factor = 2
+        trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.5
+
+
+def test_changes_at_the_start_of_the_training_are_not_the_engines():
+    module = Two()
+    module.net[1].factor = 1
+    own = module.configure_optimizers = MethodType(Two.configure_optimizers, module)
+    verdict = verdict_of(module, FreezesAtStart())
+    assert (verdict.outcome, verdict.replayed) == ("agrees", 4), str(verdict)
+    assert vars(module)["configure_optimizers"] is own
+
+
+class CallsForward(Two):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_a_compiled_module_is_replayed():
+    compiled: Any = torch.compile(CallsForward(), backend="eager")
+    verdict = verdict_of(compiled)
+    assert (verdict.outcome, verdict.replayed) == ("agrees", 4), str(verdict)
+
+
 def test_a_callback_of_lightning_may_replace_the_schedule():
     averaging = StochasticWeightAveraging(0.1, swa_epoch_start=1, annealing_epochs=2)
     verdict = verdict_of(EachEpoch(), averaging, steps=-1, max_epochs=4, limit_train_batches=2)
@@ -496,6 +598,27 @@ class Lazy(Two):
         return super().training_step(batch, batch_idx)
 
 
+class Teacher(Two):
+    """A module that gets another module after the check has copied it."""
+
+    def on_fit_start(self) -> None:
+        self.teacher = nn.Linear(24, 10)
+
+
+class OwnBackward(Two):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
+class UncopiedBatches(OwnBatches):
+    batch = UncopiedBatch
+
+
+class NoOptimizer(Two):
+    def configure_optimizers(self) -> None:
+        return None
+
+
 class Manual(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -517,10 +640,17 @@ class Manual(Two):
         (Uncopied, "OSError: no copy"),
         (Lazy, "KeyError: 'only for the strategy'"),
         (Manual, "the module steps its optimizers itself"),
+        (Teacher, "the module now has teacher, unlike the copy"),
+        (OwnBackward, "a replay does not call the module's own backward"),
+        (UncopiedBatches, "OSError: no copy of a batch"),
+        (NoOptimizer, "configure_optimizers has returned no optimizer"),
         (lambda: Two(torch.optim.LBFGS), "LBFGS calls its closure several times in a step"),
         (lambda: Two(torch.optim.Adafactor), "Adafactor is not known to update each element on its own"),
     ],
-    ids=["setup", "attribute", "training step", "manual", "LBFGS", "Adafactor"],
+    ids=[
+        *("setup", "attribute", "training step", "manual", "teacher", "backward", "batch", "no optimizer"),
+        *("LBFGS", "Adafactor"),
+    ],
 )
 def test_what_the_check_cannot_follow_is_trained_and_named(build: Callable[[], Two], reason: str):
     module = build()

@@ -327,6 +327,76 @@ def test_an_audit_that_ends_within_a_step_leaves_no_hooks():
     assert not any(each._forward_hooks for each in model.modules())
 
 
+class Calls(Model):
+    """A model with a function that refers to the model. A deep copy of the model has the same function."""
+
+    latest: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        Calls.latest = self
+        self.call: Any = self.function()
+
+    def function(self) -> Any:
+        return lambda x: Model.forward(self, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+class CallsCompiled(Calls):
+    def function(self) -> Any:
+        return torch.compile(partial(Model.forward, self), backend="eager")
+
+
+class CallsGlobal(Calls):
+    def function(self) -> Any:
+        return lambda x: Model.forward(Calls.latest, x)
+
+
+class UsesWeight(Calls):
+    def function(self) -> Any:
+        return lambda x: F.linear(x, Calls.latest.first.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Calls, "replays, because call has a function that calls the trained module"),
+        (CallsCompiled, "replays, because call has a function that calls the trained module"),
+        (CallsGlobal, "the replay of step 1, because RuntimeError: the copy of the module calls the trained module"),
+        (UsesWeight, "the replay of step 1, because RuntimeError: the copy of the module calls the trained module"),
+    ],
+)
+def test_a_copy_that_calls_the_trained_module_is_not_judged_and_changes_nothing(kind: type[Model], reason: str):
+    verdict, model = train(kind=kind)
+    assert (verdict.outcome, verdict.replayed) == ("agrees", 0), str(verdict)
+    assert reason in str(verdict)
+    expected = train(kind=kind, every=0)[1].state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+class Scripted(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        part: Any = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+        self.second = part
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_part_in_torchscript_is_replayed():
+    verdict, _ = train(kind=Scripted)
+    assert (verdict.outcome, verdict.replayed) == ("agrees", STEPS), str(verdict)
+
+
+def test_an_audit_that_cannot_start_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch):
+    model = Model()
+    monkeypatch.setattr("stepcheck.auditor.Hooks.watch_gradients", lambda hooks: [][0])
+    with pytest.raises(IndexError):
+        audit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in model.modules())
+
+
 def test_hooks_get_gradients_without_the_loss_scale():
     model = Model().bfloat16()
     plain, seen = PlainCopy(copy.deepcopy(model)), []
