@@ -102,7 +102,7 @@ def accumulate(answer: Callable[..., None]) -> str:
     """Exercise 8: compares the gradients after three micro-batches with those of the whole batch."""
     (images, labels), model, seen = random_images(20), new_net(), []
     # The model's own hooks do not see model.forward(images).
-    model.conv1.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    model.get_submodule("conv1").register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     answer(model, [*zip(images.split(8), labels.split(8), strict=True)])
     if seen != [8, 8, 4]:
         raise Wrong(f"the model saw {seen} images at a time, not [8, 8, 4]: one forward pass for each micro-batch")
