@@ -266,7 +266,8 @@ def _content(models: Sequence[Any], experts: Sequence[Any], optimizers: Sequence
     if AVERAGE in main and main[AVERAGE]["sharded"]:
         average = {**main[AVERAGE]["weights"]}
         for name, (shape, *_) in ChainMap(*names.values()).items():
-            average[name] = _join([model[AVERAGE]["weights"][name] for model in models], shape)
+            if name in average:  # it is missing if a callback has frozen the parameter from the first step on
+                average[name] = _join([model[AVERAGE]["weights"][name] for model in models], shape)
         progress[AVERAGE] = {**main[AVERAGE], "weights": average, "sharded": False}
     groups = _base_state(optimizers[0]["optimizer_state_dict" if stage else "optimizer"])["param_groups"]
     return {**progress, "state_dict": weights, "optimizer_states": [_as_torch(full, names, groups)]}

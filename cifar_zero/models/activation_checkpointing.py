@@ -2,9 +2,10 @@
 forward pass stores only each block's input, and the backward pass recomputes the block's activations."""
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,16 +25,18 @@ def checkpoint_blocks(net: nn.Module) -> None:
     VGG's, is cut into pieces of about the square root of its length (Chen et al. 2016, section 4.1), because
     checkpointing single layers would save nothing.
 
-    Only `forward` methods are replaced, not modules, so that parameters keep their names. Losses and weights stay the
-    same bit for bit. Raises UsageError if the model has no blocks.
+    Only `forward` methods are replaced, not modules, so that parameters keep their names. Layers may be replaced later,
+    for example by synchronized batch norms. Losses and weights stay the same bit for bit. Raises UsageError if the
+    model has no blocks.
     """
     has_blocks = False
     for layers in _outermost_lists(net):
         blocks = [child for child in layers if [*child.children()]]
-        if not blocks and isinstance(layers, nn.Sequential) and len(pieces := _pieces(layers)) > 1:
-            blocks, layers.forward = pieces, nn.Sequential(*pieces).forward
         for block in blocks:
             block.forward = partial(_checkpointed, block, block.forward)
+        if not blocks and isinstance(layers, nn.Sequential) and len(pieces := _pieces(layers)) > 1:
+            layers.forward = partial(_forward_in_pieces, layers, pieces)  # pyright: ignore[reportAttributeAccessIssue]
+            has_blocks = True
         has_blocks = has_blocks or bool(blocks)
     if not has_blocks:
         raise UsageError(f"--activation_checkpointing: {type(net).__name__} has no list of blocks to recompute")
@@ -47,15 +50,26 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleLis
         yield from _outermost_lists(child)
 
 
-def _pieces(layers: nn.Sequential) -> list[nn.Sequential]:
+def _pieces(layers: nn.Sequential) -> list[slice]:
     """Cuts a list of layers into pieces of about the square root of its length. Each piece begins with a layer that has
     parameters, because an in-place activation at the beginning of a piece would overwrite the piece's stored input."""
-    pieces: list[list[nn.Module]] = [[]]
+    starts = [0]
+    for index, layer in enumerate(layers):
+        if index - starts[-1] >= math.isqrt(len(layers)) and [*layer.parameters()]:
+            starts.append(index)
+    return [slice(*ends) for ends in pairwise([*starts, len(layers)])]
+
+
+def _forward_in_pieces(layers: nn.Sequential, pieces: Sequence[slice], x: Any) -> Any:
+    for piece in pieces:
+        x = _checkpointed(layers, partial(_forward, [*layers][piece]), x)
+    return x
+
+
+def _forward(layers: Sequence[nn.Module], x: Any) -> Any:
     for layer in layers:
-        if len(pieces[-1]) >= math.isqrt(len(layers)) and [*layer.parameters()]:
-            pieces.append([])
-        pieces[-1].append(layer)
-    return [nn.Sequential(*piece) for piece in pieces]
+        x = layer(x)
+    return x
 
 
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

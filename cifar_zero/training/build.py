@@ -164,7 +164,7 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
         )
         made.append(best)
     if recipe.early_stopping:
-        made.append(EarlyStop(recipe.monitor, patience=recipe.early_stopping, mode=mode))
+        made.append(EarlyStop(recipe.monitor, recipe.early_stopping, mode, recipe.loss))
     return made
 
 

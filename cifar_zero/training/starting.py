@@ -62,7 +62,7 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
     def checked_identity() -> Mapping[str, int] | None:
         resume = run.output.resume
         checkpoint = read(Path(resume), run.consent.trust, device="meta")
-        check_resumable(checkpoint, resume)
+        check_resumable(checkpoint, resume, run.recipe.epochs)
         record = checkpoint.get(RECORD)
         if record is not None:
             check_same_run(run, record["config"])

@@ -21,6 +21,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(small_data: list[str], t
         "it has no 'config'": {"cifar_zero": {"classes": record["classes"]}},
         "unknown options: new": {"cifar_zero": {**record, "config": {**record["config"], "new": 1}}},
         "NoneType": {"cifar_zero": None},
+        "is from epoch 5: --epochs must be at least 5, not 3": {"epoch": 4},
         "has no optimizer state: start a run from its weights with": {"optimizer_states": [{**optimizer, "state": {}}]},
         "has no optimizer state": {
             "optimizer_states": [{**optimizer, "state": {}}],
@@ -30,4 +31,4 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(small_data: list[str], t
     for message, change in changes.items():
         torch.save({**content, **change}, tmp_path / "last.ckpt")
         with pytest.raises(UsageError, match=message):
-            check_resumable(read(tmp_path / "last.ckpt"), "last.ckpt")
+            check_resumable(read(tmp_path / "last.ckpt"), "last.ckpt", epochs=3)

@@ -1,5 +1,6 @@
 """Activation checkpointing keeps losses, weights and statistics bit for bit, and stores fewer activations."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,15 @@ def test_training_stays_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     plain, checkpointed = (trained(NETWORKS[name], switch) for switch in (False, True))
     assert all(map(torch.equal, plain, checkpointed))
     assert not torch.equal(plain[0], plain[1])  # it did train
+
+
+def test_layers_that_are_replaced_later_are_used():
+    net = Convolutional()
+    checkpoint_blocks(net)
+    images = torch.randn(2, 3, 32, 32)
+    net(images)
+    expected = copy.deepcopy(net).eval()(images)
+    assert torch.equal(nn.SyncBatchNorm.convert_sync_batchnorm(net).eval()(images), expected)
 
 
 def counted_transformer(checkpointed: bool) -> tuple[int, int]:

@@ -4,6 +4,7 @@ get, and with the TensorBoard curves of this fit."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class RandomImages(LightningDataModule):
     padding."""
 
     classes = CLASSES["cifar10"]
+    dataset = SimpleNamespace(identity={})
 
     def __init__(self, num_train: int, batch_size: int, accumulate: int, change: Change | None = None):
         super().__init__()

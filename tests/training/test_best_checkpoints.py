@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cifar_zero.checkpoints.read import read
+from cifar_zero.training.callbacks.monitors import EarlyStop
 from tests.support.helpers import curve, metrics_of, run_folder_of, train_all
 
 FLAGS = ["--batch_size", "16", "--accelerator", "cpu", "--epochs", "4"]
@@ -41,3 +42,13 @@ def test_early_stopping_looks_at_the_same_metric(small_data: list[str], tmp_path
     assert metrics_of(tmp_path)["epochs"] == 2
     assert [file.name for file in (run_folder_of(tmp_path) / "checkpoints").iterdir()] == ["last.ckpt"]
     assert "early stopping after epoch 2: val/loss has not improved on 2.3" in said
+
+
+@pytest.mark.parametrize(
+    ("monitor", "loss", "waited"), [("val/loss", "mse", 0), ("val/loss", "bce", 2), ("val/f1", "mse", 2)]
+)
+def test_early_stopping_begins_again_under_another_loss(monitor: str, loss: str, waited: int):
+    saved, resumed = EarlyStop(monitor, 3, "min", "bce"), EarlyStop(monitor, 3, "min", loss)
+    saved.wait_count = 2
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.wait_count == waited

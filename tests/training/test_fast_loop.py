@@ -12,9 +12,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from cifar_module import CIFARModule
+from cifar_zero.comparison.reading import read_losses
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
 from cifar_zero.training import fast_loop
+from cifar_zero.training.callbacks.checkpoint import RunState
 from tests.support.helpers import largest_difference
 
 COUNT = 44  # images: five whole steps per epoch
@@ -96,3 +98,28 @@ def test_a_run_with_max_steps_resumes_after_an_epoch(fit: Callable[..., Any], tm
     for run in (uninterrupted, resumed):
         assert (run.trainer.global_step, run.trainer.current_epoch) == (8, 2)
     assert largest_difference(uninterrupted.module.state_dict(), resumed.module.state_dict()) == 0
+
+
+class Saving(Callback):
+    """Saves after some micro-batches, counted from the start of the training, and names the file after the count."""
+
+    def __init__(self, folder: Path, *counts: int):
+        self.folder, self.counts = folder, counts
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        count = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if count in self.counts:
+            trainer.save_checkpoint(self.folder / f"{count}.ckpt")
+
+
+def test_a_step_that_a_checkpoint_splits_begins_again(fit: Callable[..., Any], tmp_path: Path):
+    """An epoch has 20 micro-batches in five steps. The last checkpoint is between two steps."""
+    config = make_settings(accumulate=4, **OPTIONS)
+    (tmp_path / "saved").mkdir()
+    whole = fit(config, COUNT, RunState(), Saving(tmp_path / "saved", 1, 21, 26, 28))
+    expected = read_losses(whole.folder / "losses.csv")
+    for count in (1, 21, 26, 28):
+        resumed = fit(config, COUNT, RunState(), ckpt_path=tmp_path / "saved" / f"{count}.ckpt")
+        later = {step: loss for step, loss in expected.items() if step > count // 4}
+        assert read_losses(resumed.folder / "losses.csv") == later
+        assert largest_difference(whole.module.state_dict(), resumed.module.state_dict()) == 0

@@ -6,6 +6,7 @@ so it cannot average the shards of ZeRO 3. Also, DeepSpeed does not save the ent
 checkpoint's state_dict.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class Averaging(Callback):
     / (step + 1), ema), as in the code of Mean Teacher. The first 1 / (1 - ema) steps therefore count equally, and the
     model's initial weights do not contribute to the average.
 
+    A callback may freeze and unfreeze parameters at the start of an epoch. A parameter that is trained only later joins
+    with its value after its first step. A parameter that is frozen later is still averaged.
+
     Args:
         ema: Decay of the average.
     """
@@ -62,23 +66,25 @@ class Averaging(Callback):
         self._max_count = 1 / (1 - ema) - 1  # new weights count at least 1 / (_max_count + 1)
         self._average_in = get_swa_multi_avg_fn()  # moves averages towards values by 1 / (count + 1) of the difference
         self._count = 0
-        self._averages: list[Tensor] = []
-        self._averaged: list[Any] = []  # the model's tensors that are averaged, in the order of `_averages`
-        self._newest: list[Tensor] = []  # the unaveraged weights, while the model has the averages
+        self._averages: dict[str, Tensor] = {}
+        self._averaged: dict[str, Any] = {}  # the model's tensors that are averaged; empty until the epoch's first step
+        self._newest: dict[str, Tensor] = {}  # the unaveraged weights, while the model has the averages
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._averaged = [*averaged_tensors(pl_module).values()]
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._averaged = {}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Adds the current weights to the average after each optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
+        if not self._averaged:
+            self._averaged = averaged_tensors(pl_module, self._averages)
+        local = hooks_of(trainer.strategy).local
         with torch.no_grad():
-            values = [part.float() for part in map(hooks_of(trainer.strategy).local, self._averaged)]
-            if self._count:
-                self._average_in(self._averages, values, min(self._count, self._max_count))
-            else:
-                self._averages = [value.clone() for value in values]
+            values = {name: local(part).float() for name, part in self._averaged.items()}
+            self._averages |= {name: value.clone() for name, value in values.items() if name not in self._averages}
+            averages = [self._averages[name] for name in values]
+            self._average_in(averages, [*values.values()], min(self._count, self._max_count))
         self._count += 1
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -86,28 +92,26 @@ class Averaging(Callback):
         own shards. Lightning calls this method on every rank."""
         if not self._count:
             return
-        self._agree(pl_module)
-        parts, hooks = averaged_tensors(pl_module), hooks_of(trainer.strategy)
-        weights = hooks.by_plain_name(dict(zip(parts, self._averages, strict=True)))
+        parts, hooks = self._agree(pl_module), hooks_of(trainer.strategy)
+        weights = hooks.by_plain_name(self._averages)
         sharded = any(hooks.local(part) is not part for part in parts.values())
         checkpoint[AVERAGE] = {"count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the averages from the checkpoint. If the checkpoint lacks the average of a tensor that this run
-        averages, the averaging begins again."""
+        """Restores the averages from the checkpoint."""
         saved = checkpoint.get(AVERAGE)
         if saved is None:
             return
-        parts, hooks = averaged_tensors(pl_module), hooks_of(trainer.strategy)
-        plain = hooks.plain_names(parts)
-        if not saved["weights"].keys() >= {*plain.values()}:  # other parameters are trained now
-            return
-        self._count, self._averages = saved["count"], []
-        for name, part in parts.items():
-            value = saved["weights"][plain[name]]
+        hooks = hooks_of(trainer.strategy)
+        tensors: dict[str, Any] = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
+        self._count, self._averages = saved["count"], {}
+        for name, plain_name in hooks.plain_names(tensors).items():
+            value = saved["weights"].get(plain_name)
+            if value is None:  # not trained so far
+                continue
             if not saved["sharded"]:
-                value = hooks.shard(value, part)
-            self._averages.append(value.to(hooks.local(part).device, torch.float32, copy=True))
+                value = hooks.shard(value, tensors[name])
+            self._averages[name] = value.to(hooks.local(tensors[name]).device, torch.float32, copy=True)
 
     # Lightning calls these hooks in inference mode. Inference mode is turned off here, because ZeRO 3 gathers
     # parameters that are trained afterwards.
@@ -116,13 +120,11 @@ class Averaging(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._count:
             return
-        self._agree(pl_module)
-        hooks = hooks_of(trainer.strategy)
+        parts, hooks = self._agree(pl_module), hooks_of(trainer.strategy)
         with hooks.rewriting():
-            parts = [hooks.local(part) for part in averaged_tensors(pl_module).values()]
-            self._newest = [part.clone() for part in parts]
-            for part, average in zip(parts, self._averages, strict=True):
-                part.copy_(average)
+            for name, part in parts.items():
+                self._newest[name] = hooks.local(part).clone()
+                hooks.local(part).copy_(self._averages[name])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -131,17 +133,23 @@ class Averaging(Callback):
             return
         hooks = hooks_of(trainer.strategy)
         with hooks.rewriting():
-            for part, newest in zip(averaged_tensors(pl_module).values(), self._newest, strict=True):
-                hooks.local(part).copy_(newest)
-        self._newest = []
+            for name, part in self._parts(pl_module).items():
+                hooks.local(part).copy_(self._newest.pop(name))
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
-    def _agree(self, module: LightningModule) -> None:
+    def _parts(self, module: LightningModule) -> dict[str, Any]:
+        """Returns the model's tensors that have an average, by name."""
+        tensors = averaged_tensors(module, self._averages)
+        return {name: tensors[name] for name in self._averages}
+
+    def _agree(self, module: LightningModule) -> dict[str, Any]:
         """Replaces the average of each buffer, such as a batch norm statistic, by its mean over the ranks, because each
-        rank has seen only its own images. Every rank must call it."""
-        pairs = zip(averaged_tensors(module).values(), self._averages, strict=True)
-        average_over_ranks([average for part, average in pairs if not isinstance(part, torch.nn.Parameter)])
+        rank has seen only its own images. Returns the model's tensors that have an average. Every rank must call it."""
+        parts = self._parts(module)
+        buffers = [name for name, part in parts.items() if not isinstance(part, torch.nn.Parameter)]
+        average_over_ranks([self._averages[name] for name in buffers])
+        return parts
 
 
 def average_statistics(module: LightningModule) -> None:
@@ -154,12 +162,15 @@ def average_statistics(module: LightningModule) -> None:
     average_over_ranks(statistics)
 
 
-def averaged_tensors(module: LightningModule) -> dict[str, Any]:
-    """Returns the tensors of the model that are averaged, by name. These are the trained parameters, and all
-    floating-point buffers except the buffers of frozen batch norms."""
-    tensors: dict[str, Any] = {name: each for name, each in module.named_parameters() if each.requires_grad}
+def averaged_tensors(module: LightningModule, also: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the tensors of the model that are averaged, by name. These are the trained parameters, all floating-point
+    buffers except the buffers of frozen batch norms, and the tensors whose names are in `also`."""
     fixed = {buffer for norm in frozen_batch_norms(module) for buffer in norm.buffers()}
+    tensors: dict[str, Any] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad or name in also:
+            tensors[name] = parameter
     for name, buffer in module.named_buffers():
-        if buffer.is_floating_point() and buffer not in fixed:
+        if name in also or (buffer.is_floating_point() and buffer not in fixed):
             tensors[name] = buffer
     return tensors

@@ -24,8 +24,8 @@ class RunState(Callback):
     """Saves the configuration, the class names, the identity of the images and each replica's random state in each
     checkpoint, and restores the random states. If a run begins, or resumes with another number of replicas, each rank
     derives its random state from the seed, the step and the index of its replica. So the ranks of one model, which
-    compute the same images, always have the same random state. If a run resumes with another --accumulate, the counts
-    of micro-batches are converted."""
+    compute the same images, always have the same random state. If a run resumes with another --accumulate, or from
+    within an optimizer step, the counts of micro-batches are converted."""
 
     _states: Sequence[dict[str, Any]] = ()
     _schedule: str | None = None  # name of the schedule of the run that saved the checkpoint
@@ -124,12 +124,14 @@ def stops(trainer: Trainer) -> bool:
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
     """Converts the counts of micro-batches in a checkpoint for a run that resumes with another --accumulate: `now`
-    instead of `before`. Checkpoints are saved between optimizer steps, so the counts divide evenly. The state
-    `fit_loop` is changed in place."""
+    instead of `before`. The gradients of an unfinished optimizer step are not in the checkpoint, so the resumed run
+    begins that step again. A validation at a time, or a user's callback, may save within a step. The state `fit_loop`
+    is changed in place."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
+        within_step = progress["processed"] % before > 0
         in_hand = progress["processed"] - progress["completed"]  # 1 if a hook saved at the end of a batch
         for key in ("ready", "started", "processed"):
-            progress[key] = progress[key] * now // before
-        progress["completed"] = progress["processed"] - in_hand
+            progress[key] = progress[key] // before * now
+        progress["completed"] = progress["processed"] - (0 if within_step else in_hand)
     for state in fit_loop["state_dict"].get("combined_loader", []):
-        state["given"] = state["given"] * now // before
+        state["given"] = state["given"] // before * now

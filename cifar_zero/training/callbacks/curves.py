@@ -88,7 +88,8 @@ class TrainingCurves(IntervalCallback):
         self.newest, self._accuracy = state_dict["newest"], state_dict["accuracy"]
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._accuracy = pl_module.val_metrics.overall()["acc"]
+        if not trainer.sanity_checking:
+            self._accuracy = pl_module.val_metrics.overall()["acc"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -72,16 +72,22 @@ class EarlyStop(EarlyStopping):
 
     The metric is read after each validation. At the end of an epoch that --max_steps or a signal cuts short, Lightning
     would read the metric of an earlier epoch. A resumed run continues the count of validations without an improvement.
-    It applies its own patience to this count, and ends at once if the patience is already exhausted.
+    It applies its own patience to this count, and ends at once if the patience is already exhausted. If the run has
+    another loss now, values of val/loss are not comparable, and the count begins again.
     """
 
-    def __init__(self, monitor: str, patience: int, mode: str):
+    def __init__(self, monitor: str, patience: int, mode: str, loss: str):
         super().__init__(monitor, patience=patience, mode=mode, check_on_train_epoch_end=False)
+        self._loss = loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "loss": self._loss}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the count of validations without an improvement. Lightning (2.6.6) would also restore the patience
         of the run that saved the checkpoint."""
-        super().load_state_dict({**state_dict, "patience": self.patience})
+        if self.monitor != "val/loss" or state_dict.get("loss", self._loss) == self._loss:
+            super().load_state_dict({**state_dict, "patience": self.patience})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends a resumed run at once if its patience is already exhausted."""

@@ -164,7 +164,7 @@ class ProgressLines(IntervalCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = trainer.callback_metrics
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.sanity_checking:
             epoch = trainer.current_epoch + 1
             say(f"epoch {epoch}  val/loss {metrics['val/loss']:.3f}  val/acc {metrics['val/acc']:.2%}")
 

@@ -81,6 +81,11 @@ def zero_3_step(answer: Callable[..., Tensor]) -> str:
         where = f"rank {rank}, step {step}: "
         with _Gathers(where) as gathers, torch.no_grad():
             actual = answer(shards, shapes, x[rank::2].clone(), labels[rank::2].clone(), 0.1)
+        if gathers.count < 4:  # a correct answer may keep the last layer's weight from the forward pass
+            hint = (
+                "free each weight after use, gather it again for the backward pass, and write `distributed.` before it"
+            )
+            raise Wrong(f"{where}{gathers.count} calls of distributed.all_gather_into_tensor, not at least 4: {hint}")
         assert_same(f"{where}the loss", actual, loss, "the mean cross-entropy of this rank's images, before the update")
         for layer, (shard, weight) in enumerate(zip(shards, plain, strict=True), start=1):
             hint = "lr times the mean gradient over the ranks less, in place; gather W before you update its shard"
@@ -109,12 +114,12 @@ class _Gathers:
     def __exit__(self, *_: object) -> None:
         distributed.all_gather_into_tensor = self.original
 
-    def _gather(self, output: Tensor, *args: Any, **options: Any) -> Any:
+    def _gather(self, output_tensor: Tensor, *args: Any, **options: Any) -> Any:
         until = time.monotonic() + 2  # gloo's threads may hold a tensor for a moment longer
         while self.last is not None and not self.last.expired():
             if time.monotonic() > until:
                 hint = "`del` it after use"
                 raise Wrong(f"{self.where}a gathered layer is still in memory at gather {self.count + 1}: {hint}")
             time.sleep(0.001)
-        self.last, self.count = StorageWeakRef(output.untyped_storage()), self.count + 1
-        return self.original(output, *args, **options)
+        self.last, self.count = StorageWeakRef(output_tensor.untyped_storage()), self.count + 1
+        return self.original(output_tensor, *args, **options)

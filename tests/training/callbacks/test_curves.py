@@ -11,6 +11,7 @@ from cifar_zero.comparison.reading import read_losses
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings, make_settings
 from cifar_zero.schedules import WarmupLR
+from cifar_zero.training.callbacks.curves import TrainingCurves
 from cifar_zero.training.callbacks.engine import EngineInfo
 
 Fit = Callable[..., Any]
@@ -54,6 +55,12 @@ def test_the_curves_are_means_over_the_log_interval(fit: Fit):
     assert read_losses(run.folder / "losses.csv") == dict(enumerate(steps, 1))  # to the bit
     peak_bytes = run.observer(EngineInfo).totals_of_run["mem/peak_rank_bytes"][0]
     assert 1e9 * run.points("mem/peak_gb")[10] == pytest.approx(peak_bytes, rel=0.01)
+
+
+def test_a_sanity_check_is_not_a_validation(fit: Fit, capfd: pytest.CaptureFixture[str]):
+    run = fit(config(max_steps=1), 40, num_sanity_val_steps=1)
+    assert run.observer(TrainingCurves).totals_of_run["val/acc"] is None
+    assert "val/acc" not in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("own_process_group")

@@ -133,10 +133,10 @@ STUCK = make_settings(optimizer=Choice("sgd", {"lr": 0.0}), batch_size=8, epochs
 
 
 def test_a_resumed_run_continues_counting_with_its_own_patience(fit: Callable[..., Any]):
-    stopped = fit(STUCK, 16, EarlyStop("val/acc", patience=2, mode="max"))
+    stopped = fit(STUCK, 16, EarlyStop("val/acc", 2, "max", "cross_entropy"))
     assert stopped.trainer.current_epoch == 3  # the first validation is the best, and two more follow
     before = stopped.observer(EarlyStop).state_dict()
     for patience, epochs in ((1, 0), (2, 0), (4, 2)):
-        again = EarlyStop("val/acc", patience=patience, mode="max")
+        again = EarlyStop("val/acc", patience, "max", "cross_entropy")
         again.load_state_dict(before)
         assert fit(STUCK, 16, again).trainer.current_epoch == epochs
