@@ -369,9 +369,12 @@ def hooks_of_the_optimizer() -> list[float]:
     def bound(*_: Any) -> None:
         model[0].weight.clamp_(-0.1, 0.1)
 
+    def clip(*_: Any) -> None:
+        clip_grad_norm_(model.parameters(), 0.01)
+
     def register(step: int) -> None:
         if step == 0:
-            optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 0.01) and None)
+            optimizer.register_step_pre_hook(clip)
 
     optimizer.register_step_post_hook(bound)
     return fit(model, optimizer, after_step=register)
