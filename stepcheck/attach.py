@@ -88,6 +88,8 @@ class AutoAudit:
         self.options = {"every": every, "weights_every": weights_every}
         self.baseline: Any = baseline  # arguments of Baseline, or the object after the first audit has begun
         self.verdicts: list[Verdict] = []  # of all audits
+        self.audits: Any = weakref.WeakSet()  # that hooks of a model or an optimizer keep
+        self.of_same_parameters: list[tuple[Verdict, Verdict]] = []  # of optimizers that update the same parameters
         self.refused: dict[int, Verdict] = {}  # of what cannot be audited, by the id of the engine or optimizer
         # Optimizers that are not audited yet, in order, and whether an audit was refused at a forward pass.
         self.pending: Any = weakref.WeakKeyDictionary()
@@ -103,6 +105,7 @@ class AutoAudit:
         The audit of any other starts at the first forward pass of its model, or else at its first step."""
         importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
         importlib.import_module("stepcheck.engines.plain").watch()
+        importlib.import_module("stepcheck.hooks").watch_autograd_grad()  # before a script imports `grad` by its name
         wrap_function(torch.optim.Optimizer, "__init__", self._build_optimizer)
         hooks = importlib.import_module("torch.optim.optimizer")
         hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
@@ -187,6 +190,10 @@ class AutoAudit:
         if optimizer is not None:
             self.pending.pop(optimizer, None)
         self.verdicts.append(started.verdict)
+        for other in self.audits:
+            if other.adapter.targets.keys() & started.adapter.targets.keys():
+                self.of_same_parameters.append((other.verdict, started.verdict))
+        self.audits.add(started)
         return started
 
     def _name_engine(self) -> str:
@@ -245,10 +252,14 @@ class AutoAudit:
 
     def finish(self) -> None:
         """Writes the verdicts to a file in the folder of reports, and the steps of a new baseline unless there was a
-        fault. Does nothing on ranks other than 0, or in a forked process that has started no audit itself."""
+        fault. Leaves out optimizers that never step because others update their parameters, such as an optimizer that
+        wraps another. Does nothing on ranks other than 0, or in a forked process that has started no audit itself."""
         if not self.is_first_rank or os.getpid() != self.process:
             return
-        verdicts = [each.as_dict() for each in (*self.verdicts, *self.refused.values())]
+        pairs = [ordered for one, other in self.of_same_parameters for ordered in ((one, other), (other, one))]
+        replaced = {id(one) for one, other in pairs if other.steps and _never_stepped(one)}
+        kept = [each for each in self.verdicts if id(each) not in replaced]
+        verdicts = [each.as_dict() for each in (*kept, *self.refused.values())]
         if verdicts:
             (self.reports / f"{self.start_time}-{os.getpid()}.json").write_text(json.dumps(verdicts))
         if self.verdicts and self.baseline and not self.has_fault:
@@ -262,6 +273,11 @@ class AutoAudit:
             self.is_first_rank = _rank() == 0
             atexit.register(self.finish)
             multiprocessing.util.Finalize(None, self.finish, exitpriority=0)
+
+
+def _never_stepped(verdict: Verdict) -> bool:
+    reasons = verdict.not_judged.keys() - {"updates"}  # of an unknown class, also before the first step
+    return not (verdict.steps or verdict.skipped or verdict.findings or reasons)
 
 
 def _rank() -> int:

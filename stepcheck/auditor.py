@@ -92,6 +92,7 @@ class Audit:
         self.step = 1  # the optimizer step that runs, from 1
         self.running = False  # whether a step that is audited has begun
         self.micro_batches = 0
+        self.scale = 1.0  # the loss scale in autograd's gradients
         self.depth = 0  # calls of the optimizer's step that have not returned
         self.error = ""  # why a hook of this rank failed
         self.stopped = False  # whether all ranks have ended the audit
@@ -170,7 +171,8 @@ class Audit:
         """
         if self.stopped:
             return
-        share = torch.as_tensor(share, dtype=torch.float64)
+        # Not on torch's default device, which a script may have set.
+        share = share.double() if isinstance(share, Tensor) else torch.tensor(share, dtype=torch.float64, device="cpu")
         share = share.max() if share.numel() else share.sum()
         self._local.append((kind, share.clamp(max=1) if kind == "note" else share, text))
 
@@ -179,6 +181,8 @@ class Audit:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        if self.adapter.optimizer is None:
+            return self.detach()
         # After an error that the script has caught, a step or a backward pass has not ended.
         self.depth = 0
         self._in_backward &= torch._C._current_graph_task_id() >= 0
@@ -230,12 +234,8 @@ class Audit:
             self.replay.add_gradient(index, gradient)
         if not self._in_backward:
             self._begin_backward()
-        begins, earlier = self.adapter.earlier_gradient(index)
-        if begins:
+        if self.adapter.begins_sum(index):
             self._totals.reset_gradient(index)
-        if earlier is not None:
-            self._totals.add_gradient(index, earlier)
-        elif begins:
             self._counts[index] = 0
         self._totals.add_gradient(index, gradient)
         self._counts[index] = self._counts.get(index, 0) + 1
@@ -246,7 +246,9 @@ class Audit:
     def _begin_backward(self) -> None:
         self._in_backward = True
         self._batches.begin_backward()
-        self.adapter.begin_backward()
+        for index, earlier in self.adapter.begin_backward().items():
+            self._totals.reset_gradient(index)
+            self._totals.add_gradient(index, earlier)
         # Only modules without parts, because Lightning does not change the mode of a wrapper such as DDP.
         self._mode = any(each.training for each in self.adapter.module.modules() if not [*each.children()])
         engine = torch.autograd.Variable._execution_engine
@@ -362,7 +364,9 @@ class Audit:
         for (kind, _, text), share in zip(local, shares, strict=True):
             if kind == "note":
                 if share > 0:
-                    verdict.notes["weights that change between steps"] = f"{text()} (step {self.step})"
+                    verdict.notes["weights or optimizer state that change between steps"] = (
+                        f"{text()} (step {self.step})"
+                    )
                 continue
             verdict.record(kind, share)
             if share > 1:
@@ -376,11 +380,11 @@ class Audit:
             if adapter.owns_step and adapter.loss_scale() == 1:  # a loss scale overflows now and then
                 verdict.notes["skipped steps"] = "gradients were not finite, and plain PyTorch would have used them"
         else:
-            verdict.steps += 1
             self._judge.gradients(step)
             if self.baseline is not None:
                 self.baseline.judge(self._judge, step)
         self._judge.weights(step)
+        verdict.steps += not skipped
         verdict.training_seconds = time.perf_counter() - self._began
 
     @property

@@ -14,10 +14,14 @@ SIGMAS standard deviations. The formula uses S instead of the norm of the result
 audit starts from the gradients that autograd returned, so TF32, other kernels, compilation and atomic additions change
 nothing.
 
+Below the smallest normal number of the dtype, all numbers have the same distance d (in float16, 6e-8 below 6e-5), and
+an operation rounds an element by up to d / 2. For N elements this adds (n + R) / 3 * N * (d / 2)^2 to the variance. A
+loss scale is in the gradients that are rounded so, and divides this term.
+
 **One factor for all gradients.** The factor that fits all sketches best, weighted by their standard deviations, has the
 standard deviation 1 / |signal|. The signal is the vector of all expected numbers, each divided by its standard
-deviation. Engines multiply by 1 / R in float32. If R is not a power of two, this constant is rounded, which changes all
-gradients by the same factor.
+deviation. Engines multiply by constants in float32, such as 1 / R or 1 / loss scale. A constant that is not a power of
+two is rounded, which changes all gradients by the same factor.
 
 **Clipping** multiplies all gradients by one factor. The factor is 1, or makes the norm over all shards equal the limit.
 
@@ -29,6 +33,7 @@ update by a few eps. DeepSpeed's Adam on the CPU keeps 1 - beta2 in float32, whi
 0.19.8, csrc/adam/cpu_adam_impl.cpp). Writing the weight rounds it once.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -59,16 +64,17 @@ CANCELLATION = 1e-3
 gradients. A gradient that nearly cancels still has the rounding error of its summands."""
 
 
-def factor_tolerance(strength: float, ranks: int) -> float:
+def factor_tolerance(strength: float, constants: Iterable[float]) -> float:
     """Returns the largest allowed |factor - 1|, where `factor` is the one that all gradients have in common.
 
     Args:
         strength: Norm of the signal, as the module's docstring defines it.
-        ranks: Number of ranks. Engines multiply gradients by at most two constants, one before and one after their sum.
-            They are rounded, to float32, unless the number of ranks is a power of two.
+        constants: Numbers by which engines may multiply or divide all gradients, such as the number of ranks. At most
+            two factors come from each of them, one before and one after the sum over the ranks. They are rounded to
+            float32, unless the number is a power of two.
     """
-    constants = 0.0 if ranks & (ranks - 1) == 0 else torch.finfo(torch.float32).eps
-    return SIGMAS / strength + constants
+    rounded = [each for each in constants if math.frexp(each)[0] != 0.5]
+    return SIGMAS / strength + len(rounded) * torch.finfo(torch.float32).eps
 
 
 def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:
@@ -76,15 +82,24 @@ def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
 
 
-def gradient_deviation(summands: Tensor, sizes: Tensor, unit: float, micro_batches: int, ranks: int) -> Tensor:
+def underflow(dtypes: Iterable[torch.dtype]) -> float:
+    """Returns the largest error by which some floating dtypes round a number below their smallest normal number."""
+    return max(torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in dtypes) / 2
+
+
+def gradient_deviation(
+    summands: Tensor, sizes: Tensor, unit: float, smallest: float, micro_batches: int, ranks: int
+) -> Tensor:
     """Returns for each parameter the standard deviation of the numbers in the sketch of its gradient's error.
 
     Args:
         summands: S of each parameter, as the module's docstring defines it, float64 (parameters,).
         sizes: Number of elements of each parameter.
         unit: Unit roundoff of the lowest dtype in which gradients are added or sent.
+        smallest: The largest rounding error of an element near 0, as `underflow` returns it, without the loss scale.
         micro_batches: Number of micro-batches that each rank accumulates.
     """
-    rounding = unit * ((micro_batches + ranks) / 3) ** 0.5
+    operations = (micro_batches + ranks) / 3
     of_sketches = SKETCH_EPS * (sizes >= WIDTH)
-    return (rounding**2 + of_sketches.square()).sqrt() * summands.clamp(min=1e-30)
+    relative = (operations * unit**2 + of_sketches.square()).sqrt() * summands.clamp(min=1e-30)
+    return torch.hypot(relative, smallest * (operations * sizes).sqrt())

@@ -41,7 +41,8 @@ class Hooks:
 
     def watch_gradients(self) -> None:
         """Registers hooks on the trained parameters, including parameters that were unfrozen during the training. They
-        run after the script's own hooks, which may change a gradient."""
+        run after the script's own hooks, which may change a gradient, as does the hook before the optimizer's step."""
+        self.adapter.move_hook_last()
         for index in self.adapter.trained:
             if self.adapter.parameters[index].requires_grad:
                 self.watch_gradient(index, self.adapter.parameters[index])

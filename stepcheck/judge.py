@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, unit_roundoff
+from stepcheck.bounds import CLIPPING, EXACT, SIGMAS, factor_tolerance, gradient_deviation, underflow, unit_roundoff
 from stepcheck.engines import EngineAdapter
 from stepcheck.sketch import K
 from stepcheck.verdict import Kind, Verdict
@@ -44,17 +44,19 @@ class Judge:
 
     def __init__(self, adapter: EngineAdapter, verdict: Verdict):
         self.adapter, self.verdict = adapter, verdict
-        self.unit = unit_roundoff(adapter.rounding_dtypes())
+        self.unit, self.smallest = unit_roundoff(adapter.rounding_dtypes()), underflow(adapter.rounding_dtypes())
         self.optimizer_unit = unit_roundoff(
             {target.tensor.dtype for target in adapter.targets.values()} or {torch.float32}
         )
         indices, rows = adapter.index_of_row, len(adapter.row_names)
-        self.trained = torch.tensor([index in adapter.trained for index in indices], dtype=torch.bool)
+        # On the CPU, which may not be the device that a script has made torch's default.
+        self.trained = torch.tensor([index in adapter.trained for index in indices], dtype=torch.bool, device="cpu")
         counts = [
             (adapter.replica(each)[1], adapter.weight_replicas(each), adapter.shape(each).numel()) for each in indices
         ]
-        self.replicas, self.weight_replicas, self.sizes = torch.tensor(counts, dtype=torch.float64).T
-        self.expected, self.deviation = torch.zeros(rows, K), torch.zeros(rows, 1)  # of the last step's gradients
+        self.replicas, self.weight_replicas, self.sizes = torch.tensor(counts, dtype=torch.float64, device="cpu").T
+        self.expected = torch.zeros(rows, K, device="cpu")  # of the last step's gradients, as is `deviation`
+        self.deviation = torch.zeros(rows, 1, device="cpu")
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
     def gradients(self, step: Step) -> None:
@@ -65,7 +67,8 @@ class Judge:
         trained = self.trained & self._comparable(step)
         if not trained.any():
             return
-        factor_of_mean = adapter.reduction_factor() / step.scale / adapter.ranks.size
+        ranks, reduction = adapter.ranks.size, adapter.reduction_factor()
+        factor_of_mean = reduction / step.scale / ranks
         expected = step.sums["expected"] * factor_of_mean
         summands = step.sums["summands"][:, 0] * factor_of_mean
         actual = step.sums["actual"] / self.replicas[:, None]
@@ -74,12 +77,13 @@ class Judge:
             verdict.notes["gradients that are not finite"] = f"autograd computed them in step {step.number}"
             return
         micro_batches = max(1, step.micro_batches)
-        deviation = gradient_deviation(summands, self.sizes, self.unit, micro_batches, adapter.ranks.size)[:, None]
+        smallest = self.smallest * max(1.0, reduction) / step.scale
+        deviation = gradient_deviation(summands, self.sizes, self.unit, smallest, micro_batches, ranks)[:, None]
         self.expected, self.deviation = expected * trained[:, None], deviation
         signal = (expected / deviation)[trained]
         strength = float(signal.norm()) or 1e-30
         factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
-        tolerance = factor_tolerance(strength, adapter.ranks.size)
+        tolerance = factor_tolerance(strength, (ranks, step.scale, reduction))
         norm = float((step.sums["square"][:, 0] / self.replicas)[trained].sum().sqrt())
         complete = trained.equal(self.trained)
         fault = self._factor(step, factor, tolerance, norm, complete) if strength > SIGMAS else None
@@ -193,18 +197,18 @@ class Judge:
         difference = step.sums["used_difference"][used].abs().amax(1) * (uses[used, 0] == adapter.ranks.size)
         size = reference.norm(dim=1).clamp(min=1e-30)
         error = (mean - reference).abs().amax(1) / (EXACT * size)
-        moved = step.sums["moved"][used, 0] / (EXACT * size)
-        if adapter.owns_step or adapter.gathers:
+        moved = (step.sums["moved"][used, 0] / (EXACT * size)).nan_to_num()
+        if adapter.owns_step:
             # A script may change a weight that no optimizer updates in its forward pass, as MoCo does.
             error = torch.where(self.trained[used], torch.maximum(error, moved), error)
         elif (moved > 1).any():
             name = adapter.row_names[int(used[int(moved.argmax())])]
             self.verdict.notes["weights that change within a step"] = f"{name} changed in step {step.number}"
         error = torch.maximum(error, difference / (EXACT * size)).nan_to_num(nan=torch.inf)
+        error[~reference.isfinite().all(1)] = 0  # such as a frozen mask with infinities
         worst = int(error.argmax())
-        if bool(mean[worst].isfinite().all()):
-            text = f"the weight {adapter.row_names[int(used[worst])]} is used with another value than the optimizer's"
-            self.verdict.add(step.number, "weight", float(error[worst]), text)
+        text = f"the weight {adapter.row_names[int(used[worst])]} is used with another value than the optimizer's"
+        self.verdict.add(step.number, "weight", float(error[worst]), text)
         for place, row in enumerate(used.tolist()):
             if not self.trained[row]:
                 before = self.frozen.get(row, reference[place])

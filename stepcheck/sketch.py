@@ -36,8 +36,8 @@ OTHER_CHUNK_ROWS = 1024
 def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the signs of rows, float32 (ROW_SIGNS, PERIOD and some more), and of columns, float64 (K, WIDTH)."""
     generator = torch.Generator().manual_seed(7)
-    rows = torch.randint(0, 2, (ROW_SIGNS, PERIOD), generator=generator).float() * 2 - 1
-    columns = torch.randint(0, 2, (K, WIDTH), generator=generator).double() * 2 - 1
+    rows = torch.randint(0, 2, (ROW_SIGNS, PERIOD), generator=generator, device="cpu").float() * 2 - 1
+    columns = torch.randint(0, 2, (K, WIDTH), generator=generator, device="cpu").double() * 2 - 1
     return torch.cat([rows, rows[:, :OTHER_CHUNK_ROWS]], 1).to(device), columns.to(device)
 
 

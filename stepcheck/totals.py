@@ -24,7 +24,7 @@ class Totals:
         self.matrix = torch.zeros(rows, width, dtype=torch.float64, device=adapter.device)
         self.columns = _columns(self.matrix)
         self.used: dict[int, Tensor] = {}  # sketches of the weights as first used in this step, by index
-        factors = torch.zeros(rows, 1, dtype=torch.float64)
+        factors = torch.zeros(rows, 1, dtype=torch.float64, device="cpu")
         for index, row in enumerate(adapter.rows):
             factors[row] = _difference_factor(*adapter.replica(index))
         self._difference_factors = factors.to(adapter.device)

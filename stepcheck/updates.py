@@ -103,7 +103,7 @@ class UpdateCheck:
                 own = {key: self._slice_of(value, part) for key, value in state.items() if value is not None}
                 if "step" in own and self.optimizer_class is not type(optimizer):
                     # FusedAdam counts steps only in the state of a group's last tensor (0.16 to 0.19.8).
-                    own["step"] = torch.tensor(max(_steps(optimizer, group)), dtype=torch.float32)
+                    own["step"] = torch.tensor(max(_steps(optimizer, group)), dtype=torch.float32, device="cpu")
                 on_device = "step" in own and own["step"].device.type != "cpu"
                 if on_device and "capturable" in self.known and not options.get("fused"):
                     groups[-1]["capturable"] = True  # otherwise torch would wait for the device to read the step
@@ -138,24 +138,24 @@ class UpdateCheck:
         self.slices, self.expected_state = [], {}
 
     def _compare_kept(self, optimizer: Any, report: Report) -> None:
-        """Compares weights and state with their values after the last update. A difference in the module's own weights,
-        and in all weights if the script itself calls the optimizer, is only a note, because the script may clip
-        weights."""
-        states: list[Pair] = []
-        weights: list[Pair] = []  # that the script may change
+        """Compares weights and state with their values after the last update. A difference is only a note in what the
+        script may change: in the module's own weights, which it may clip, and in all weights and states if it calls
+        the optimizer itself."""
+        engines: list[Pair] = []  # that only the engine may change
+        scripts: list[Pair] = []  # that the script may change
         for target in (each for group in optimizer.param_groups for each in group["params"]):
             if target.grad is None or id(target) not in self.kept:
                 continue
             last, left = self.kept.pop(id(target))
             now = {**optimizer.state.get(target, {}), "weight": target}
-            may_change = not self.adapter.owns_step or id(target) in self.adapter.index_of
+            own_weight = id(target) in self.adapter.index_of
             for key, value in left.items():
                 actual = None if now.get(key) is None else self._slice_of(now[key], last.part)
-                chosen = weights if key == "weight" and may_change else states
-                chosen.append((f"{key} of {last.name}", actual, value))
+                may_change = not self.adapter.owns_step or (key == "weight" and own_weight)
+                (scripts if may_change else engines).append((f"{key} of {last.name}", actual, value))
         changed = "has changed since the last update"
-        compare_pairs(states, report, "state", 0.0, changed)
-        compare_pairs(weights, report, "note", 0.0, changed)
+        compare_pairs(engines, report, "state", 0.0, changed)
+        compare_pairs(scripts, report, "note", 0.0, changed)
 
     def _choose(self, target: Tensor) -> tuple[str, slice] | None:
         """Returns the name of one parameter of which a target holds a part, and a random slice of the target within
@@ -175,7 +175,7 @@ class UpdateCheck:
         """Returns a copy of a slice of this rank's part of a tensor, flattened and as real numbers. A tensor without
         dimensions is copied whole, and a number is converted to a tensor."""
         if not isinstance(value, Tensor):
-            return torch.as_tensor(value)
+            return torch.as_tensor(value, device="cpu")
         local = dense(self.adapter.local(value).detach())
         return local.reshape(-1)[part].clone() if local.dim() else local.clone()
 

@@ -1,6 +1,7 @@
 """Defines what an audit reads from an engine."""
 
 import importlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class EngineAdapter:
     """Whether the engine's own `step` calls the optimizer."""
 
     def __init__(self, module: nn.Module, optimizer: Any):
-        self.module, self.optimizer = module, optimizer
+        self.module, self._optimizer = module, weakref.ref(optimizer)
         self.ranks = RankInfo.current()
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         named = dict(module.named_parameters())
@@ -139,6 +140,11 @@ class EngineAdapter:
         self.row_names, self.index_of_row = [*self.names], [*self.rows]
         self.targets = {id(each.tensor): each for each in self.find_targets()}
         """The tensors that this rank's optimizer updates, by their id."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, or None after the script has dropped it."""
+        return self._optimizer()
 
     @property
     def label(self) -> str:
@@ -162,17 +168,19 @@ class EngineAdapter:
         pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets.values())
         return {part.index: group for group, parts in pairs if group for part in parts}
 
-    def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
+    def begins_sum(self, index: int) -> bool:
         """Returns whether the sum of a parameter's gradients begins anew with the gradient that autograd has just
-        computed, and the gradient to which autograd will add it, if there is one."""
-        return False, None
+        computed."""
+        return False
 
     def begin_micro_batch(self) -> str | None:
         """Is called before each forward pass. Returns why the audit must end on all ranks before this forward pass, or
         None."""
 
-    def begin_backward(self) -> None:
-        """Is called at the first gradient of each backward pass, before this gradient is added."""
+    def begin_backward(self) -> dict[int, Tensor]:
+        """Is called at the first gradient of each backward pass, before this gradient is added. Returns the gradients
+        of earlier backward passes that replace the sums so far, by parameter index: DDP may have averaged them."""
+        return {}
 
     def own_part(self, index: int) -> tuple[Tensor, int]:
         """Returns this rank's part of a parameter (flat under ZeRO 3, otherwise with the parameter's dimensions), and
@@ -252,11 +260,17 @@ class EngineAdapter:
 
     def attach(self, audit: Any) -> None:
         """Makes the engine call the audit at each step, until the audit is detached."""
-        before = self.optimizer.register_step_pre_hook(Hook(partial(_before_update, audit)))
+        self._before_step = before = self.optimizer.register_step_pre_hook(Hook(partial(_before_update, audit)))
         after = self.optimizer.register_step_post_hook(Hook(partial(_after_update, audit)))
+        # Before the script's own hooks, which may change the updated weights.
+        self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
         loading = self.optimizer.register_load_state_dict_pre_hook(lambda *_: audit.reset_history())
         for handle in (before, after, loading):
             audit.undo.callback(handle.remove)
+
+    def move_hook_last(self) -> None:
+        """Makes the optimizer's step call the audit after the hooks that the script has registered since `attach`."""
+        self.optimizer._optimizer_step_pre_hooks.move_to_end(self._before_step.id)
 
 
 def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from stepcheck.engines.adapter import EngineAdapter, NotAuditable, Part, Target
 from stepcheck.engines.deepspeed_step import EngineStep
 
+ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+"""DeepSpeed's optimizers that send one bit of each element (up to 0.19.6)."""
+
 
 class DeepSpeedAdapter(EngineAdapter):
     owns_step = True
@@ -32,18 +35,33 @@ class DeepSpeedAdapter(EngineAdapter):
         self._give_experts_rows()
 
     def _refuse_unreadable(self) -> None:
-        engine = self.engine
-        if type(engine).__name__ == "PipelineEngine":
-            raise NotAuditable("PipelineEngine calls the stages of a model itself")
-        if type(engine.optimizer).__name__.startswith("SuperOffload"):
-            raise NotAuditable("SuperOffload updates the weights in another process")
-        if hasattr(engine.optimizer, "backup_optimizer"):  # with an offload ratio below 1 (zero/stage3.py)
-            raise NotAuditable("a second optimizer updates the part of the weights that is not offloaded")
-        if engine.mp_world_size > 1:
-            raise NotAuditable("tensor parallelism gives the ranks different parts of a weight under one name")
-        offload = engine._config.zero_config.offload_optimizer
-        if offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme":
-            raise NotAuditable("the optimizer's tensors are on NVMe")
+        engine, config = self.engine, self.engine._config
+        zero, optimizer = config.zero_config, engine.optimizer
+        quantized = [f"zero_quantized_{what}" for what in ("gradients", "weights", "nontrainable_weights")]
+        offload = zero.offload_optimizer
+        reasons = {
+            "PipelineEngine calls the stages of a model itself": type(engine).__name__ == "PipelineEngine",
+            "SuperOffload updates the weights in another process": type(optimizer).__name__.startswith("SuperOffload"),
+            # With an offload ratio below 1 (zero/stage3.py).
+            "a second optimizer updates the part of the weights that is not offloaded": hasattr(
+                optimizer, "backup_optimizer"
+            ),
+            "tensor parallelism gives the ranks different parts of a weight under one name": engine.mp_world_size > 1,
+            "the optimizer's tensors are on NVMe": offload is not None
+            and str(getattr(offload.device, "value", offload.device)) == "nvme",
+            "ZeRO++ sends quantized weights or gradients": any(getattr(zero, name, False) for name in quantized),
+            "ZenFlow updates most weights with gradients of earlier steps": bool(getattr(zero, "zenflow", None)),
+            # Up to 0.19.6. Without MiCS it is -1.
+            "MiCS shards in groups of ranks": getattr(config, "mics_shard_size", -1) > 0,
+            # Since 0.16.6.
+            "DeepCompile replaces the gathering and reducing by compiled code": getattr(
+                getattr(config, "compile_config", None), "deepcompile", False
+            ),
+            "1-bit optimizers send compressed gradients": type(engine.basic_optimizer).__name__ in ONE_BIT,
+        }
+        for why, applies in reasons.items():
+            if applies:
+                raise NotAuditable(why)
 
     def _give_experts_rows(self) -> None:
         """Gives each expert of each rank a separate row in the matrix of sketches, because ranks have different experts

@@ -26,17 +26,25 @@ class EngineStep:
         self.incoming: list[Tensor] = []  # gradient norms of the outputs, before the engine's hooks
         self.outgoing: list[Tensor] = []  # and after them
         self.outputs: list[Tensor] = []
-        watch = Hook(lambda module, inputs, output: self._watch(output, self.incoming))
-        audit.undo.callback(self.engine.module.register_forward_hook(watch).remove)
+        self.computes = False  # whether the engine's forward pass runs, which may call the module
+        audit.undo.callback(self.engine.module.register_forward_hook(Hook(self._after_module)).remove)
         for name in METHODS:
             wrap_function(self.engine, name, getattr(self, name))
             audit.undo.callback(vars(self.engine).pop, name, None)
 
     def forward(self, real: Any, *args: Any, **kwargs: Any) -> Any:
         self._judge_plain_backward()
-        output = real(*args, **kwargs)
+        self.computes = True
+        try:
+            output = real(*args, **kwargs)
+        finally:
+            self.computes = False
         self._watch(output, self.outgoing)
         return output
+
+    def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
+        if self.computes:  # the script may call the module too
+            self._watch(output, self.incoming)
 
     def _watch(self, output: Any, seen: list[Tensor]) -> None:
         for tensor in tensors_in(output):
@@ -52,8 +60,17 @@ class EngineStep:
         expected = self.adapter.loss_scale() / self.adapter.divisor
         seen: list[Tensor] = []
         handle = loss.register_hook(lambda gradient: seen.append(gradient.detach().double()))
-        result = real(loss, *args, **kwargs)
-        handle.remove()
+        try:
+            result = real(loss, *args, **kwargs)
+            self._judge_backward(loss, seen, is_output, expected)
+        finally:  # the script may catch an error and continue
+            handle.remove()
+            self._clear_losses()
+        return result
+
+    def _judge_backward(self, loss: Tensor, seen: list[Tensor], is_output: bool, expected: float) -> None:
+        """Judges the factor by which the engine has multiplied a loss in its backward pass. `seen` has the gradient of
+        the loss itself."""
         one = torch.ones((), dtype=torch.float64, device=loss.device)
         ratios = self._ratios()
         factor = seen[0].norm() if seen else 0 * one
@@ -65,8 +82,6 @@ class EngineStep:
         # A loss that was multiplied by 0 leaves no ratio.
         factors = [torch.where(factor == 0, factor, factor * ratio) for ratio in ratios or [one]]
         self._judge_scale(factors, expected, loss)
-        self._clear_losses()
-        return result
 
     def _judge_plain_backward(self) -> None:
         """Judges a backward pass that the script has started by `loss.backward()`, if there was one. The engine divides

@@ -92,19 +92,24 @@ class FSDP2Adapter(PlainAdapter):
         several = len({group.gradient_divide_factor for group in self.communicating}) > 1
         return "modules divide their gradients by different factors (set_gradient_divide_factor)" if several else ""
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> dict[int, Tensor]:
         """Records whether this micro-batch is the first one since the gradients were reset. It is the first one if no
-        parameter has a gradient. A single parameter does not show this, because an empty shard never has a gradient."""
-        kept = any(self.parameters[index].grad is not None for index in self.trained)
-        kept = kept or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
+        parameter has a gradient. A single parameter does not show this, because an empty shard never has a gradient.
+        Returns the gradients of parameters that FSDP2 does not shard."""
+        earlier = super().begin_backward()
+        kept = earlier or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
         self.fresh = set() if kept else {*self.trained}
+        return {index: each for index, each in earlier.items() if not self._is_sharded(index)}
 
-    def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
-        if id(self.parameters[index]) not in self.groups:
-            return super().earlier_gradient(index)
+    def begins_sum(self, index: int) -> bool:
+        if not self._is_sharded(index):
+            return super().begins_sum(index)
         fresh = index in self.fresh
         self.fresh.discard(index)
-        return fresh, None
+        return fresh
+
+    def _is_sharded(self, index: int) -> bool:
+        return id(self.parameters[index]) in self.groups
 
     def compute_dtype(self, index: int) -> torch.dtype:
         own = self.groups.get(id(self.parameters[index]))

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -57,9 +57,9 @@ class PlainAdapter(EngineAdapter):
         ends = self.optimizer.register_step_post_hook(
             Hook(lambda *_: audit.depth or audit.end_step(skipped=overflows(self.optimizer)))
         )
-        WATCHED[id(self.optimizer)] = self
+        WATCHED.add(self)
         audit.undo.callback(ends.remove)
-        audit.undo.callback(WATCHED.pop, id(self.optimizer), None)
+        audit.undo.callback(WATCHED.discard, self)
 
     scaled_by: float | None = None
     """The loss scale by which a GradScaler has divided the gradients of this step, or None."""
@@ -67,8 +67,12 @@ class PlainAdapter(EngineAdapter):
     clipped_to: float | None = None
     """The norm to which torch.nn.utils.clip_grad_norm_ has clipped the gradients of this step, or None."""
 
-    def earlier_gradient(self, index: int) -> tuple[bool, Tensor | None]:
-        return True, self.parameters[index].grad
+    def begins_sum(self, index: int) -> bool:
+        return self.parameters[index].grad is None
+
+    def begin_backward(self) -> dict[int, Tensor]:
+        gradients = ((index, self.parameters[index].grad) for index in self.trained)
+        return {index: each for index, each in gradients if each is not None}
 
     def loss_scale(self) -> float:
         return self.scaled_by or 1.0
@@ -141,8 +145,12 @@ class DDPAdapter(PlainAdapter):
         return super().rounding_dtypes() | {dtype for hook in self.hooks if (dtype := SENT_IN[hook]) is not None}
 
 
-WATCHED: MutableMapping[int, PlainAdapter] = weakref.WeakValueDictionary()
-"""The adapters of audited optimizers, by the optimizer's id."""
+WATCHED: weakref.WeakSet[PlainAdapter] = weakref.WeakSet()
+"""The adapters of audited optimizers."""
+
+
+def _watched(optimizer: Any) -> PlainAdapter | None:
+    return next((adapter for adapter in WATCHED if adapter.optimizer is optimizer), None)
 
 
 @cache
@@ -165,7 +173,7 @@ def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments
     by_norm = clip.__name__ == "clip_grad_norm_" and arguments.get("norm_type", 2) == 2
     with ExitStack() as stack:
-        for adapter in [*WATCHED.values()]:
+        for adapter in [*WATCHED]:
             clipped = {index for index in adapter.trained if id(adapter.parameters[index]) in given}
             if by_norm and clipped == adapter.trained and adapter.clipped_to is None:
                 own = {id(adapter.parameters[index]) for index in clipped}
@@ -178,7 +186,7 @@ def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
-    adapter = WATCHED.get(id(optimizer))
+    adapter = _watched(optimizer)
     if adapter is None or not scaler.is_enabled():
         return unscale(scaler, optimizer)
     with adapter.changes_accepted():
@@ -188,7 +196,7 @@ def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
 
 def _step(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Ends the audited step also if the scaler does not call the optimizer, because a gradient overflowed."""
-    adapter = WATCHED.get(id(optimizer))
+    adapter = _watched(optimizer)
     before = adapter.audit.step if adapter else 0
     result = step(scaler, optimizer, *args, **kwargs)
     if adapter and adapter.audit.step == before:

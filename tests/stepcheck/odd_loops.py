@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import grad
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -168,9 +171,9 @@ def captured_gradients() -> list[float]:
     for x, y in batches():
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
-        torch.autograd.grad(loss, [model[2].weight], retain_graph=True)
+        grad(loss, [model[2].weight], retain_graph=True)
         loss.backward()
-        torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()])
+        grad(F.cross_entropy(model(x), y), [*model.parameters()])
         optimizer.step()
         losses.append(float(loss))
     return losses
@@ -270,9 +273,9 @@ def late_hooks() -> list[float]:
     return fit(model, adam(model), after_step=register)
 
 
-def two_passes() -> list[float]:
+def two_passes(shard: bool = False) -> list[float]:
     """Perturbs the weights between two passes of a step, as sharpness-aware minimization does."""
-    model = network()
+    model = fully_shard(network()) if shard else network()
     optimizer = adam(model)
     losses = []
     for x, y in batches():
@@ -300,6 +303,81 @@ def bounded_weights() -> list[float]:
             model[0].weight.clamp_(-0.1, 0.1)
 
     return fit(model, adam(model), after_step=bound)
+
+
+def reset_optimizer() -> list[float]:
+    model = network()
+    optimizer = adam(model)
+
+    def reset(step: int) -> None:
+        if step == 1:
+            optimizer.state.clear()
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+
+    return fit(model, optimizer, after_step=reset)
+
+
+def rebuilt_optimizer() -> list[float]:
+    """Builds the optimizer anew in the middle of the training, and once more before its first step."""
+    model = network()
+    losses = fit(model, adam(model))
+    optimizer = adam(model)
+    model(torch.ones(2, 16))
+    optimizer = adam(model)
+    return losses + fit(model, optimizer)
+
+
+class Perturbed(torch.optim.Optimizer):
+    """Sharpness-aware minimization around another optimizer, as its usual implementation does it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+        self.base = adam(model)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def move(self, distance: float) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(distance * parameter.grad.sign())
+
+
+def wrapped_optimizer() -> list[float]:
+    """Calls only the step of the inner one of two optimizers."""
+    model = network()
+    outer = Perturbed(model)
+    losses = []
+    for x, y in batches():
+        F.cross_entropy(model(x), y).backward()
+        outer.move(1e-3)
+        outer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        outer.move(-1e-3)
+        outer.base.step()
+        outer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def hooks_of_the_optimizer() -> list[float]:
+    """Clips weights after an update, and from the second step on gradients before it."""
+    model = network()
+    optimizer = adam(model)
+
+    @torch.no_grad()
+    def bound(*_: Any) -> None:
+        model[0].weight.clamp_(-0.1, 0.1)
+
+    def clip(*_: Any) -> None:
+        clip_grad_norm_(model.parameters(), 0.01)
+
+    def register(step: int) -> None:
+        if step == 0:
+            optimizer.register_step_pre_hook(clip)
+
+    optimizer.register_step_post_hook(bound)
+    return fit(model, optimizer, after_step=register)
 
 
 def several_modules() -> list[float]:
@@ -443,20 +521,59 @@ def sharded_optimizer() -> list[float]:
 
 def sharded_and_clipped_by_value() -> list[float]:
     """Clips DTensors, whose versions do not show it."""
-    from torch.distributed.fsdp import fully_shard
-
     model = fully_shard(network())
     return fit(model, adam(model), lambda: clip_grad_value_(model.parameters(), 1e-3))
 
 
 def divided_by_different_factors() -> list[float]:
-    from torch.distributed.fsdp import fully_shard
-
     model = network()
     for part in (model[0], model[2], model):
         fully_shard(part).set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply
     model[0].set_gradient_divide_factor(3.0)
     return fit(model, adam(model))
+
+
+def sharded_two_passes() -> list[float]:
+    return two_passes(shard=True)
+
+
+def compressed_small_gradients() -> list[float]:
+    """Sends gradients in float16 that are below its smallest normal number."""
+    model = wrapped(network())
+    model.register_comm_hook(None, fp16_compress_hook)
+    optimizer = adam(model)
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = 1e-4 * F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def layer_of_one_rank() -> list[float]:
+    """Averages gradients after each of two micro-batches. In the second one, only rank 0 uses all layers."""
+    model = wrapped(OptionalLayer(), find_unused_parameters=True)
+    optimizer = adam(model)
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        for uses_all in (True, dist.get_rank() == 0):
+            loss = F.cross_entropy(model(x, uses_all), y) / 2
+            loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+class OptionalLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        return self.last(self.first(x) if uses_all else x)
 
 
 def probe_of_one_rank() -> list[float]:
@@ -487,6 +604,10 @@ SCRIPTS: list[Callable[[], list[float]]] = [
     late_hooks,
     two_passes,
     bounded_weights,
+    reset_optimizer,
+    rebuilt_optimizer,
+    wrapped_optimizer,
+    hooks_of_the_optimizer,
     several_modules,
     fine_tuned_in_evaluation_mode,
     copied,
@@ -507,6 +628,9 @@ SCRIPTS_OF_SEVERAL_RANKS: list[Callable[[], list[float]]] = [
     sharded_optimizer,
     sharded_and_clipped_by_value,
     divided_by_different_factors,
+    sharded_two_passes,
+    compressed_small_gradients,
+    layer_of_one_rank,
     probe_of_one_rank,
 ]
 

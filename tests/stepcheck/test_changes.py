@@ -2,16 +2,19 @@
 
 import json
 import math
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from stepcheck import sketch
 from stepcheck.auditor import audit
 from stepcheck.bounds import factor_tolerance
+from stepcheck.engines import adapter_of
 from stepcheck.engines.adapter import same_values
-from stepcheck.judge import Judge
+from stepcheck.judge import COLUMNS, Judge, Step
 from stepcheck.launch.launcher import result_of
 from stepcheck.start import Start
 from stepcheck.verdict import Verdict
@@ -56,9 +59,53 @@ def test_a_batch_norm_that_keeps_its_statistics_is_found_at_the_first_step_but_n
 
 
 def test_a_divisor_that_float32_rounds_is_no_fault():
-    for ranks in range(1, 100):
-        factor = torch.tensor(1 / ranks, dtype=torch.float32).double().item() * ranks
-        assert abs(factor - 1) <= factor_tolerance(strength=1e30, ranks=ranks)
+    for number in (*range(1, 100), 1000.0, 2 / 3):
+        factor = torch.tensor(1 / number, dtype=torch.float32).double().item() * number
+        assert abs(factor - 1) <= factor_tolerance(strength=1e30, constants=(1.0, number))
+
+
+def test_a_loss_scale_whose_reciprocal_float32_rounds_is_no_fault():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1000.0)
+    with audit(model, optimizer) as audited:
+        scaler.scale(model(torch.randn(4, 8)).square().sum()).backward()
+        scaler.step(optimizer)
+    assert audited.verdict.steps == 1
+
+
+def test_a_weight_that_is_not_finite_hides_no_other():
+    model, verdict = nn.Linear(3, 3), Verdict()
+    judge = Judge(adapter_of(model, torch.optim.SGD(model.parameters(), lr=0.1)), verdict)
+    sums = {name: torch.ones(2, width, dtype=torch.float64) for name, width in COLUMNS.items()}
+    sums["reference"][0] = sums["used"][0] = math.inf
+    sums["used"][1] = 1.5
+    judge.weights(Step(1, 1, 1.0, sums, torch.zeros(1)))
+    assert str(verdict.findings[0]).startswith("step 1: the weight bias is used with another value")
+
+
+def test_the_default_device_of_a_script_is_not_the_device_of_the_audit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sketch, "_signs", cache(sketch._signs.__wrapped__))
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch, default = torch.randn(4, 3), torch.get_default_device()
+    torch.set_default_device("meta")  # stands for a GPU
+    try:
+        with audit(model, optimizer) as audited:
+            for _ in range(3):
+                model(batch).square().sum().backward()
+                optimizer.step()
+    finally:
+        torch.set_default_device(default)
+    assert (audited.verdict.outcome, audited.verdict.steps, audited.error) == ("agrees", 3, "")
+
+
+def test_the_audit_of_an_optimizer_that_is_dropped_ends():
+    model = nn.Linear(3, 3)
+    for _ in range(3):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        audit(model, optimizer)
+        step(model, optimizer)
+    assert len(model._forward_pre_hooks) == 1
 
 
 def test_an_option_that_json_gives_as_a_list_is_no_fault():
@@ -97,6 +144,7 @@ def test_an_error_of_the_audit_itself_does_not_end_the_training(monkeypatch: pyt
         for _ in range(3):
             step(model, optimizer)
     assert audited.verdict.not_judged["step 1 and later steps"] == "the audit failed: ZeroDivisionError: ours"
+    assert audited.verdict.steps == 0
 
 
 def test_a_verdict_is_json():

@@ -1,6 +1,7 @@
 """Tests that the audit knows which gradients DeepSpeed rounds, and which it replaces."""
 
 import importlib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,28 @@ def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(cl
     assert "Muon (1 of 2" in verdict.not_judged["some gradients"]
 
 
-def test_tensor_parallelism_is_refused():
+class OnebitAdam(torch.optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("why", "owner", "name", "value"),
+    [
+        ("different parts", "", "mp_world_size", 2),  # as with autotp_size 2, which needs two ranks
+        ("quantized", "_config.zero_config", "zero_quantized_gradients", True),
+        ("quantized", "_config.zero_config", "zero_quantized_weights", True),
+        ("quantized", "_config.zero_config", "zero_quantized_nontrainable_weights", True),
+        ("ZenFlow", "_config.zero_config", "zenflow", object()),
+        ("MiCS", "_config", "mics_shard_size", 2),
+        ("DeepCompile", "_config.compile_config", "deepcompile", True),
+        ("1-bit", "", "basic_optimizer", OnebitAdam([torch.ones(1)])),
+    ],
+)
+def test_what_changes_gradients_or_weights_by_design_is_refused(why: str, owner: str, name: str, value: Any):
+    """The options are set after the start, because they need several ranks, a GPU or an earlier release."""
     engine = build(zero_optimization={"stage": 1}, optimizer=optimizer("AdamW"))
-    engine.mp_world_size = 2  # as with autotp_size 2, which needs two ranks
-    with pytest.raises(NotAuditable, match="different parts"):
+    setattr(attrgetter(owner)(engine) if owner else engine, name, value)
+    with pytest.raises(NotAuditable, match=why):
         adapter_of(engine)
 
 
@@ -172,6 +191,28 @@ def test_odd_outputs_are_no_fault(stage: int, plain: bool):
             engine.step()
     assert (audited.verdict.outcome, audited.verdict.steps) == ("agrees", 2), str(audited.verdict)
     assert not list(engine.module.bias._backward_hooks or ())[2:]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_calls_of_the_module_itself_and_failed_backward_passes_are_no_fault(stage: int):
+    engine = build(zero_optimization={"stage": stage}, optimizer=optimizer("AdamW"), gradient_accumulation_steps=2)
+
+    def fail(gradient: Any) -> None:
+        raise ValueError("the backward pass has failed")
+
+    with audit(engine, on_fault="warn", weights_every=1) as audited:
+        for number in range(4):
+            batch = torch.randn(4, 8)
+            if number == 1:
+                output = engine(batch)
+                handle = output.register_hook(fail)
+                with pytest.raises(ValueError, match="has failed"):
+                    engine.backward(output.square().mean())
+                handle.remove()
+            loss = engine(batch).square().mean()
+            engine.backward(loss + engine.module(-batch).square().mean())
+            engine.step()
+    assert (audited.verdict.findings, audited.verdict.steps) == ([], 2)
 
 
 def test_a_script_may_change_the_weights_that_the_optimizer_itself_updates():

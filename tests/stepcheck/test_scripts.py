@@ -37,6 +37,11 @@ ENGINES: list[tuple[str, int, set[str]]] = [
     ("late_hooks", 4, set()),
     ("two_passes", 4, set()),
     ("bounded_weights", 4, set()),
+    ("reset_optimizer", 4, set()),
+    ("rebuilt_optimizer", 4, set()),
+    ("rebuilt_optimizer", 4, set()),  # the last optimizer. The one before has no step
+    ("wrapped_optimizer", 4, set()),
+    ("hooks_of_the_optimizer", 4, set()),
     ("several_modules", 4, set()),
     ("fine_tuned_in_evaluation_mode", 4, set()),
     ("copied", 4, set()),
@@ -55,6 +60,9 @@ ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
     ("sharded_optimizer", 4, {"gradients"}),
     ("sharded_and_clipped_by_value", 4, {FOREIGN}),
     ("divided_by_different_factors", 0, {"step 1 and later steps"}),
+    ("sharded_two_passes", 4, set()),
+    ("compressed_small_gradients", 4, set()),
+    ("layer_of_one_rank", 4, set()),
     ("probe_of_one_rank", 4, set()),
     ("DistributedDataParallel", 0, {"all steps"}),  # refused: groups_of_one_rank
     ("Linear", 0, {"all steps"}),  # refused: the probe
