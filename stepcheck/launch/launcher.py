@@ -35,7 +35,7 @@ def train_cases(
 ) -> list[Result]:
     """Trains cases, prints a line for each as it ends, and returns their results. A case in which a rank fails or hangs
     has an `error`, and new ranks train the rest. If ranks fail before they have imported their modules, all remaining
-    cases have this `error`.
+    cases have this `error`. After Ctrl-C the next case has an `error`, and the cases after it have no results.
 
     Args:
         cases: Trained one after the other.
@@ -53,15 +53,19 @@ def train_cases(
         results.append(judge(case, verdict))
         print(f"{results[-1]['outcome']:10}  {case}: {results[-1]['summary']}", flush=True)
 
-    while len(results) < len(cases):
-        with _started(cases[len(results) :], ranks, train, settings) as (processes, folder):
-            verdicts = _lines(processes, folder / "verdicts", hang_seconds)
-            is_ready = next(verdicts, None)  # the first line says that the imports have ended
-            for verdict in verdicts:
-                add(verdict)
-            error = _error(processes, folder, hang_seconds)
-        for _ in cases[len(results) :][: 1 if is_ready else None]:
-            add({"error": error})
+    try:
+        while len(results) < len(cases):
+            with _started(cases[len(results) :], ranks, train, settings) as (processes, folder):
+                verdicts = _lines(processes, folder / "verdicts", hang_seconds)
+                is_ready = next(verdicts, None)  # the first line says that the imports have ended
+                for verdict in verdicts:
+                    add(verdict)
+                error = _error(processes, folder, hang_seconds)
+            for _ in cases[len(results) :][: 1 if is_ready else None]:
+                add({"error": error})
+    except KeyboardInterrupt:
+        if len(results) < len(cases):
+            add({"error": f"stopped by Ctrl-C after {len(results)} of {len(cases)} cases"})
     return results
 
 

@@ -10,6 +10,7 @@ import pytest
 from stepcheck.__main__ import main
 from stepcheck.accept.cases import STEPS, Case
 from stepcheck.accept.command import _judge
+from stepcheck.launch.launcher import result_of, train_cases
 from stepcheck.verdict import Finding, Verdict
 from tests.support.suite import ROOT, of_test_all, run_python
 
@@ -112,6 +113,22 @@ def test_a_changed_kernel_and_a_failing_rank_fail_their_cases_and_not_the_others
     first = result["engines"][0]["summary"]
     assert re.match("step 1: the gradient of .* differs from the baseline's by ", first), first
     assert 'failures="2"' in (tmp_path / "junit.xml").read_text()
+
+
+def nothing(case: dict[str, Any], device: Any, folder: Path) -> dict[str, Any]:
+    return {}
+
+
+def test_ctrl_c_keeps_the_results_of_the_cases_that_have_ended():
+    cases = [Case(row, strategy="ddp") for row in "abcd"]
+
+    def judge(case: Case, verdict: dict[str, Any]) -> dict[str, Any]:
+        if case.row == "b" and "error" not in verdict:
+            raise KeyboardInterrupt
+        return result_of(case, verdict, 0)
+
+    results = train_cases(cases, 1, f"{__name__}:nothing", judge)
+    assert [each.get("error") for each in results] == [results[0].get("error"), "stopped by Ctrl-C after 1 of 4 cases"]
 
 
 @pytest.mark.distributed
