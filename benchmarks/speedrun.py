@@ -1,5 +1,5 @@
-"""Measures accuracy, time and FLOPs of configs/speedrun.yaml, run after run in one process. Other flags are flags of
-train.py.
+"""Measures accuracy, time and FLOPs of configs/speedrun.yaml, run after run in one process. All flags but --runs are
+flags of train.py.
 
 The time is measured as in the speed records (airbench94_muon.py). It includes the whitening, the training, and the test
 with several views of each image. The images are on the device already. A short warm-up run comes first and is not

@@ -15,8 +15,8 @@ audit starts from the gradients that autograd returned, so TF32, other kernels, 
 nothing.
 
 Below the smallest normal number of the dtype, all numbers have the same distance d (in float16, 6e-8 below 6e-5), and
-an operation rounds an element by up to d / 2. For N elements this adds (n + R) / 3 * N * (d / 2)^2 to the variance. A
-loss scale is in the gradients that are rounded so, and divides this term.
+an operation rounds an element by up to d / 2. For N elements this adds (n + R) / 3 * N * (d / 2)^2 to the variance. The
+gradients are rounded while they have the loss scale as a factor, so this term is divided by its square.
 
 **One factor for all gradients.** The factor that fits all sketches best, weighted by their standard deviations, has the
 standard deviation 1 / |signal|. The signal is the vector of all expected numbers, each divided by its standard

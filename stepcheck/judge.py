@@ -129,9 +129,9 @@ class Judge:
             self.verdict.smallest_tensor_error = max(median, self.verdict.smallest_tensor_error or 0.0)
 
     def _comparable(self, step: Step) -> Tensor:
-        """Returns for each row, bool (rows,), whether only the engine and known clipping have changed the gradient
-        since autograd computed it. Adds to the verdict how many gradient elements there are, and why some are not
-        judged."""
+        """Returns for each row of the matrix of sketches, bool (rows,), whether its gradient can be judged: only the
+        engine and known clipping have changed it since autograd computed it. Adds to the verdict how many gradient
+        elements there are, and why some are not judged."""
         adapter, verdict = self.adapter, self.verdict
         verdict.values_in_all += int(self.sizes[self.trained].sum())
         modified = step.sums["modified"][:, 0] > 0

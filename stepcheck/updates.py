@@ -117,8 +117,8 @@ class UpdateCheck:
             self.expected_state = copied.state
 
     def end(self, optimizer: Any, report: Report) -> None:
-        """Compares the optimizer's tensors and state with the copies, after its update, and keeps slices of them for
-        the next step."""
+        """Compares slices of the optimizer's tensors and state, after its update, with the copies that torch's
+        optimizer has updated. Keeps these slices, so that the next step can see changes that were made in between."""
         if not self.slices:
             return
         actual = [self._slice_of(each.target, each.part) for each in self.slices]

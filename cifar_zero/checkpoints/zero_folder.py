@@ -162,8 +162,8 @@ def _check_complete(folder: Path, stage: int, files: Sequence[Sequence[Any]]) ->
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:
-    """Fills a rank's shard, in place, with the tensors that DeepSpeed kept on NVMe and copied from there into the
-    checkpoint. `names` has the name of each group in the files' names."""
+    """Fills a rank's shard, in place, with the tensors that DeepSpeed kept on NVMe and copied into the checkpoint.
+    `names` has an entry for each parameter group: the part of its files' names that stands for the group."""
     import torch
 
     files = folder / "offloaded_tensors" / f"rank{rank:02d}"  # DeepSpeed's dp_index_to_str

@@ -73,8 +73,9 @@ def shared(run: FinishedRun) -> dict[str, Any]:
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
-    """Returns the settings of `shared` in which the runs of the variants differ. Each setting has a dictionary of its
-    values as texts, keyed by the variants' names. The text for a setting that a run lacks is "missing"."""
+    """Returns those settings (see the function `shared`) in which the runs of the variants differ, by name. Each has
+    its value as text for each variant, keyed by the variant's name. The text is "missing" if a run lacks the
+    setting."""
     runs = {variant.name: shared(variant.run) for variant in variants if variant.run}
     differing = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):

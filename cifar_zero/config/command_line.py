@@ -220,8 +220,9 @@ def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_trainer_options(source: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a recipe or of the flags, in which each entry of the mapping `trainer` is an option, such
-    as trainer.benchmark. Raises UsageError if `trainer` is not a mapping, or if an entry is also set as an option."""
+    """Returns the options of a recipe or of the flags, with `trainer` replaced by an option for each of its entries,
+    such as trainer.benchmark. Raises UsageError if `trainer` is not a mapping, or if an entry is also set as an option
+    of its own."""
     rest = {**source}
     given = rest.pop("trainer", {})
     entries = plain_data.load_value(given) if isinstance(given, str) else given

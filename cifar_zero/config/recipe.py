@@ -162,7 +162,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """LoRA: instead of a layer's weights, train the product of two small matrices added to them (Hu et al. 2022)"""
+    """LoRA: freeze a layer's weights, and train two small matrices whose product is added to them (Hu et al. 2022)"""
 
     rank: int = 0
     """Rank of the adapters: the inner dimension of the two matrices. 0: no adapters."""

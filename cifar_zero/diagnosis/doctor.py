@@ -51,8 +51,9 @@ examples:
 
 
 def main() -> int:
-    """Prints a line for each check and returns the exit code, which is 1 if a check failed, or with --strict if it
-    warned. With --nodes, only rank 0 prints, and the other ranks return 0."""
+    """Prints the result of each check, with --json as one JSON object, and returns the exit code. It is 1 if a check
+    failed, or with --strict if a check gave a warning. With --nodes, only rank 0 prints, and the other ranks return
+    0."""
     options = _parse()
     closing = ""
     if options.nodes:

@@ -56,8 +56,9 @@ class MemoryBudget:
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
-    """Returns the memory that is available to a rank. It is the share USABLE of a GPU's memory, or a CPU rank's memory
-    without CPU_RANK_BYTES. A rank's host memory is its share of the node's memory, without CPU_RANK_BYTES.
+    """Returns the memory that is available to a rank. On a GPU, it is the GPU's memory times USABLE. On the CPU, it is
+    the rank's memory minus CPU_RANK_BYTES. The host memory of a rank is the node's memory divided by the number of its
+    ranks, minus CPU_RANK_BYTES.
 
     Args:
         device_memory: Memory of one device (--device_memory). The default is the memory of this machine's devices.

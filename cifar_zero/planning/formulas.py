@@ -181,9 +181,9 @@ def predicted(run: Run, network: Network) -> Prediction:
 
 
 def parameter_size(spec: Spec, precision: str) -> int:
-    """Returns the bytes of one element of the parameters as a rank stores them: 2 with bf16-true, and under DeepSpeed
-    in every precision but 32-true, else 4. Under autocast and in fsdp2's mixed precision, they are stored in
-    float32."""
+    """Returns how many bytes a rank stores for each element of a parameter. It is 2 with bf16-true, and also under
+    DeepSpeed with any precision except 32-true. Otherwise it is 4, because autocast and fsdp2's mixed precision keep
+    the parameters in float32."""
     if precision == "bf16-true" or (spec.family == "deepspeed" and precision != "32-true"):
         return 2
     return FLOAT32

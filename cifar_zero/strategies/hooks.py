@@ -131,9 +131,8 @@ class Hooks:
         return True
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns the number of ranks over which the gradient of a parameter is sharded. If whole layers are
-        distributed over ranks instead, returns the number of these ranks for a parameter of these layers. The number is
-        1 if all ranks have the same gradient."""
+        """Returns over how many ranks the gradient of a parameter is sharded or, if each rank has whole layers of its
+        own, over how many ranks these layers are distributed. Returns 1 if all ranks have the same full gradient."""
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             return 1

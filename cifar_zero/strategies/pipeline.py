@@ -125,8 +125,8 @@ def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
 
 
 class PipelineHooks(MeshHooks):
-    """Reads the tensors of a block from the rank that computes the block. The strategy marks the parameters of all
-    blocks with `stage`, the process group of the ranks that divide the blocks."""
+    """Reads the tensors of a block from the rank that computes the block. Each parameter of a block has the attribute
+    `stage`, which the strategy sets: the process group of the ranks among which the blocks are distributed."""
 
     def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
         """Returns the tensor from the rank that has the parameter's block. Other ranks pass an empty tensor. A

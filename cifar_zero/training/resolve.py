@@ -110,10 +110,14 @@ def resolve_devices(settings: Settings, strategies: Sequence[str] = ()) -> Setti
 
 
 def _most_devices(settings: Settings, strategies: Sequence[str], gpus: int) -> int:
-    """Returns the largest number of GPUs on which the run is possible under one of `strategies` with micro-batches of
-    at least LEAST_MICRO_BATCH images. With one replica, micro-batches may be smaller. Prints the number if there are
-    several GPUs, and why not all are used. On the CPU, returns CPU_RANKS if the strategy shards or splits the model and
-    the run is possible on so many ranks, and 1 otherwise. With several strategies, one CPU rank is preferred."""
+    """Returns the number of devices for --devices auto, or 1 if the run is not possible on any number.
+
+    On GPUs, this is the largest number on which the run is possible under one of `strategies`, with micro-batches of at
+    least LEAST_MICRO_BATCH images if there are several replicas. If there are several GPUs, prints the number, and why
+    not all are used. On the CPU, it is CPU_RANKS if the strategy shards or splits the model and the run is possible on
+    so many ranks, otherwise 1. For several strategies on the CPU, it is 1 if the run is possible on one rank under one
+    of them, otherwise CPU_RANKS.
+    """
     counts = [*range(gpus, 0, -1)]
     if not gpus:
         counts = [1, CPU_RANKS]

@@ -122,8 +122,9 @@ class StepCheck(Callback):
         return configured
 
     def _set_up_strategy(self, module: LightningModule, setup: Callable[[Trainer], None], trainer: Trainer) -> None:
-        """Starts an audit for each optimizer as soon as the strategy has built its engine, before any `on_fit_start`
-        changes the module."""
+        """Calls `setup`, the strategy's own method, which builds the engine. Then starts an audit for each optimizer,
+        before the `on_fit_start` of a callback can change the module. Without an optimizer, records that nothing is
+        judged."""
         setup(trainer)
         self._undo.close()
         if not self._has_optimizer:

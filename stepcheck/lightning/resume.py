@@ -65,9 +65,9 @@ class StateRecorder(Callback):
 
 
 def differences(saved: StateRecorder, resumed: StateRecorder) -> list[Finding]:
-    """Returns what differs between a run that continued and the run that was resumed, on all ranks, as up to 100
-    findings. A rank compares the ends of the runs only if the first resumed step started alike. Every rank must call
-    it."""
+    """Compares a resumed run with the run that continued without an interruption. Returns the differences of all ranks,
+    at most 100 findings. A rank compares the ends of the runs only if it has found no difference in the first resumed
+    step. Every rank must call it."""
     found = _differences(saved.step, saved.first, resumed.first, "in the first resumed step")
     found = found or _differences(0, saved.last, resumed.last, "at the end")
     return [each for of_rank in RankInfo.current().all_gather(found) for each in of_rank][:100]

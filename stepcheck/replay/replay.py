@@ -68,7 +68,7 @@ class Replay:
         self._handles: list[Any] = []
 
     def chooses(self, step: int) -> bool:
-        """Returns whether a step is replayed."""
+        """Returns whether a step is to be replayed: its number is in `steps`, or divisible by `every`."""
         return step in self.steps or bool(self.every and step % self.every == 0)
 
     def attach(self, audit: Any) -> None:

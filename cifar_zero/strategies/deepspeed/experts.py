@@ -32,8 +32,8 @@ class DistributedGate(Gate):
         self._group = group
 
     def forward(self, tokens: Tensor, *unused: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the values of the gate's `models.moe.Routing` as a tuple, in the order that DeepSpeed's MoE layer
-        expects."""
+        """Returns the gate's routing (`models.moe.Routing`) and number of experts as a tuple, in the order that
+        DeepSpeed's MoE layer expects."""
         to = super().forward(tokens)
         return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
 
