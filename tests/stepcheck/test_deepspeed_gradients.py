@@ -141,7 +141,7 @@ class OnebitAdam(torch.optim.Adam):
         ("quantized", "_config.zero_config", "zero_quantized_gradients", True),
         ("quantized", "_config.zero_config", "zero_quantized_weights", True),
         ("quantized", "_config.zero_config", "zero_quantized_nontrainable_weights", True),
-        ("ZenFlow", "_config.zero_config", "zenflow", object()),
+        ("ZenFlow", "_config.zero_config", "zenflow", {}),
         ("MiCS", "_config", "mics_shard_size", 2),
         ("DeepCompile", "_config.compile_config", "deepcompile", True),
         ("1-bit", "", "basic_optimizer", OnebitAdam([torch.ones(1)])),
