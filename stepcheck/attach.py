@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class AutoAudit:
         self.verdicts: list[Verdict] = []  # of all audits
         self.audits: Any = weakref.WeakSet()  # that hooks of a model or an optimizer keep
         self.of_same_parameters: list[tuple[Verdict, Verdict]] = []  # of optimizers that update the same parameters
-        self.refused: dict[int, Verdict] = {}  # of what cannot be audited, by the id of the engine or optimizer
+        self.refused: list[tuple[Any, Verdict]] = []  # of what cannot be audited, with a weak reference to it
         # Optimizers that are not audited yet, in order, and whether an audit was refused at a forward pass.
         self.pending: Any = weakref.WeakKeyDictionary()
         self.building = False  # whether an engine is being built, which may call its optimizer once
@@ -105,7 +106,7 @@ class AutoAudit:
         The audit of any other starts at the first forward pass of its model, or else at its first step."""
         importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
         importlib.import_module("stepcheck.engines.plain").watch()
-        importlib.import_module("stepcheck.hooks").watch_autograd_grad()  # before a script imports `grad` by its name
+        importlib.import_module("stepcheck.hooks").watch_autograd()  # before a script imports `grad` by its name
         wrap_function(torch.optim.Optimizer, "__init__", self._build_optimizer)
         hooks = importlib.import_module("torch.optim.optimizer")
         hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
@@ -161,7 +162,11 @@ class AutoAudit:
         """Starts the audit of an engine, or of the model that an optimizer updates, if `engine` is None. Returns the
         audit. If it cannot start, keeps the reason in `refused` and returns None. Never raises an error, because the
         script would end."""
-        key = id(engine if optimizer is None else optimizer)
+        owner, started = engine if optimizer is None else optimizer, None
+        self.refused = [(other, verdict) for other, verdict in self.refused if other() is not owner]
+        for other in [*self.audits]:
+            if other.adapter.optimizer is None:  # dropped, and its model may never be called again
+                other.detach()
         try:
             from stepcheck.auditor import audit
 
@@ -172,21 +177,23 @@ class AutoAudit:
                 self.baseline = Baseline(**self.baseline)
             started = audit(engine, optimizer, **self.options, on_fault=self.on_fault, start=start)
             if missing := count_unaudited_ranks():
-                started.detach()
                 why = f"{missing} of {started.adapter.ranks} run without stepcheck: start it on each node"
                 raise importlib.import_module("stepcheck.engines").NotAuditable(why)
-            (self.reports / f"rank {_rank()}").touch()
+            with suppress(OSError):  # a full disk, on this rank only
+                (self.reports / f"rank {_rank()}").touch()
             if self.baseline:
                 started.baseline = self.baseline.audit(self._name_engine())
         except Exception as error:
+            if started is not None:
+                started.detach()
             known = type(error).__name__ == "NotAuditable"
             why = str(error) if known else f"the audit failed: {type(error).__name__}: {error}"
             self._report_at_exit()
             refused = optimizer if engine is None else engine
-            self.refused[key] = Verdict(type(refused).__name__, not_judged={"all steps": why})
+            verdict = Verdict(type(refused).__name__, not_judged={"all steps": why})
+            self.refused.append((weakref.ref(owner), verdict))
             return None
         self._report_at_exit()
-        self.refused.pop(key, None)
         if optimizer is not None:
             self.pending.pop(optimizer, None)
         self.verdicts.append(started.verdict)
@@ -259,7 +266,7 @@ class AutoAudit:
         pairs = [ordered for one, other in self.of_same_parameters for ordered in ((one, other), (other, one))]
         replaced = {id(one) for one, other in pairs if other.steps and _never_stepped(one)}
         kept = [each for each in self.verdicts if id(each) not in replaced]
-        verdicts = [each.as_dict() for each in (*kept, *self.refused.values())]
+        verdicts = [each.as_dict() for each in (*kept, *(refused for _, refused in self.refused))]
         if verdicts:
             (self.reports / f"{self.start_time}-{os.getpid()}.json").write_text(json.dumps(verdicts))
         if self.verdicts and self.baseline and not self.has_fault:
@@ -269,7 +276,7 @@ class AutoAudit:
         """Makes this process write its verdicts when it ends. Drops the verdicts that a forked process has inherited
         from its parent. multiprocessing ends a forked process without atexit, so a Finalize is registered too."""
         if self.process != os.getpid():
-            self.process, self.start_time, self.verdicts, self.refused = os.getpid(), time.time_ns(), [], {}
+            self.process, self.start_time, self.verdicts, self.refused = os.getpid(), time.time_ns(), [], []
             self.is_first_rank = _rank() == 0
             atexit.register(self.finish)
             multiprocessing.util.Finalize(None, self.finish, exitpriority=0)
@@ -318,11 +325,12 @@ def count_unaudited_ranks() -> int:
         return 0
     result = "ranks without stepcheck"
     ranks = [f"stepcheck audits rank {rank}" for rank in range(dist.get_world_size())]
-    end = time.monotonic() + RANKS_SECONDS
-    while not (store.check([result]) or store.check(ranks) or time.monotonic() > end):
-        time.sleep(0.1)
-    missing = sum(not store.check([each]) for each in ranks)
-    return int(store.compare_set(result, "", str(missing)))
+    if not store.check([result]):
+        with suppress(RuntimeError):  # a timeout
+            store.wait(ranks, timedelta(seconds=RANKS_SECONDS))
+        missing = 0 if store.check(ranks) else sum(not store.check([each]) for each in ranks)
+        store.compare_set(result, "", str(missing))
+    return int(store.get(result))
 
 
 def _ids(optimizer: Any) -> set[int]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
 from stepcheck.engines import adapter_of
-from stepcheck.hooks import Hooks
+from stepcheck.hooks import Hooks, outermost_backward
 from stepcheck.judge import Judge, Step
 from stepcheck.start import Start, changed_options, options_of
 from stepcheck.totals import FAILED, Totals
@@ -109,6 +109,7 @@ class Audit:
         self._trains: bool | None = None
         self._began = 0.0
         self._in_backward = False
+        self._backward = -1  # the last outermost backward pass, by autograd's id
         try:
             self._start(start)
         except BaseException:
@@ -246,9 +247,12 @@ class Audit:
     def _begin_backward(self) -> None:
         self._in_backward = True
         self._batches.begin_backward()
-        for index, earlier in self.adapter.begin_backward().items():
-            self._totals.reset_gradient(index)
-            self._totals.add_gradient(index, earlier)
+        outermost, before = outermost_backward(), self._backward
+        self._backward = outermost
+        if outermost != before:  # not the next part of a pass with reentrant checkpoints
+            for index, earlier in self.adapter.begin_backward().items():
+                self._totals.reset_gradient(index)
+                self._totals.add_gradient(index, earlier)
         # Only modules without parts, because Lightning does not change the mode of a wrapper such as DDP.
         self._mode = any(each.training for each in self.adapter.module.modules() if not [*each.children()])
         engine = torch.autograd.Variable._execution_engine

@@ -13,13 +13,17 @@ from stepcheck.patch import wrap_function
 CALLS: list[object] = []
 """The calls of `torch.autograd.grad` that run. The gradients that they compute go into no parameter."""
 
+WAITING: list[int] = []
+"""Autograd's ids of backward passes that wait for one within them, as of a reentrant checkpoint. The outermost is
+first."""
+
 
 class Hooks:
     """Makes modules and parameters call an audit: before each forward pass, before a state dict is loaded into a
     module, and with each gradient that autograd computes. `audit.undo` removes the hooks."""
 
     def __init__(self, audit: Any):
-        watch_autograd_grad()
+        watch_autograd()
         self.audit, self.adapter = audit, audit.adapter
         self._of_parameters: dict[int, Any] = {}  # handles, by id of the parameter
         before, loading = Hook(audit.before_forward), Hook(lambda *_: audit.reset_history())
@@ -68,10 +72,16 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
+def outermost_backward() -> int:
+    """Returns autograd's id of the outermost backward pass that runs, or -1."""
+    return WAITING[0] if WAITING else torch._C._current_graph_task_id()
+
+
 @cache
-def watch_autograd_grad() -> None:
-    """Makes `torch.autograd.grad` add an entry to CALLS while it runs. A second call does nothing."""
+def watch_autograd() -> None:
+    """Makes `torch.autograd.grad` and `torch.autograd.backward` keep CALLS and WAITING. A second call does nothing."""
     wrap_function(torch.autograd, "grad", _grad)
+    wrap_function(torch.autograd, "backward", _backward)
 
 
 def _grad(grad: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,3 +90,14 @@ def _grad(grad: Any, *args: Any, **kwargs: Any) -> Any:
         return grad(*args, **kwargs)
     finally:
         CALLS.pop()
+
+
+def _backward(backward: Any, *args: Any, **kwargs: Any) -> None:
+    outer = torch._C._current_graph_task_id()
+    if outer < 0:
+        return backward(*args, **kwargs)
+    WAITING.append(outer)
+    try:
+        backward(*args, **kwargs)
+    finally:
+        WAITING.pop()

@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
         help="audit each step of a script",
         description="Audits each optimizer step of an unmodified script that trains with DeepSpeed, DistributedData"
         "Parallel, FSDP2 or plain PyTorch, directly or through Lightning, Accelerate or transformers. The first fault "
-        "ends the run with exit code 1. Without a fault, the exit code is the script's.",
+        "ends the run with exit code 1. Otherwise the exit code is the script's, or 1 if an engine was not judged.",
         epilog="examples: stepcheck run train.py --lr 0.1; stepcheck run torchrun --nproc_per_node 2 train.py; "
         "stepcheck run deepspeed train.py; stepcheck run accelerate launch train.py",
     )

@@ -52,8 +52,8 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
         free(trained)
     del model, trained
     gc.collect()
-    if auto_audit.refused:
-        return next(iter(auto_audit.refused.values())).as_dict()
+    for _, refused in auto_audit.refused:
+        return refused.as_dict()
     [verdict] = auto_audit.verdicts
     # Each loss must be divided by the number of micro-batches exactly once.
     parts = case.accumulate

@@ -55,7 +55,7 @@ class PlainAdapter(EngineAdapter):
         super().attach(audit)
         self.audit = audit
         ends = self.optimizer.register_step_post_hook(
-            Hook(lambda *_: audit.depth or audit.end_step(skipped=overflows(self.optimizer)))
+            Hook(lambda *_: audit.depth or audit.end_step(skipped=audit.running and overflows(self.optimizer)))
         )
         WATCHED.add(self)
         audit.undo.callback(ends.remove)
@@ -149,8 +149,8 @@ WATCHED: weakref.WeakSet[PlainAdapter] = weakref.WeakSet()
 """The adapters of audited optimizers."""
 
 
-def _watched(optimizer: Any) -> PlainAdapter | None:
-    return next((adapter for adapter in WATCHED if adapter.optimizer is optimizer), None)
+def _watching(optimizer: Any) -> list[PlainAdapter]:
+    return [adapter for adapter in WATCHED if adapter.optimizer is optimizer]
 
 
 @cache
@@ -186,19 +186,20 @@ def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
-    adapter = _watched(optimizer)
-    if adapter is None or not scaler.is_enabled():
-        return unscale(scaler, optimizer)
-    with adapter.changes_accepted():
+    adapters = _watching(optimizer) if scaler.is_enabled() else []
+    with ExitStack() as stack:
+        for adapter in adapters:
+            stack.enter_context(adapter.changes_accepted())
         unscale(scaler, optimizer)
-    adapter.scaled_by = scaler.get_scale()
+    for adapter in adapters:
+        adapter.scaled_by = scaler.get_scale()
 
 
 def _step(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Ends the audited step also if the scaler does not call the optimizer, because a gradient overflowed."""
-    adapter = _watched(optimizer)
-    before = adapter.audit.step if adapter else 0
+    audits = [(adapter.audit, adapter.audit.step) for adapter in _watching(optimizer)]
     result = step(scaler, optimizer, *args, **kwargs)
-    if adapter and adapter.audit.step == before:
-        adapter.audit.end_step(skipped=True)
+    for audit, before in audits:
+        if audit.step == before:
+            audit.end_step(skipped=True)
     return result

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stepcheck.engines.plain import watch
-from stepcheck.hooks import watch_autograd_grad
+from stepcheck.hooks import watch_autograd
 from stepcheck.strategies import ZERO
 
 
@@ -40,7 +40,7 @@ def main(verdicts: Path) -> None:
         compile_no_collective()
         deepspeed.init_distributed()
     watch()
-    watch_autograd_grad()
+    watch_autograd()
     train = resolve_name(work["train"])
 
     with open(verdicts if rank == 0 else os.devnull, "a") as lines:

@@ -26,6 +26,9 @@ FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 NO_DATA = (nn.Module, Dataset, DataLoader, ModuleType, type, *FUNCTIONS)
 """Types of attributes that have no data, or too many: the data sets are not copied in each micro-batch."""
 
+LARGEST = 2**26
+"""Bytes of the largest array that is no data set."""
+
 State = dict[str, dict[str, Any]]
 """Attributes of modules that are data (see `_is_data`), by the module's name."""
 
@@ -252,7 +255,7 @@ def _is_data(value: Any, values: dict[int, Any]) -> bool:
         return True
     values[id(value)] = value
     if isinstance(value, Tensor) or type(value).__module__.partition(".")[0] == "numpy":
-        return not isinstance(value, nn.Parameter)
+        return not isinstance(value, nn.Parameter) and getattr(value, "nbytes", 0) <= LARGEST
     if isinstance(value, NO_DATA):
         return False
     own = [*getattr(value, "__dict__", {}).values()]

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 4
 
@@ -495,6 +496,27 @@ def one_optimizer_for_two_wrappers() -> list[float]:
     return fit(lambda x: last(first(x).relu()), torch.optim.AdamW([*first.parameters(), *last.parameters()], lr=1e-2))
 
 
+class Recomputed(nn.Module):
+    """Has all its trained weights in reentrant checkpoints, each of which runs a backward pass within another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+def recomputed_in_views_of_buckets() -> list[float]:
+    """DDP averages the gradients of a block in place before autograd has computed those of the next block."""
+    model = wrapped(Recomputed(), gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
+    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def uneven_inputs() -> list[float]:
     """One rank has no batches."""
     model = wrapped(network())
@@ -623,6 +645,7 @@ SCRIPTS: list[Callable[[], list[float]]] = [
 
 SCRIPTS_OF_SEVERAL_RANKS: list[Callable[[], list[float]]] = [
     one_optimizer_for_two_wrappers,
+    recomputed_in_views_of_buckets,
     uneven_inputs,
     groups_of_one_rank,
     sharded_optimizer,

@@ -56,6 +56,7 @@ ENGINES: list[tuple[str, int, set[str]]] = [
 
 ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
     ("one_optimizer_for_two_wrappers", 4, set()),
+    ("recomputed_in_views_of_buckets", 4, set()),
     ("sharded_optimizer, as a whole", 4, {"updates"}),
     ("sharded_optimizer", 4, {"gradients"}),
     ("sharded_and_clipped_by_value", 4, {FOREIGN}),
