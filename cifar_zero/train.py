@@ -49,7 +49,8 @@ def train(run: Run) -> dict[str, Any]:
     Raises:
         UsageError: If the options, checkpoint, weights or images do not fit the run, or if no step was trained.
         RunError: If ranks do not connect or images cannot be prepared. Also on rank 0, if metrics.json or the newest
-            checkpoint could not be written, or if --audit or --check_steps has found a fault (FaultFound).
+            checkpoint could not be written.
+        FaultFound: On rank 0, if --audit or --check_steps has found a fault.
         Stopped: If a signal has stopped the run.
     """
     # Imported here, so that --help and errors in the command line do not wait for torch and Lightning.
@@ -100,5 +101,5 @@ def train(run: Run) -> dict[str, Any]:
     stop.check_saved(trainer)
     if unwritten:
         raise RunError(unwritten)
-    build.check_audited(trainer, run_dir)
+    build.check_audited(trainer, run_dir, run.output.resume)
     return metrics

@@ -47,7 +47,7 @@ def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]
 
 def check_resumable(content: Mapping[str, Any], name: object, epochs: int) -> None:
     """Raises UsageError if the content of a checkpoint lacks the optimizer's state or another entry that a run needs to
-    continue, or if its run has trained more than `epochs` epochs. `name` names the checkpoint in the message."""
+    continue, or if its run has begun more than `epochs` epochs. `name` names the checkpoint in the message."""
     lacking = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"} - content.keys()
     optimizer: dict[str, Any] = {}
     if RECORD in content:
@@ -55,9 +55,9 @@ def check_resumable(content: Mapping[str, Any], name: object, epochs: int) -> No
         optimizer = content[RECORD]["config"]["optimizer"]
     if lacking:
         raise of_another_version(name, KeyError(min(lacking)))
-    if content["epoch"] > epochs:
-        least = content["epoch"] + 1
-        raise UsageError(f"{name} is from epoch {least}: --epochs must be at least {least}, not {epochs}")
+    begun = content["loops"]["fit_loop"]["epoch_progress"]["current"]["ready"]
+    if begun > epochs:
+        raise UsageError(f"{name} is from epoch {begun}: --epochs must be at least {begun}, not {epochs}")
     states = content["optimizer_states"]
     plain = optimizer.get("name") == "sgd" and not optimizer["options"]["momentum"]
     stateless = plain or not content["global_step"]

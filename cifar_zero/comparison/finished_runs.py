@@ -14,6 +14,7 @@ from cifar_zero.checkpoints.weights import net_weights
 from cifar_zero.comparison.reading import blocking_settings, differences
 from cifar_zero.comparison.result import Comparison, FinishedRun, Outcome, Variant
 from cifar_zero.core.errors import UsageError
+from cifar_zero.models import MODELS, ThirdParty
 from cifar_zero.training.results import FALLBACK
 
 Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain model's state_dict names
@@ -85,12 +86,16 @@ UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was ch
 
 def _may_depend_on_split(one: FinishedRun, other: FinishedRun, weights: Sequence[Weights | None]) -> bool:
     """Returns whether two runs split a batch differently into micro-batches, and their model's loss depends on it, as
-    with batch norms, which use the statistics of a micro-batch. Two runs have the model in common, so that the names of
-    one run's `weights` suffice."""
+    with batch norms, which use the statistics of a micro-batch. It may also depend on the split if the weights of
+    neither run could be read, or if the model is not the project's, because it may have dropout without an option. Two
+    runs have the model in common, so that the names of one run's `weights` suffice."""
     split = ("micro_batch_size", "accumulate", "world_size")
     if all(one.metrics.get(key) == other.metrics.get(key) for key in split):
         return False
-    names = next((each for each in weights if each), {})
+    name = str(one.settings.get("model"))
+    names = next((each for each in weights if each is not None), None)
+    if names is None or name not in MODELS or issubclass(MODELS[name], ThirdParty):
+        return True
     return any(name.endswith("running_mean") for name in names) or any(one.settings.get(key) for key in BY_SPLIT)
 
 

@@ -41,7 +41,10 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 RESTRICTED: dict[str, tuple[Any, str]] = {
     # The first imports modules that the file names. The second unpickles "universal" checkpoints unchecked.
     "torch_autocast.enabled": (False, "use --precision bf16-mixed"),
-    "checkpoint": (None, "use --resume, which reads the checkpoints of every strategy"),
+    "checkpoint": (
+        {"load_universal": False, "tag_validation": "Warn"},
+        "use --resume, which reads the checkpoints of every strategy",
+    ),
     # These write files or send metrics elsewhere, whereas the configuration may only change how a run computes.
     **dict.fromkeys(
         ("tensorboard.enabled", "csv_monitor.enabled", "wandb.enabled", "comet.enabled"), (False, "use --logger")
@@ -55,8 +58,8 @@ RESTRICTED: dict[str, tuple[Any, str]] = {
     "gradient_predivide_factor": (1, "use prescale_gradients"),  # wrong at ZeRO 3 if it is the number of ranks
     "managed_gradient_accumulation": (True, "use --accumulate"),
     "fp16.auto_cast": (False, "soft labels would be rounded"),
-    "data_efficiency": (None, "remove it, because it drops tokens or images"),
-    "weight_quantization": (None, "remove it, because it rounds the initial weights"),
+    "data_efficiency": ({"enabled": False}, "remove it, because it drops tokens or images"),
+    "weight_quantization": ({"enabled": False}, "remove it, because it rounds the initial weights"),
     "zero_optimization.zenflow": (None, "remove it, because it updates weights with old gradients"),
     "zero_optimization.compute_grad_norm": (True, "clipping and --check_steps need the norm"),
     # The other part is updated by an optimizer that no schedule changes and no checkpoint contains (zero/stage3.py).
@@ -64,7 +67,7 @@ RESTRICTED: dict[str, tuple[Any, str]] = {
     # These change the model's layers, or which ranks share data or experts. Loaders and checkpoints do not expect it.
     "use_data_before_expert_parallelism": (False, "use --model.ep_size"),
     "expert_parallel": (None, "use --model.ep_size"),
-    "tensor_parallel": (None, "use --strategy tensor_parallel"),
+    "tensor_parallel": ({"autotp_size": 0}, "use --strategy tensor_parallel"),
     "sequence_parallel_size": (1, "use --strategy tensor_parallel"),
     "hybrid_engine.enabled": (False, "remove it, because it is for generating text"),
     "compile.deepcompile": (False, "use --compile"),
@@ -77,8 +80,12 @@ RESTRICTED: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": (False, "checkpoints would hold quantized weights"),
 }
 """The keys that would change what a run computes, break its checkpoints, load code or name a file. Each has the only
-value that is accepted, and what to use instead or the reason. The key of a section stands for all keys in it. All other
-keys of KEYS do none of this, as read in DeepSpeed's code, but some lower the precision, as their names say."""
+value that is accepted, and what to use instead or the reason. The key of a section stands for all keys in it, and has
+the accepted values of some of them. The table is complete for DeepSpeed 0.19.8: as read in its code, all other keys of
+KEYS do none of this, but some lower the precision, as their names say."""
+
+READ_ALTHOUGH_OFF = ("fp16", "data_efficiency", "weight_quantization")
+"""Sections of which DeepSpeed reads some keys also if `enabled` is false, such as `fp16.auto_cast`."""
 
 DEVICES: dict[str, Device] = {"none": "", "cpu": "cpu", "nvme": "nvme"}  # values of DeepSpeed's OffloadDeviceEnum
 
@@ -120,7 +127,7 @@ def options_of(file: str) -> dict[str, Any]:
         options["precision"] = "bf16-mixed"
     elif fp16 is False and bf16 is False:
         options["precision"] = "32-true"
-    optimizer, schedule = _equivalent(raw, "optimizer"), _equivalent(raw, "scheduler")
+    optimizer, schedule = (_equivalent(raw, key, f"--ds_config {file}: {key}") for key in ("optimizer", "scheduler"))
     if optimizer:
         optimizer["weight_decay_on"] = "all"
         adam_w_mode, by_torch = optimizer.pop("adam_w_mode", True), optimizer.pop("torch_adam", False)
@@ -139,11 +146,14 @@ def summary(file: str) -> str:
     """Returns a line that says which keys of a DeepSpeed configuration file take effect, and how."""
     raw, options = _without_auto(_read(file)), options_of(file)
     engine = [name for name, _ in _leaves(for_engine(raw))]
-    parts = [f"{file}: ZeRO {_section(raw, 'zero_optimization').get('stage', 0)}"]
+    zero = _section(raw, "zero_optimization")
+    parts = [f"{file}: ZeRO {zero.get('stage', 0)}"]
     if options:
         parts.append(f"sets {' '.join(flags_of(options))}")
     if engine:
         parts.append(f"passed on to DeepSpeed: {', '.join(engine)}")
+    if zero.get("stage", 0) < 3 and (zero.get("offload_param") or zero.get("cpu_offload_param")):
+        parts.append("offload_param is ignored, because it needs ZeRO stage 3")
     return "; ".join(parts)
 
 
@@ -168,12 +178,15 @@ def check_flags(settings: Settings) -> None:
 def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the part of a DeepSpeed configuration that the engine gets: all keys except batch size, accumulation,
     clipping, optimizer and scheduler, which become options of train. The old keys `cpu_offload` and `cpu_offload_param`
-    are replaced by sections."""
+    are replaced by sections. Below ZeRO 3, which is the only stage that offloads parameters, `offload_param` is left
+    out, as DeepSpeed ignores it."""
     raw = {key: value for key, value in content.items() if key not in (*RENAMED, "optimizer", "scheduler")}
     zero = raw["zero_optimization"] = {**_section(raw, "zero_optimization")}
     for section, old in zip(OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
         if zero.pop(old, False):  # DeepSpeed prints a warning three times, even if it is false
             zero.setdefault(section, {"device": "cpu"})
+    if zero.get("stage", 0) != 3:
+        zero.pop("offload_param", None)
     return raw
 
 
@@ -226,9 +239,13 @@ def _read(file: str) -> dict[str, Any]:
     raw = plain_data.read_json(Path(file), f"--ds_config {file}")
     if not isinstance(raw, dict):
         raise UsageError(f"--ds_config {file} must hold a JSON object")
+    if isinstance(is_on := raw.get("zero_optimization"), bool):  # an old form, which DeepSpeed still reads
+        raw["zero_optimization"] = {"stage": int(is_on)}
     _check_keys(raw, known_keys(), f"--ds_config {file}")
-    for name, value in _leaves(_without_auto(raw)):
+    for name, value in _leaves(_switched_on(_without_auto(raw), known_keys())):
         for key, (accepted, advice) in RESTRICTED.items():
+            if isinstance(accepted, dict):
+                accepted = accepted.get(name.removeprefix(f"{key}."))
             if f"{name}.".startswith(f"{key}.") and value != accepted:
                 raise UsageError(f"--ds_config {file}: {name} {json.dumps(value)} is refused: {advice}")
     return raw
@@ -251,17 +268,31 @@ def _check_keys(section: Mapping[str, Any], known: Mapping[str, Any], what: str,
                 meant = f"did you mean {elsewhere[0]}?"
             raise UsageError(f"{what}: DeepSpeed does not read {prefix}{key}, so it has no effect: {meant}")
         if known[key]:
-            _check_keys(_section(section, key), known[key], what, f"{prefix}{key}.")
+            _check_keys(_section(section, key, f"{what}: {prefix}"), known[key], what, f"{prefix}{key}.")
 
 
-def _section(content: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _switched_on(section: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a section without the inner sections whose key `enabled` is false and which DeepSpeed therefore
+    ignores."""
+    active = dict[str, Any]()
+    for key, value in section.items():
+        keys = known[key] or {}
+        if isinstance(value, dict) and keys and key not in READ_ALTHOUGH_OFF:
+            if "enabled" in keys and value.get("enabled") is False:
+                continue
+            value = _switched_on(value, keys)
+        active[key] = value
+    return active
+
+
+def _section(content: Mapping[str, Any], key: str, what: str = "") -> dict[str, Any]:
     """Returns the object under a key, or an empty dict if there is none. Raises UsageError if the value is not an
-    object."""
+    object. Its message begins with `what`, which names the file and the section that has the key."""
     section = content.get(key)
     if section in (None, "auto"):
         return {}
     if not isinstance(section, dict):
-        raise UsageError(f"--ds_config: {key} must be an object, not {section}")
+        raise UsageError(f"{what}{key} must be an object, not {section}")
     return section
 
 
@@ -279,18 +310,18 @@ def _without_auto(value: Any) -> Any:
     return {key: _without_auto(inner) for key, inner in value.items() if inner not in ("auto", None)}
 
 
-def _equivalent(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _equivalent(raw: Mapping[str, Any], key: str, what: str) -> dict[str, Any]:
     """Returns the options of the file's optimizer or scheduler, including its name in this project, or an empty dict if
     the file has none. An option that is "auto" is left out, so that the flags decide instead of DeepSpeed's or this
     project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project. `key` is
-    optimizer or scheduler."""
+    optimizer or scheduler. The message begins with `what`."""
     section = _section(raw, key)
     if not section:
         return {}
     kind = str(section.get("type", ""))
     if kind.lower() not in EQUIVALENTS:
-        raise UsageError(f"--ds_config: {key} {kind} is not supported: choose from {', '.join(EQUIVALENTS)}")
-    params = _section(section, "params")
+        raise UsageError(f"{what} {kind} is not supported: choose from {', '.join(EQUIVALENTS)}")
+    params = _section(section, "params", f"{what}.")
     if "name" in params:  # this project's name for the optimizer or scheduler is under this key
-        raise UsageError(f"--ds_config: {key} {kind} has no parameter `name`: remove it from params")
+        raise UsageError(f"{what} {kind} has no parameter `name`: remove it from params")
     return _without_auto({**EQUIVALENTS[kind.lower()], **params})

@@ -15,9 +15,9 @@ class RunError(Exception):
     exit_code = 1
 
 
-class FaultFound(RunError):
-    """Raised at the end of a run whose steps were checked, if a step has a fault. The run has written all its
-    results."""
+class FaultFound(Exception):
+    """Raised at the end of a run whose steps were checked, if a step has a fault. It is no RunError, because the run
+    has not failed, and has written all its results."""
 
     exit_code = 3
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from cifar_zero.core.console import say
-from cifar_zero.core.errors import RunError, Stopped, UsageError, explain, short
+from cifar_zero.core.errors import FaultFound, RunError, Stopped, UsageError, explain, short
 from stepcheck.lightning import user_code
 
 EXTRAS = ("onnx", "onnxruntime", "onnxscript")  # packages that only the command export needs
@@ -34,6 +34,11 @@ STARTED = "CIFAR_ZERO_STARTED"
 their launcher, and the runs of a benchmark inherit it from the benchmark."""
 
 RANKS = ("RANK", "SLURM_PROCID")  # environment variables in which launchers give a process its rank
+
+FALSE = ("false", "no", "off")  # values of a flag, as in YAML, whose package is imported after this module
+
+WITH_EXIT_CODE = (UsageError, RunError, FaultFound)
+"""Errors that have an exit code, and whose message is the line to print."""
 
 _guarded = False  # whether `guarded` is running and catches Stopped
 
@@ -148,9 +153,8 @@ def _unfailing(stream: TextIO) -> TextIO:
 def guarded(main: Callable[[], int]) -> int:
     """Runs a program's `main` and returns its exit code. If `main` raises an exception, the exit code is 2 for a user's
     mistake, 3 for a fault that a step check has found, 1 for any other failure while running, and 128 + the number of
-    the signal if a signal stopped the program. Errors
-    are printed in one line, followed by their notes, or with their traceback if --debug is given. SystemExit, as after
-    --help, is not caught."""
+    the signal if a signal stopped the program. Errors are printed in one line, followed by their notes, or with their
+    traceback if --debug is given. SystemExit, as after --help, is not caught."""
     global _guarded
     _guarded = True
     try:
@@ -164,13 +168,13 @@ def guarded(main: Callable[[], int]) -> int:
         error = _mistake(error) or error
         if wants_traceback():
             traceback.print_exc()
-        elif isinstance(error, (UsageError, RunError)):
+        elif isinstance(error, WITH_EXIT_CODE):
             say(f"error: {error}")
         else:
             say(f"error: {explain(error) or _unexplained(error)}")
         for note in notes if not wants_traceback() else []:
             say(note)
-        return error.exit_code if isinstance(error, (UsageError, RunError)) else RunError.exit_code
+        return error.exit_code if isinstance(error, WITH_EXIT_CODE) else RunError.exit_code
     finally:
         _guarded = False
 
@@ -195,11 +199,11 @@ def _mistake(error: Exception) -> UsageError | None:
 
 
 def wants_traceback() -> bool:
-    """Returns whether the command line of this process has --debug, and not `--debug false`."""
+    """Returns whether the command line of this process has --debug, without a false value such as `no`."""
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if option == "--debug":
-            return (value or following).lower() != "false"
+            return (value or following).lower() not in FALSE
     return False
 
 

@@ -131,10 +131,11 @@ def all_reduce(options: Namespace) -> Finding:
     # files: whether the run's can be written is another check.
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(rank, options, port, Path(folder)) for rank in range(options.ranks)]
-        deadline = time.monotonic() + limit
+        deadline, in_time = time.monotonic() + limit, True
         try:
             while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
-                if time.monotonic() > deadline:
+                in_time = time.monotonic() < deadline
+                if not in_time:
                     break
                 time.sleep(0.1)
             with suppress(subprocess.TimeoutExpired):
@@ -150,11 +151,11 @@ def all_reduce(options: Namespace) -> Finding:
         checks, _ = json.JSONDecoder().raw_decode(report, start)
         findings = {check.pop("name"): Finding(**check) for check in checks["checks"]}
         return findings["all-reduce"]
+    fix = "if the network interface is the cause: export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo"
+    if not in_time:
+        return failed(f"the ranks did not end within {limit:g} s", fix)
     errors = [f"rank {rank}: {short(text.splitlines()[-1], 300)}" for rank, text in enumerate(texts) if text.strip()]
-    return failed(
-        "; ".join(errors) or f"a rank ended without an error message, or did not end within {limit:g} s",
-        "if the network interface is the cause: export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo",
-    )
+    return failed("; ".join(errors) or "a rank ended without an error message", fix)
 
 
 def _start(rank: int, options: Namespace, port: int, folder: Path) -> subprocess.Popen[bytes]:

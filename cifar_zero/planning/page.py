@@ -8,6 +8,7 @@ from typing import Any
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import STRATEGIES
+from cifar_zero.core.atomic import write
 from cifar_zero.planning.activations import LinearFit, format_of
 from cifar_zero.planning.estimates import MemoryBudget, estimate_all
 from cifar_zero.planning.formulas import REUSE_ELEMENTS, Network, network_of, parameter_size
@@ -46,7 +47,7 @@ def write_page(file: Path, settings: Settings) -> None:
     data: dict[str, Any] = {"parameters": parameters, "precisions": PRECISIONS, "devices": DEVICES, "rows": rows}
     data["activation_offload"] = settings.placement.activation_offload
     template = Path(__file__).with_suffix(".html").read_text()
-    file.write_text(template.replace("DATA", json.dumps(data), 1))
+    write(file, template.replace("DATA", json.dumps(data), 1).encode())
 
 
 def numbers_sent(stage: int, network: Network) -> int:

@@ -1,6 +1,7 @@
 """Predicts the memory that a run needs under each strategy, before anything is launched, and recommends one."""
 
 import json
+import os
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
@@ -50,16 +51,13 @@ def main() -> int:
         config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
         flags += ["--batch_size", str(config.recipe.batch_size)]
     if arguments.html:
-        is_new = not arguments.html.exists()
-        arguments.html.open("a").close()  # a path that cannot be written fails now, before torch is imported
-        try:
-            from cifar_zero.planning.page import write_page
+        if arguments.html.is_dir() or not os.access(arguments.html.parent, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"--html {arguments.html} is a folder, or is in none that can be written: give another file"
+            )
+        from cifar_zero.planning.page import write_page
 
-            write_page(arguments.html, with_accelerator(config, on_gpu=True))
-        except BaseException:
-            if is_new:
-                arguments.html.unlink()
-            raise
+        write_page(arguments.html, with_accelerator(config, on_gpu=True))
         print(f"page  {arguments.html}")
         return 0
     run = make_run(config)

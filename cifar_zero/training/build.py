@@ -24,6 +24,7 @@ from cifar_zero.config.mistakes import OWNED, check_plain_type
 from cifar_zero.config.run import Run
 from cifar_zero.config.settings import Settings
 from cifar_zero.core.errors import FaultFound, UsageError, short
+from cifar_zero.core.plain_data import read_json
 from cifar_zero.core.usage import nearest
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MixtureOptions
@@ -103,12 +104,21 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
     return options | recipe.trainer
 
 
-def check_audited(trainer: Trainer, run_dir: Path | None) -> None:
-    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault."""
+def check_audited(trainer: Trainer, run_dir: Path | None, resumed: str) -> None:
+    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault. If no step was
+    checked, the verdict in the run folder of the checkpoint `resumed` counts. This is the case after torchrun has
+    restarted the ranks of a finished run."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for each in callbacks:
-        if run_dir is not None and isinstance(each, StepCheck) and each.verdict.findings:
+        if run_dir is None or not isinstance(each, StepCheck):
+            continue
+        if each.verdict.findings:
             raise FaultFound(f"{each.verdict.findings[0]} ({run_dir / run_folder.STEP_CHECK} has all faults)")
+        earlier = Path(resumed).absolute().parent.parent / run_folder.STEP_CHECK
+        if resumed and not each.verdict.steps and earlier.is_file():
+            check = read_json(earlier, str(earlier))
+            if check["outcome"] == "different":
+                raise FaultFound(f"{check['summary']} ({earlier} has all faults)")
 
 
 def strategy_of(run: Run) -> Strategy | str:

@@ -21,7 +21,6 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(small_data: list[str], t
         "it has no 'config'": {"cifar_zero": {"classes": record["classes"]}},
         "unknown options: new": {"cifar_zero": {**record, "config": {**record["config"], "new": 1}}},
         "NoneType": {"cifar_zero": None},
-        "is from epoch 5: --epochs must be at least 5, not 3": {"epoch": 4},
         "has no optimizer state: start a run from its weights with": {"optimizer_states": [{**optimizer, "state": {}}]},
         "has no optimizer state": {
             "optimizer_states": [{**optimizer, "state": {}}],
@@ -32,3 +31,8 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(small_data: list[str], t
         torch.save({**content, **change}, tmp_path / "last.ckpt")
         with pytest.raises(UsageError, match=message):
             check_resumable(read(tmp_path / "last.ckpt"), "last.ckpt", epochs=3)
+    content["loops"]["fit_loop"]["epoch_progress"]["current"]["ready"] = 5
+    check_resumable(content, "last.ckpt", epochs=5)
+    for epochs in (3, 4):
+        with pytest.raises(UsageError, match=f"is from epoch 5: --epochs must be at least 5, not {epochs}"):
+            check_resumable(content, "last.ckpt", epochs)

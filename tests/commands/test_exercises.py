@@ -164,6 +164,19 @@ def test_a_submission_that_cannot_be_written_is_refused_first(
     assert capsys.readouterr().err.endswith(f"--submit {tmp_path}: Is a directory\n")
 
 
+def test_an_interrupted_grading_keeps_the_earlier_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(jobs: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        raise KeyboardInterrupt
+
+    file = tmp_path / "submission.json"
+    file.write_text("earlier")
+    monkeypatch.setattr(exercises, "judged", interrupted)
+    monkeypatch.setattr("sys.argv", ["exercises.py", "all", RIGHT, "--submit", str(file)])
+    with pytest.raises(KeyboardInterrupt):
+        exercises.main()
+    assert file.read_text() == "earlier"
+
+
 def test_the_page_names_what_the_checker_asks_for(tmp_path: Path):
     page = (ROOT / "docs" / "course" / "exercises.md").read_text()
     asked = [check.__name__ for check in exercises.CHECKS[:-1]]

@@ -86,16 +86,21 @@ def test_the_step_check_decides_on_a_run(run: FinishedRun, outcome: str, remark:
         ({"bn.running_mean": torch.ones(1)}, {}, {"accumulate": 2, "world_size": 1}, "agrees"),
         ({}, {"model": {"name": "vgg16", "dropout": 0.5}}, {"micro_batch_size": 4}, "agrees"),
         ({}, {"model": {"name": "net_moe", "ep_size": 1}}, {"micro_batch_size": 4}, "agrees"),
+        ({}, {"model": {"name": "own.py:Net"}}, {"micro_batch_size": 4}, "agrees"),
+        ({}, {"model": {"name": "torchvision:vgg16"}}, {"micro_batch_size": 4}, "agrees"),
+        ({}, {"model": {"name": "torchvision:vgg16"}}, {"micro_batch_size": 8}, "different"),
+        (None, {}, {"micro_batch_size": 4}, "agrees"),
     ],
 )
 def test_the_first_loss_may_depend_on_the_split(
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor] | None,
     settings: dict[str, Any],
     split: dict[str, Any],
     outcome: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Batch norms, dropout and experts make the mean loss of a batch depend on its micro-batches."""
+    """Batch norms, dropout and experts make the mean loss of a batch depend on its micro-batches. Other people's models
+    may have any of them."""
     monkeypatch.setattr(finished_runs, "_weights", lambda *arguments: weights)
     other = variant("other", made_up((2.3, 1.0), settings, AGREES, **split))
     summarize([variant("baseline", made_up(settings=settings)), other])

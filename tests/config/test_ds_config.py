@@ -30,6 +30,82 @@ AUTO = {
 """The configuration of transformers' documentation for ZeRO 3."""
 
 
+HF_ZERO_2 = {
+    **AUTO,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+    },
+}
+"""The configuration of transformers' documentation for ZeRO 2."""
+
+HF_ZERO_3 = {
+    **AUTO,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+DEEPSPEED_CHAT = {
+    "steps_per_print": 10,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 3e7,
+        "stage3_prefetch_bucket_size": 3e7,
+        "memory_efficient_linear": False,
+    },
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "hybrid_engine": {
+        "enabled": False,
+        "max_out_tokens": 512,
+        "inference_tp_size": 1,
+        "release_inference_cache": False,
+        "pin_parameters": True,
+        "tp_gather_partition_size": 8,
+    },
+    "tensorboard": {"enabled": False, "output_path": "logs/", "job_name": "step1"},
+}
+"""What `get_train_ds_config` of DeepSpeed-Chat returns."""
+
+OFF = {
+    "zero_optimization": False,
+    "tensor_parallel": {"autotp_size": 0},
+    "checkpoint": {"load_universal": False, "tag_validation": "Warn"},
+    "data_efficiency": {"enabled": False},
+    "weight_quantization": {"enabled": False},
+    "expert_parallel": {"enabled": False, "autoep_size": 2},
+    "flops_profiler": {"enabled": False, "output_file": "profile.txt"},
+}
+"""Sections that are switched off, or have DeepSpeed's defaults."""
+
+
 def on_disk(optimizer: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3, "offload_optimizer": optimizer, "offload_param": parameters}}
 
@@ -102,8 +178,15 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
             "",
             'data_efficiency.data_sampling.curriculum_learning.data_cluster_path "/etc" is refused',
         ),
-        ({"tensorboard": True}, "", "tensorboard must be an object"),
-        ({"zero_optimization": {"offload_param": "cpu"}}, "", "offload_param must be an object"),
+        ({"tensorboard": True}, "", "their.json: tensorboard must be an object"),
+        (
+            {"zero_optimization": {"offload_param": "cpu"}},
+            "",
+            "their.json: zero_optimization.offload_param must be an object",
+        ),
+        ({"optimizer": {"type": "Adam", "params": 1}}, "", "their.json: optimizer.params must be an object"),
+        ({"fp16": {"enabled": False, "auto_cast": True}}, "", "fp16.auto_cast true is refused"),
+        ({"data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}}}, "", "is refused"),
         ({"zero_optimization": {"offload_optimizer": {"device": 5}}}, "", "must be one of none, cpu, nvme"),
         ({"zero_optimization": {"stage": 7}}, "", "a stage from 0 to 3"),
         ({"zero_optimization": {"stage": 3}}, "--model net_moe", "use deepspeed_stage_2"),
@@ -120,7 +203,6 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
             "zero_optimization.gradient_clipping, so it has no effect",
         ),
         ({"apex": 3}, "", "DeepSpeed does not read apex, so it has no effect: remove it"),
-        ({"zero_optimization": {"stage": 2, "cpu_offload_param": True}}, "", "offload_param to cpu needs ZeRO stage 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "", "needs ZeRO stage 1, not 0"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "", "needs ZeRO stage 3, not 2"),
         (on_disk({"device": "nvme"}, {}), "", "their.json: offload_optimizer.nvme_path is missing"),
@@ -139,6 +221,30 @@ def test_what_becomes_an_option(content: dict[str, Any], flags: str, expected: d
 def test_what_is_refused(content: dict[str, Any], flags: str, expected: str, tmp_path: Path):
     with refused(expected):
         resolve(parsed(tmp_path, content, flags))
+
+
+@pytest.mark.parametrize(
+    ("content", "stage", "offloads"),
+    [
+        (HF_ZERO_2, 2, ("cpu", "")),
+        (HF_ZERO_3, 3, ("cpu", "cpu")),
+        (DEEPSPEED_CHAT, 2, ("cpu", "")),
+        ({"zero_optimization": {"stage": 1, "cpu_offload_param": True}}, 1, ("", "")),
+        (get_ds_config(0, "bf16"), 0, ("", "")),
+        (OFF, 0, ("", "")),
+    ],
+    ids=["hf-zero-2", "hf-zero-3", "deepspeed-chat", "old-key", "cifar-example", "off"],
+)
+def test_files_of_other_projects_are_accepted(
+    content: dict[str, Any], stage: int, offloads: tuple[str, str], tmp_path: Path
+):
+    settings = parsed(tmp_path, content)
+    spec = ds_config.spec_of(settings.placement)
+    assert (spec.stage, (spec.offload_optimizer, spec.offload_parameters)) == (stage, offloads)
+    zero = content["zero_optimization"]
+    ignored = stage < 3 and zero and ("offload_param" in zero or "cpu_offload_param" in zero)
+    note = "offload_param is ignored, because it needs ZeRO stage 3"
+    assert (note in ds_config.summary(settings.placement.ds_config)) == bool(ignored)
 
 
 @pytest.mark.parametrize(("key", "accepted"), [(key, value) for key, (value, _) in ds_config.RESTRICTED.items()])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cifar_zero.core import exits
+from cifar_zero.core.errors import FaultFound
 from tests.support.helpers import ROOT, run_program
 
 DURING_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
@@ -97,6 +98,18 @@ def test_a_closed_stream_does_not_end_a_program(closed: str, last: str, code: in
     assert (done.stdout + done.stderr[-len("a warning\n") :])[-len(printed) or None :] == printed
 
 
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        *(("--debug", True), ("--debug --seed 1", True), ("--debug yes", True)),
+        *(("--debug false", False), ("--debug no", False), ("--debug=off", False), ("--seed 1", False)),
+    ],
+)
+def test_debug_has_the_values_of_other_flags(flags: str, wanted: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["train", *flags.split()])
+    assert exits.wants_traceback() is wanted
+
+
 def refused(path: str, number: int = errno.ENOTDIR) -> OSError:
     return OSError(number, "refused", path)
 
@@ -106,6 +119,7 @@ def refused(path: str, number: int = errno.ENOTDIR) -> OSError:
     [
         ("--out file", refused("file/net"), 2, "--out file: refused (file/net)"),
         ("--out=file", refused("file/net"), 2, "--out file: refused (file/net)"),
+        ("", FaultFound("step 2"), 3, "step 2"),
         ("--seed 1 file", refused("file"), 2, "file: refused (file)"),
         ("--out a/b/c", refused("a/b"), 2, "--out a/b/c: refused (a/b)"),
         ("--out file", refused("file/net", errno.ENOSPC), 1, "refused (file/net)"),  # the disk is full

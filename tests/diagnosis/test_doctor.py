@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cifar_zero.diagnosis import doctor
+from cifar_zero.diagnosis import doctor, machine
 from cifar_zero.diagnosis.doctor import CHECKS
 from tests.support.helpers import (
     HANG_SECONDS,
@@ -67,6 +67,19 @@ def test_neither_output_of_the_ranks_nor_the_out_folder_disturbs_the_all_reduce(
     done = run_program("doctor", *flags, env={"PYTHONPATH": str(tmp_path)})
     assert_ok(done)
     assert lines_of(done.stdout)["all-reduce"][0] == "ok"
+
+
+def test_ranks_that_print_a_warning_and_hang_are_called_slow(
+    diagnose: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = "import os, sys, time\nif 'RANK' in os.environ:\n    print('a warning', file=sys.stderr, flush=True)\n"
+    (tmp_path / "sitecustomize.py").write_text(lines + "    time.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, seconds in (("START_SECONDS", 1), ("STEPS", 0), ("GRACE_SECONDS", 0)):
+        monkeypatch.setattr(machine, name, seconds)
+    code, output = diagnose("all-reduce", "--ranks", "2")
+    assert (code, lines_of(output)["all-reduce"][0]) == (1, "failed")
+    assert "the ranks did not end within 1 s" in output
 
 
 def test_decoded_images_need_no_archive(diagnose: Callable[..., tuple[int, str]], tmp_path: Path):

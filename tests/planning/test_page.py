@@ -56,9 +56,19 @@ def test_the_page_shows_the_numbers_of_the_plan(
             assert float(sent) == pytest.approx(bytes_sent), name
 
 
-def test_refused_options_leave_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "plan.html"
-    monkeypatch.setattr("sys.argv", ["plan", "--tensor_parallel_size", "2", "--html", str(file)])
-    with pytest.raises(UsageError, match="cannot be planned"):
+def test_refused_options_leave_the_page_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    new, earlier = tmp_path / "new.html", tmp_path / "plan.html"
+    earlier.write_text("earlier")
+    for file in (new, earlier):
+        monkeypatch.setattr("sys.argv", ["plan", "--tensor_parallel_size", "2", "--html", str(file)])
+        with pytest.raises(UsageError, match="cannot be planned"):
+            plan.main()
+    assert [*tmp_path.iterdir()] == [earlier]
+    assert earlier.read_text() == "earlier"
+
+
+@pytest.mark.parametrize("path", ["", "gone/plan.html"])
+def test_a_page_that_cannot_be_written_is_refused_first(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["plan", "--html", str(tmp_path / path)])
+    with pytest.raises(UsageError, match=r"^--html .* give another file$"):
         plan.main()
-    assert not file.exists()

@@ -1,16 +1,19 @@
 """Tests that each unusable value of an option of Lightning's Trainer is refused in one line, and leaves no folder."""
 
 import inspect
+import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
 
 from cifar_zero import train
+from cifar_zero.checkpoints.run_folder import STEP_CHECK
 from cifar_zero.config import command_line
 from cifar_zero.config.mistakes import OWNED
 from cifar_zero.config.run import Run
-from cifar_zero.core.errors import UsageError
+from cifar_zero.core.errors import FaultFound, UsageError
 from cifar_zero.core.plain_data import load_value
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
@@ -42,6 +45,17 @@ def test_an_option_that_the_program_sets_has_one_owner(flags: list[str], resolve
 def test_a_benchmark_is_audited_too(resolved):
     callbacks = build.trainer_options(resolved("--bench_steps", "3", "--audit"), None)["callbacks"]
     assert any(isinstance(each, StepCheck) for each in callbacks)
+
+
+@pytest.mark.parametrize(("outcome", "faulty"), [("different", True), ("agrees", False)])
+def test_a_fault_of_a_run_that_was_finished_before_a_restart_counts(
+    outcome: str, faulty: bool, resolved, tmp_path: Path
+):
+    """torchrun restarts the ranks after exit code 3. The second run has no step left to train."""
+    (tmp_path / STEP_CHECK).write_text(json.dumps({"outcome": outcome, "summary": "FAULT step 2: gradient"}))
+    trainer = build.trainer(resolved("--audit"), tmp_path / "version_1")
+    with pytest.raises(FaultFound, match="FAULT step 2: gradient") if faulty else nullcontext():
+        build.check_audited(trainer, tmp_path / "version_1", str(tmp_path / "checkpoints" / "last.ckpt"))
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -125,8 +125,9 @@ def stops(trainer: Trainer) -> bool:
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
     """Converts the counts of micro-batches in a checkpoint for a run that resumes with another --accumulate: `now`
     instead of `before`. The gradients of an unfinished optimizer step are not in the checkpoint, so the resumed run
-    begins that step again. A validation at a time, or a user's callback, may save within a step. The state `fit_loop`
-    is changed in place."""
+    begins that step again. With dropout or batch norms it is not exactly the same step, because its first micro-batches
+    have already drawn random numbers and changed the running statistics. A validation at a time, or a user's callback,
+    may save within a step. The state `fit_loop` is changed in place."""
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         within_step = progress["processed"] % before > 0
         in_hand = progress["processed"] - progress["completed"]  # 1 if a hook saved at the end of a batch
