@@ -16,15 +16,12 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from stepcheck.audited_ranks import count_unaudited_ranks, init_process_group
 from stepcheck.patch import wrap_function
 from stepcheck.verdict import Verdict
-
-RANKS_SECONDS = 60.0
-"""How long the first audit of several ranks waits for ranks that start under stepcheck later."""
 
 
 def install(**settings: Any) -> None:
@@ -90,7 +87,8 @@ class AutoAudit:
         self.baseline: Any = baseline  # arguments of Baseline, or the object after the first audit has begun
         self.verdicts: list[Verdict] = []  # of all audits
         self.audits: Any = weakref.WeakSet()  # that hooks of a model or an optimizer keep
-        self.of_same_parameters: list[tuple[Verdict, Verdict]] = []  # of optimizers that update the same parameters
+        # Pairs, in both orders, of optimizers that update the same parameters.
+        self.of_same_parameters: list[tuple[Verdict, Verdict]] = []
         self.refused: list[tuple[Any, Verdict]] = []  # of what cannot be audited, with a weak reference to it
         # Optimizers that are not audited yet, in order, and whether an audit was refused at a forward pass.
         self.pending: Any = weakref.WeakKeyDictionary()
@@ -111,7 +109,7 @@ class AutoAudit:
         hooks = importlib.import_module("torch.optim.optimizer")
         hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
         if torch.distributed.is_available():
-            wrap_function(torch.distributed, "init_process_group", _init_process_group)
+            wrap_function(torch.distributed, "init_process_group", init_process_group)
 
     def _build_optimizer(self, build: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         build(optimizer, *args, **kwargs)
@@ -199,7 +197,8 @@ class AutoAudit:
         self.verdicts.append(started.verdict)
         for other in self.audits:
             if other.adapter.targets.keys() & started.adapter.targets.keys():
-                self.of_same_parameters.append((other.verdict, started.verdict))
+                one, two = other.verdict, started.verdict
+                self.of_same_parameters += [(one, two), (two, one)]
         self.audits.add(started)
         return started
 
@@ -263,8 +262,7 @@ class AutoAudit:
         wraps another. Does nothing on ranks other than 0, or in a forked process that has started no audit itself."""
         if not self.is_first_rank or os.getpid() != self.process:
             return
-        pairs = [ordered for one, other in self.of_same_parameters for ordered in ((one, other), (other, one))]
-        replaced = {id(one) for one, other in pairs if other.steps and _never_stepped(one)}
+        replaced = {id(one) for one, other in self.of_same_parameters if other.steps and _never_stepped(one)}
         kept = [each for each in self.verdicts if id(each) not in replaced]
         verdicts = [each.as_dict() for each in (*kept, *(refused for _, refused in self.refused))]
         if verdicts:
@@ -294,43 +292,6 @@ def _rank() -> int:
 
     initialized = dist.is_available() and dist.is_initialized()
     return dist.get_rank() if initialized else int(os.environ.get("RANK", "0"))
-
-
-def _init_process_group(initialize: Any, *args: Any, **kwargs: Any) -> None:
-    initialize(*args, **kwargs)
-    with suppress(Exception):  # of the store: the script must not end
-        _announce_rank()
-
-
-def _announce_rank() -> Any:
-    """Writes to the store of the process group that stepcheck audits this rank. Returns the store, or None if there is
-    none, as with MPI."""
-    distributed = importlib.import_module("torch.distributed.distributed_c10d")
-    store = distributed._get_default_store()
-    if store is not None:
-        store.set(f"stepcheck audits rank {distributed.get_rank()}", "yes")
-    return store
-
-
-def count_unaudited_ranks() -> int:
-    """Returns the number of ranks that run without stepcheck. A collective cannot count them, because ranks without
-    stepcheck would take no part in it. All ranks get the number that the first of them has counted, because they must
-    all audit or all not audit."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return 0
-    store = _announce_rank()  # not announced yet if the script called another name of init_process_group
-    if store is None:
-        return 0
-    result = "ranks without stepcheck"
-    ranks = [f"stepcheck audits rank {rank}" for rank in range(dist.get_world_size())]
-    if not store.check([result]):
-        with suppress(RuntimeError):  # a timeout
-            store.wait(ranks, timedelta(seconds=RANKS_SECONDS))
-        missing = 0 if store.check(ranks) else sum(not store.check([each]) for each in ranks)
-        store.compare_set(result, "", str(missing))
-    return int(store.get(result))
 
 
 def _ids(optimizer: Any) -> set[int]:

@@ -29,8 +29,7 @@ class EngineStep:
         self.computes = False  # whether the engine's forward pass runs, which may call the module
         audit.undo.callback(self.engine.module.register_forward_hook(Hook(self._after_module)).remove)
         for name in METHODS:
-            wrap_function(self.engine, name, getattr(self, name))
-            audit.undo.callback(vars(self.engine).pop, name, None)
+            audit.undo.callback(wrap_function(self.engine, name, getattr(self, name)))
 
     def forward(self, real: Any, *args: Any, **kwargs: Any) -> Any:
         self._judge_plain_backward()

@@ -277,9 +277,8 @@ def build_copy(copied: Any, trainer: Trainer) -> None:
     with random_state_kept():
         copied.setup("fit")
         copied.configure_model()
-    layer_sync: Any = getattr(
-        trainer.strategy, "_layer_sync", None
-    )  # of sync_batchnorm=True; some strategies ignore it
+    # Of sync_batchnorm=True. Some strategies lack it, and some ignore it.
+    layer_sync: Any = getattr(trainer.strategy, "_layer_sync", None)
     if layer_sync and any(isinstance(each, SyncBatchNorm) for each in trainer.lightning_module.modules()):
         layer_sync.apply(copied)
     drop_weights(copied, trainer.strategy.root_device)

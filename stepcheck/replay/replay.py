@@ -166,15 +166,16 @@ class Replay:
 
     def _begin(self) -> None:
         audit, adapter = self.audit, self.audit.adapter
-        if problem := next(filter(None, adapter.ranks.all_gather(self._problem())), ""):
+        node = platform.node()
+        problems, nodes = zip(*adapter.ranks.all_gather((self._problem(), node)), strict=True)
+        if problem := next(filter(None, problems), ""):
             audit.verdict.not_judged["replays"] = problem
             self._chosen, self.every, self.steps = False, 0, set()
             return
         begin_replay(adapter.device)
         needed = BYTES * sum(math.prod(adapter.shape(index)) for index in range(len(adapter.names)))
-        ranks_of_nodes = adapter.ranks.all_gather(platform.node())
-        free = available(adapter.device, ranks_of_nodes.count(platform.node()))
-        if any(audit.adapter.ranks.all_gather(free is not None and needed > free)):
+        free = available(adapter.device, nodes.count(node))
+        if any(adapter.ranks.all_gather(free is not None and needed > free)):
             raise MemoryError(
                 f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
             )

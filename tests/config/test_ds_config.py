@@ -27,7 +27,7 @@ AUTO = {
     },
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
 }
-"""The configuration of transformers' documentation for ZeRO 3."""
+"""What the configurations of transformers' documentation have in common, with a short section for ZeRO 3."""
 
 
 HF_ZERO_2 = {

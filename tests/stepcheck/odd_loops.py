@@ -320,7 +320,7 @@ def reset_optimizer() -> list[float]:
 
 
 def rebuilt_optimizer() -> list[float]:
-    """Builds the optimizer anew in the middle of the training, and once more before its first step."""
+    """Builds the optimizer again in the middle of the training, and once more before its first step."""
     model = network()
     losses = fit(model, adam(model))
     optimizer = adam(model)

@@ -61,7 +61,8 @@ def test_keep_going_lets_the_script_end(
 @pytest.mark.parametrize("audited", [True, False])
 def test_ranks_of_several_commands(audited: bool, tmp_path: Path):
     """As on several nodes, of which DeepSpeed's launcher starts the others without stepcheck."""
-    (tmp_path / "sitecustomize.py").write_text("import stepcheck.attach\nstepcheck.attach.RANKS_SECONDS = 0.0\n")
+    waits_not = "from stepcheck import audited_ranks\naudited_ranks.RANKS_SECONDS = 0.0\n"
+    (tmp_path / "sitecustomize.py").write_text(waits_not)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
