@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_zero.models.net import Net
+from stepcheck.engines.deepspeed import compile_no_collective
 from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
 from tests.commands.test_readme import blocks
 from tests.support.helpers import ROOT
@@ -47,6 +48,7 @@ def trainer(strategy: str, devices: int) -> lightning.Trainer:
 def test_the_three_loops_train_the_same_model(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
+    compile_no_collective()
     names: dict[str, Any] = {
         **{"torch": torch, "deepspeed": deepspeed, "dist": dist, "os": os},
         **{"Net": net, "CIFAR10": images, "DataLoader": DataLoader, "Trainer": trainer},

@@ -28,11 +28,11 @@ def blocks(document: Path, language: str = r"\w*") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
 
 
-FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "train.md")
+FIRST_PAGES = ("README.md", *(["docs/train.md"] if WHOLE else []))
 COMMANDS = [
     command
     for page in FIRST_PAGES
-    for block in blocks(page, "bash")
+    for block in blocks(ROOT / page, "bash")
     for command in re.findall(r"^\.venv/bin/(.+)$", block, re.MULTILINE)
 ]
 

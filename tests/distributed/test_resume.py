@@ -194,26 +194,28 @@ RECORDS = ["--trainer.callbacks", "tests.users_code.sends_signal.RecordsBatches"
 READS_LENGTH = ["--trainer.callbacks.plans", "true"]
 
 RESUMED: dict[str, list[str]] = {
-    **{f"schedule {name}": ["--schedule", name] for name in SCHEDULES},
     "a callback reads the length": READS_LENGTH,
     "Lightning's loop": ["--schedule", "cosine", "--fast_loop", "false"],
     "torch loader": ["--schedule", "cosine", "--data.loader", "torch", "--data.workers", "1", "--augment.flip", "none"],
     "accumulation": ["--schedule", "cosine", "--accumulate", "2"],
+    **{f"schedule {name}": ["--schedule", name] for name in SCHEDULES},
 }
 """Flags of runs that are interrupted in mid-epoch."""
 
-OF_SCHEDULE = dict(zip(SCHEDULES, cycle(OPTIMIZERS), strict=False))
-"""The optimizer with which each schedule is interrupted on one rank. Every optimizer has a schedule."""
+OPTIMIZER_OF = dict(zip(RESUMED, cycle(OPTIMIZERS), strict=False))
+"""The optimizer of each interrupted run on one rank."""
 
+SCHEDULED = [name for name in RESUMED if name.startswith("schedule")]
 INTERRUPTED: list[Any] = []
 for strategy in ("baseline", "deepspeed_stage_1", "deepspeed_stage_3", "fsdp2"):
     marks = [pytest.mark.distributed] if strategy != "baseline" else []
     for number in (signal.SIGTERM, signal.SIGKILL):
-        is_short = strategy == "baseline" and number == signal.SIGTERM
-        for name in RESUMED:
-            if is_short or (WHOLE and name.startswith("schedule")):
-                row = f"{strategy}-{number.name}-{name}"
-                INTERRUPTED.append(pytest.param(strategy, number, name, id=row, marks=marks))
+        names = SCHEDULED if WHOLE else []
+        if strategy == "baseline" and number == signal.SIGTERM:
+            names = RESUMED if WHOLE else RESUMED.keys() - {*SCHEDULED} | {"schedule cosine"}
+        for name in sorted(names):
+            row = f"{strategy}-{number.name}-{name}"
+            INTERRUPTED.append(pytest.param(strategy, number, name, id=row, marks=marks))
 
 
 def often(patch: pytest.MonkeyPatch) -> None:
@@ -239,7 +241,7 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
     ranks = 1 if strategy == "baseline" else 2
     same = [*small_data, *SHORT, "--strategy", strategy, "--devices", str(ranks), *RECORDS, *RESUMED[name]]
     if ranks == 1:
-        same += ["--optimizer", OF_SCHEDULE.get(name.removeprefix("schedule "), "sgd")]
+        same += ["--optimizer", OPTIMIZER_OF[name]]
     whole, begun, ended = (tmp_path / part for part in ("whole", "begun", "ended"))
     stop = ["--trainer.callbacks.step", str(SENT_IN), "--trainer.callbacks.number", str(number.value)]
     if number == signal.SIGKILL:

@@ -16,13 +16,13 @@ NOT_HERE = ("deepspeed_stage_3_offload_nvme", "deepspeed_stage_3_superoffload")
 ON_CPU = [name for name, spec in STRATEGIES.items() if name not in NOT_HERE and not spec.one_replica]
 PLAIN = {("baseline", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("deepspeed_stage_2", 2)}
 PLAIN |= {("deepspeed_stage_3_offload", 2)}
-ACCUMULATED = ["deepspeed_stage_2", "deepspeed_stage_3"]
-ADAM = ["deepspeed_stage_3", "deepspeed_stage_3_offload"]
+ACCUMULATED = ["deepspeed_stage_2"]
+ADAM = ["deepspeed_stage_3_offload"]
 BFLOAT16 = [0, 3]
 if WHOLE:
     PLAIN = {(name, ranks) for name in ON_CPU for ranks in (1, 2)}
-    ACCUMULATED += ["deepspeed_stage_0", "deepspeed_stage_1", "deepspeed_stage_3_offload"]
-    ADAM += ["deepspeed_stage_1_offload"]
+    ACCUMULATED += [f"deepspeed_stage_{stage}" for stage in ("0", "1", "3", "3_offload")]
+    ADAM += ["deepspeed_stage_3", "deepspeed_stage_1_offload"]
     BFLOAT16 += [2]
 STEPS, IMAGES = 12, 320
 RECIPES = {

@@ -12,7 +12,6 @@ from tests.support.helpers import needs_browser, shown_by_browser
 
 POINTS = (
     ("vit_tiny", 2, "32-true", 64, ""),
-    ("vit_tiny", 8, "bf16-mixed", 32, ""),
     ("vit_small", 8, "bf16-mixed", 16, "_offload"),
 )
 """Model, devices, precision, images per rank, and the end of the names of ZeRO's strategies."""

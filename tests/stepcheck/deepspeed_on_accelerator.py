@@ -24,6 +24,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
 from stepcheck.accept import train as accept  # noqa: E402
 from stepcheck.accept.cases import ADAMW, Case  # noqa: E402
 from stepcheck.accept.models import build  # noqa: E402
+from stepcheck.engines.deepspeed import compile_no_collective  # noqa: E402
 
 
 class Accelerator(CPU_Accelerator):
@@ -59,6 +60,7 @@ def build_on_device(case: Case) -> Any:
 
 def main() -> None:
     chosen.set_accelerator(Accelerator())
+    compile_no_collective()
     accept.STEPS = 2  # a tensor on another device shows in the first step, or as state in the second
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

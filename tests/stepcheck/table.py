@@ -56,6 +56,9 @@ def train(row: dict[str, Any], out: Path) -> dict[str, Any]:
 def main() -> None:
     """Trains all rows."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from stepcheck.engines.deepspeed import compile_no_collective
+
+    compile_no_collective()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

@@ -30,6 +30,8 @@ FAULTS = {
 }
 """For faults of faults.py, the ZeRO stage under which each is planted, and the text of a finding."""
 
+SHORT = "--quick --strategies ddp fsdp2 deepspeed_stage_1 deepspeed_stage_3_offload"
+
 SLOW = {"plain_backward_not_divided"}
 """Faults that the rows of --quick do not execute."""
 
@@ -84,13 +86,13 @@ def healthy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "healthy", ["--quick", *(pytest.param(each, marks=of_test_all) for each in ("--fuzz 40", ""))], indirect=True
+    "healthy", [SHORT, *(pytest.param(each, marks=of_test_all) for each in ("--fuzz 40", ""))], indirect=True
 )
 def test_healthy_engines_pass(healthy: tuple[Path, Any]):
     code, output, result = healthy[1]
     assert code == 0, output
     assert result["passed"]
-    assert len(result["engines"]) >= 27
+    assert len(result["engines"]) >= 12
     assert all(each["steps"] == 4 and each["coverage"] > 0.8 for each in result["engines"]), output
     assert "stepcheck accept: PASSED" in output
     # FSDP2 adds and sends bfloat16 gradients in float32 (torch 2.15).
@@ -99,7 +101,7 @@ def test_healthy_engines_pass(healthy: tuple[Path, Any]):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("healthy", ["--quick"], indirect=True)
+@pytest.mark.parametrize("healthy", [SHORT], indirect=True)
 def test_a_changed_kernel_and_a_failing_rank_fail_their_cases_and_not_the_others(
     healthy: tuple[Path, Any], tmp_path: Path
 ):
@@ -138,10 +140,9 @@ def test_ctrl_c_keeps_the_results_of_the_cases_that_have_ended():
 )
 def test_a_framework_trains_the_cases(framework: str, tmp_path: Path):
     pytest.importorskip(framework)
-    flags = ["--through", framework, "--quick", "--strategies", "ddp", "deepspeed_stage_2"]
-    code, output, result = accept(tmp_path, *flags)
+    code, output, result = accept(tmp_path, "--through", framework, "--quick", "--strategies", "deepspeed_stage_2")
     assert code == 0, output
-    assert len(result["engines"]) + 2 * len(result["left_out"]) == 6
+    assert len(result["engines"]) + len(result["left_out"]) == 3
 
 
 @pytest.mark.distributed

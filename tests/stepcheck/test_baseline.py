@@ -86,10 +86,25 @@ def test_a_later_run_against_a_baseline(
 
 
 SWEEP = """
-import subprocess, sys
+import multiprocessing
 
-for steps in ("4", "3"):
-    subprocess.run([sys.executable, "tests/stepcheck/loop.py", "--steps", steps, "--accumulate", steps], check=True)
+import torch
+
+
+def train(steps):
+    torch.manual_seed(steps)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+for steps in (4, 3):
+    process = multiprocessing.get_context("fork").Process(target=train, args=(steps,))
+    process.start()
+    process.join()
 """
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from stepcheck.attach import AutoAudit
 from stepcheck.auditor import audit
 from stepcheck.engines import NotAuditable, adapter_of
+from stepcheck.engines.deepspeed import compile_no_collective
 from stepcheck.updates import torch_class
 
 
@@ -22,7 +23,7 @@ def one_rank(own_process_group: None, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_RANK", "0")
     import deepspeed
 
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)  # would be compiled
+    compile_no_collective()
     autocast = importlib.import_module("deepspeed.runtime.torch_autocast")
     monkeypatch.setattr(autocast, "TORCH_AUTOCAST_INITIALIZED", False)  # which an engine sets for later ones too
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -110,15 +110,15 @@ def test_a_module_that_is_wrong_under_one_strategy(file: str, tmp_path: Path):
     junit, out = tmp_path / "junit.xml", tmp_path / "out.json"
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 40}}))
     command = ["module", f"{file}:WrongUnderDDP", "--module.lr", "0.02", "--accumulate", "2", "--steps", "6"]
-    command += ["--strategies", "ddp", "deepspeed_stage_1", "deepspeed_stage_3_offload", str(tmp_path / "zero.json")]
+    command += ["--strategies", "ddp", "deepspeed_stage_3_offload", str(tmp_path / "zero.json")]
     command += ["--junit", str(junit), "--json", str(out)]
     done = run_python("-m", "stepcheck", *command, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 1, done.stderr
     results = json.loads(out.read_text())["engines"]
-    assert [each["outcome"] for each in results] == ["different", "agrees", "agrees", "agrees"], done.stdout
+    assert [each["outcome"] for each in results] == ["different", "agrees", "agrees"], done.stdout
     assert all(each["steps"] == 6 and each["replayed"] == 4 for each in results)
     assert "different   ddp, accumulate 2: step 1: " in done.stdout
-    assert "3 of 4 agree with plain PyTorch" in done.stdout
+    assert "2 of 3 agree with plain PyTorch" in done.stdout
     (failure,) = ElementTree.parse(junit).getroot().iter("failure")
     alone = shlex.join(results[0]["command"])
     assert alone in str(failure.text)

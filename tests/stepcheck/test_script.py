@@ -81,11 +81,17 @@ def test_a_module_computes_with_the_threads_and_the_precision_of_the_script(reco
 @pytest.mark.parametrize(
     ("flags", "given", "outcome", "texts"),
     [
-        ("--sum", {}, "different", ["a sum over the samples in the script, a mean in the module"]),
+        pytest.param(
+            *("--sum", {}, "different", ["a sum over the samples in the script, a mean in the module"]),
+            marks=of_test_all,
+        ),
         pytest.param("--accumulate 2 --undivided", {}, "different", UNDIVIDED, marks=of_test_all),
         ("--accumulate 2", {"divided": "true"}, "different", UNDIVIDED),
         ("--no_zero_grad --by_epoch --decay_all", {}, "different", TOGETHER),
-        ("--dropout 0.2", {}, "not judged", ["the module draws other random numbers than the script in step"]),
+        pytest.param(
+            *("--dropout 0.2", {}, "not judged", ["the module draws other random numbers than the script in step"]),
+            marks=of_test_all,
+        ),
         ("--tf32", {"scale": "0.5"}, "different", ["0.5 times the script's plus 0, so the normalisation differs"]),
     ],
 )
@@ -117,12 +123,12 @@ def test_scripts_of_other_libraries(library: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (f"{SCRIPT} --two_optimizers", "several optimizers"),
-        (f"{SCRIPT} --lbfgs", "without a closure"),
-        (f"{SCRIPT} --clip 1 --norm inf", "clips the gradients by their inf-norm"),
+        pytest.param(f"{SCRIPT} --two_optimizers", "several optimizers", marks=of_test_all),
+        pytest.param(f"{SCRIPT} --lbfgs", "without a closure", marks=of_test_all),
+        pytest.param(f"{SCRIPT} --clip 1 --norm inf", "clips the gradients by their inf-norm", marks=of_test_all),
         (f"{SCRIPT} --clip_values", "clips each element of the gradients"),
         (f"{FOLDER / 'migrated.py'}", "without an optimizer step"),
-        (f"{SCRIPT} --unknown", "exit code 2"),
+        pytest.param(f"{SCRIPT} --unknown", "exit code 2", marks=of_test_all),
     ],
 )
 def test_scripts_that_cannot_be_recorded(script: str, message: str, tmp_path: Path):
@@ -149,7 +155,7 @@ def test_a_mistake_on_the_command_line_is_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=of_test_all), True])
 def test_the_command(fused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The script calls `model` what the module calls `net`. Its first steps overflow, and are left out. Its data set
     augments with a module, and all batches have the same mask."""

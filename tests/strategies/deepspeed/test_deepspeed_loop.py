@@ -13,6 +13,7 @@ from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import get_ds_config
 from cifar_zero.launch.local_launcher import free_port, variables
 from datamodule import CIFARDataModule
+from stepcheck.engines.deepspeed import compile_no_collective
 from tests.support.helpers import largest_difference, last_weights, run_folder_of, train_all
 
 STEPS = 12
@@ -32,6 +33,7 @@ def test_a_run_ends_with_the_weights_of_deepspeeds_own_loop(
 
     import deepspeed
 
+    compile_no_collective()
     for name, value in variables(0, 1, free_port()).items():
         monkeypatch.setenv(name, value)
     config = command_line.parse(flags)
