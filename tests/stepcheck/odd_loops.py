@@ -46,12 +46,13 @@ def fit(
     optimizer: torch.optim.Optimizer,
     before_step: Callable[[], Any] = lambda: None,
     after_step: Callable[[int], Any] = lambda step: None,
+    change: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> list[float]:
-    """Trains, calls the functions around each optimizer step, and returns the losses."""
+    """Trains, calls the functions around each optimizer step, and returns the losses, which `change` has changed."""
     losses = []
     for step, (x, y) in enumerate(batches()):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = change(F.cross_entropy(model(x), y))
         loss.backward()
         before_step()
         optimizer.step()
@@ -147,37 +148,26 @@ def left_out_step() -> list[float]:
 
 
 def validated_with_gradients() -> list[float]:
-    """Validates in evaluation mode without no_grad after the first step, and computes the gradient of an input."""
+    """Validates in evaluation mode without no_grad after each step, and computes the gradient of an input."""
     model = network()
-    optimizer = adam(model)
-    losses = []
-    for number, (x, y) in enumerate(batches()):
-        if number:
-            model.eval()
-            F.cross_entropy(model(x.requires_grad_()), y).backward()
-            model.train()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
+
+    def validate(step: int) -> None:
+        model.eval()
+        model(torch.ones(2, 16, requires_grad=True)).sum().backward()
+        model.train()
+
+    return fit(model, adam(model), after_step=validate)
 
 
 def captured_gradients() -> list[float]:
     """Computes gradients that go into no parameter, before and after the backward pass."""
     model = network()
-    optimizer = adam(model)
-    losses = []
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+
+    def capture(loss: Tensor) -> Tensor:
         grad(loss, [model[2].weight], retain_graph=True)
-        loss.backward()
-        grad(F.cross_entropy(model(x), y), [*model.parameters()])
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
+        return loss
+
+    return fit(model, adam(model), lambda: grad(model(torch.ones(2, 16)).sum(), [*model.parameters()]), change=capture)
 
 
 def clipped_with_another() -> list[float]:
@@ -274,10 +264,8 @@ def late_hooks() -> list[float]:
     return fit(model, adam(model), after_step=register)
 
 
-def two_passes(shard: bool = False) -> list[float]:
+def fit_in_two_passes(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     """Perturbs the weights between two passes of a step, as sharpness-aware minimization does."""
-    model = fully_shard(network()) if shard else network()
-    optimizer = adam(model)
     losses = []
     for x, y in batches():
         F.cross_entropy(model(x), y).backward()
@@ -294,6 +282,11 @@ def two_passes(shard: bool = False) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def two_passes() -> list[float]:
+    model = network()
+    return fit_in_two_passes(model, adam(model))
 
 
 def bounded_weights() -> list[float]:
@@ -329,36 +322,20 @@ def rebuilt_optimizer() -> list[float]:
     return losses + fit(model, optimizer)
 
 
-class Perturbed(torch.optim.Optimizer):
-    """Sharpness-aware minimization around another optimizer, as its usual implementation does it."""
+class Wrapper(torch.optim.Optimizer):
+    """Has the parameter groups of another optimizer, as usual implementations of sharpness-aware minimization do."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {})
         self.base = adam(model)
         self.param_groups = self.base.param_groups
 
-    @torch.no_grad()
-    def move(self, distance: float) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.add_(distance * parameter.grad.sign())
-
 
 def wrapped_optimizer() -> list[float]:
     """Calls only the step of the inner one of two optimizers."""
     model = network()
-    outer = Perturbed(model)
-    losses = []
-    for x, y in batches():
-        F.cross_entropy(model(x), y).backward()
-        outer.move(1e-3)
-        outer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        outer.move(-1e-3)
-        outer.base.step()
-        outer.zero_grad()
-        losses.append(float(loss))
-    return losses
+    outer = Wrapper(model)
+    return fit_in_two_passes(model, outer.base)
 
 
 def hooks_of_the_optimizer() -> list[float]:
@@ -556,22 +533,15 @@ def divided_by_different_factors() -> list[float]:
 
 
 def sharded_two_passes() -> list[float]:
-    return two_passes(shard=True)
+    model = fully_shard(network())
+    return fit_in_two_passes(model, adam(model))
 
 
 def compressed_small_gradients() -> list[float]:
     """Sends gradients in float16 that are below its smallest normal number."""
     model = wrapped(network())
     model.register_comm_hook(None, fp16_compress_hook)
-    optimizer = adam(model)
-    losses = []
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = 1e-4 * F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
+    return fit(model, adam(model), change=lambda loss: 1e-4 * loss)
 
 
 def layer_of_one_rank() -> list[float]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning", reason="needs lightning")
 
@@ -73,21 +73,6 @@ def verdict_of(
     options = {"strategy": strategy, "max_steps": steps, **QUIET, **options}
     Trainer(accelerator="cpu", devices=1, callbacks=[*callbacks, check], **options).fit(module)
     return check.verdict
-
-
-class Counting(Two):
-    """A module whose loss depends on a number, a list and a tensor that each step changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.seen, self.hidden = 0, list[dict[str, float]](), torch.zeros(1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx) * (1 + self.calls + len(self.seen) + self.hidden.item())
-        self.calls += 1
-        self.seen.append({"loss": loss.item()})
-        self.hidden = self.hidden + 1
-        return loss
 
 
 class Factor(Enum):
@@ -253,7 +238,6 @@ class ClipsAsGiven(Two):
 
 
 MAY = (
-    Counting,
     Annealed,
     OwnBatches,
     Weighted,
@@ -291,18 +275,6 @@ def test_bfloat16_agrees_and_adam_counts_its_steps(stage: int):
     assert (verdict.outcome, verdict.replayed) == ("agrees", 4), str(verdict)
     optimizer: Any = module.trainer.optimizers[0]
     assert {int(state["step"]) for state in optimizer.optimizer.state.values()} == {4}
-
-
-class Changed(Two):
-    """A module with a layer that changes after the check has copied it, as an engine may do at its start."""
-
-    def on_fit_start(self) -> None:
-        self.net[1].register_forward_hook(lambda part, inputs, output: output / 2)
-
-
-def test_the_first_wrong_module_is_named():
-    verdict = verdict_of(Changed(), check=StepCheck(steps=[1], outputs=True, on_fault="warn"), steps=1)
-    assert "the output of net.1" in str(verdict), str(verdict)
 
 
 class WrongGradient(Two):
@@ -509,22 +481,6 @@ def test_gradients_are_seen_as_the_hooks_of_the_module_leave_them(module: Any):
     verdict = verdict_of(module(), accumulate_grad_batches=2)
     assert (verdict.outcome, verdict.steps, verdict.replayed) == ("agrees", 4, 4), str(verdict)
     assert ("hooks on parameters may change them" in str(verdict)) == (module is ClampsLater)
-
-
-class Endless(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter([(torch.randn(24), 0) for _ in range(12)])
-
-
-class Streams(Two):
-    def train_dataloader(self) -> Any:
-        return DataLoader(Endless(), 4)
-
-
-def test_steps_cannot_be_spread_over_a_run_of_unknown_length():
-    verdict = verdict_of(Streams(), check=StepCheck(count=20), steps=-1, max_epochs=1)
-    assert (verdict.steps, verdict.replayed) == (3, 0)
-    assert "the number of steps is unknown" in str(verdict)
 
 
 class ManualTwice(Two):
