@@ -16,13 +16,6 @@ def test_runs_that_start_together_get_separate_folders(tmp_path: Path):
     assert sorted(path.name for path in claimed) == sorted(f"version_{n}" for n in range(32))
 
 
-def test_the_newest_run_of_a_name(tmp_path: Path):
-    assert run_folder.newest_run(tmp_path) == tmp_path
-    for number in (2, 10, 9):
-        (tmp_path / f"version_{number}").mkdir()
-    assert run_folder.newest_run(tmp_path) == tmp_path / "version_10"
-
-
 def make(path: Path, when: float) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.startswith("sharded"):
@@ -60,14 +53,14 @@ def test_a_recipe_is_found_only_in_the_run_folder(tmp_path: Path):
 def test_the_newest_checkpoint_is_the_last_of_the_last_run_whatever_a_copy_did_to_the_times(tmp_path: Path):
     """The last run of a name may have begun at an earlier checkpoint than the last one of the run before."""
     for run, name, when in (
-        ("version_0", "last.ckpt", 400),
-        ("version_1", "best-epoch01-step000030.ckpt", 300),
-        ("version_1", "last.ckpt", 200),
-        ("version_1", "best-epoch00-step000020.ckpt", 100),
+        ("version_9", "last.ckpt", 400),
+        ("version_10", "best-epoch01-step000030.ckpt", 300),
+        ("version_10", "last.ckpt", 200),
+        ("version_10", "best-epoch00-step000020.ckpt", 100),
     ):
         make(tmp_path / "net" / run / "checkpoints" / name, when)
-    newest = tmp_path / "net" / "version_1" / "checkpoints" / "last.ckpt"
-    assert run_folder.find_checkpoint(str(tmp_path / "net" / "version_1")) == newest
+    newest = tmp_path / "net" / "version_10" / "checkpoints" / "last.ckpt"
+    assert run_folder.find_checkpoint(str(tmp_path / "net" / "version_10")) == newest
     assert run_folder.find_checkpoint(str(tmp_path / "net")) == newest
     newest.unlink()
     assert run_folder.find_checkpoint(str(tmp_path / "net")).name == "best-epoch01-step000030.ckpt"

@@ -35,30 +35,6 @@ def test_pins_are_in_the_tested_ranges_and_in_the_lock():
     assert {name: locked[name.lower()] for name in pins} == pins
 
 
-IMPORTS = """
-import site, sys
-site.addsitedir(sys.argv[1])
-import cifar_module, datamodule, cifar_zero.comparison.compare
-print(*(module.__file__ for module in (cifar_module, datamodule, cifar_zero.comparison.compare)), sep="\\n")
-"""
-
-
-@of_test_all
-def test_an_editable_installation_is_importable_from_any_directory(tmp_path: Path):
-    # Without --ignore-installed pip would first uninstall the clone's own cifar-zero.
-    command = [*PIP, "install", *ALONE, "--ignore-installed", "--no-build-isolation"]
-    command += ["--prefix", str(tmp_path), "--editable", str(ROOT)]
-    assert_ok(subprocess.run(command, capture_output=True, text=True))
-    (packages,) = tmp_path.glob("lib/python*/site-packages")
-    (names,) = packages.glob("*.dist-info/top_level.txt")
-    assert names.read_text().split() == ["cifar_module", "cifar_zero", "datamodule", "stepcheck"]
-    command = [sys.executable, "-c", IMPORTS, str(packages)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert_ok(done)
-    files = ("cifar_module.py", "datamodule.py", "cifar_zero/comparison/compare.py")
-    assert done.stdout.split() == [str(ROOT / file) for file in files]
-
-
 OWN_TEST = """
 from stepcheck.testing import assert_agrees
 from my_module import MyModule

@@ -1,43 +1,33 @@
-"""Tests cifar-zero doctor --nodes on two simulated hosts, and its comparison of versions on made-up hosts."""
+"""Tests cifar-zero doctor --nodes on two ranks, and its comparison of versions on made-up hosts."""
 
-import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from cifar_zero.diagnosis import nodes
-from tests.support.helpers import HANG_SECONDS, of_test_all
-from tests.support.namespaces import DEVICE, two_hosts
+from cifar_zero.launch.local_launcher import free_port, variables
+from tests.support.helpers import HANG_SECONDS, of_test_all, run_program
 
 
 @of_test_all
-def test_two_hosts_that_do_not_share_a_disk(tmp_path: Path):
-    flags = ["--nodes", "--timeout", str(HANG_SECONDS), "--out", "runs"]
-    with two_hosts() as hosts:
-        variables = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": DEVICE}
-        variables |= {"MASTER_ADDR": hosts.a.address, "MASTER_PORT": "29532", "OMP_NUM_THREADS": "1"}
-        ranks: list[subprocess.Popen[str]] = []
-        for rank, host in enumerate((hosts.a, hosts.b)):
-            (tmp_path / host.name).mkdir()
-            ranks.append(
-                host.start(
-                    *(sys.executable, "-m", "cifar_zero", "doctor", *flags),
-                    cwd=tmp_path / host.name,
-                    env={**os.environ, **variables, "RANK": str(rank)},
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        out, other = (rank.communicate(timeout=HANG_SECONDS)[0] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [1, 0], out
-    assert other == ""  # only rank 0 reports
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[0] == f"ok ranks 2 ranks on 2 nodes are connected: {hosts.a.name}, {hosts.b.name}"
-    assert lines[2] == "ok all-reduce 1 MiB over gloo, with the correct sum on every rank"
-    assert lines[3].startswith("ok versions the same on all nodes: torch 2")
-    apart = f"runs is not the same directory on {hosts.a.name} and {hosts.b.name}"
-    assert lines[4].startswith(f"failed out {apart}: --out DIR")
-    assert lines[5].startswith("These nodes are not ready to train together: 1 check failed; warnings: 0. Bandwidth ")
+@pytest.mark.distributed
+def test_two_ranks_that_do_not_share_a_disk(tmp_path: Path):
+    port = free_port()
+
+    def diagnose(rank: int) -> Any:
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        flags = ["--nodes", "--timeout", str(HANG_SECONDS), "--out", "runs"]
+        return run_program("doctor", *flags, cwd=folder, env=variables(rank, 2, port))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(diagnose, (0, 1))
+    assert (first.returncode, other.returncode, other.stdout) == (1, 0, ""), first.stdout  # only rank 0 reports
+    assert "1 MiB over gloo, with the correct sum on every rank" in first.stdout
+    assert "runs is not the same directory on " in first.stdout
+    assert "These nodes are not ready to train together: 1 check failed" in first.stdout
     assert not [*tmp_path.glob("*/*")]
 
 

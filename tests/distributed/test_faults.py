@@ -4,7 +4,6 @@ or terminated."""
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,6 @@ from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,
     largest_difference,
-    last_checkpoint,
     last_weights,
     of_test_all,
     run_folder_of,
@@ -132,27 +130,6 @@ def test_a_suspended_rank_ends_the_run(begin: Callable[..., Run]):
     assert run.said().count("\nresume with: ") == 1
     assert "\nrank 1 did not end within 10 s after this error, and had to be killed\n" in run.said()
     run.assert_nothing_left()
-
-
-@pytest.mark.distributed
-@of_test_all
-def test_a_terminated_launcher_saves_and_the_run_resumes(
-    begin: Callable[..., Run], small_data: list[str], tmp_path: Path
-):
-    """Only the launcher gets the signal, as from a supervisor that signals only the process that it started."""
-    same = ["--strategy", "deepspeed_stage_2"]
-    run = begin(*same)
-    run.launcher.terminate()
-    assert run.launcher.wait(HANG_SECONDS) == 128 + signal.SIGTERM
-    folder = run_folder_of(tmp_path)
-    assert f", saved; resume with: {train_command()} --resume {folder}\n" in run.said()
-    assert "Traceback" not in run.said()
-    run.assert_nothing_left()
-    step = last_checkpoint(folder)["global_step"]
-    resumed = tmp_path / "resumed"
-    more = ["--resume", str(folder), "--max_steps", str(step + 1)]
-    train_all({resumed: [*RECIPE, *small_data, *same, *more]})
-    assert last_checkpoint(resumed)["global_step"] == step + 1
 
 
 @pytest.mark.distributed

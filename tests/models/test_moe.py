@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from cifar_zero import models
 from cifar_zero.models import MixtureOptions, moe
 from cifar_zero.models.moe import Gate, MixtureOfExperts
-from cifar_zero.models.net import Net
 
 TOKENS, WIDTH, EXPERTS = 50, 8, 4
 
@@ -155,16 +154,6 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
     by_loop = torch.autograd.grad((expected * weights).sum(), parameters)
     for actual, gradient in zip(torch.autograd.grad((outputs * weights).sum(), parameters), by_loop, strict=True):
         torch.testing.assert_close(actual, gradient, rtol=1e-5, atol=1e-5)
-
-
-def test_one_expert_is_the_dense_model():
-    mixture: Any = models.build("net_moe", 10, num_experts=[1])
-    (only,) = mixture.fc3
-    dense: Any = Net(10)
-    dense.fc3 = nn.Sequential(only.experts[0], mixture.fc4)
-    dense.load_state_dict({**mixture.state_dict(), **dense.fc3.state_dict(prefix="fc3.")}, strict=False)
-    images = torch.randn(20, 3, 32, 32)
-    torch.testing.assert_close(mixture(images), dense(images), rtol=1e-6, atol=1e-7)
 
 
 # Randomness
