@@ -1,5 +1,5 @@
-"""Tests that a run ends soon and leaves nothing behind after a rank was killed or suspended, or the launcher was killed
-or terminated."""
+"""Tests that a run ends soon and leaves nothing behind after a rank was killed or suspended, or the launcher was
+killed."""
 
 import os
 import re

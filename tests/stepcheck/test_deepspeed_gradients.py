@@ -30,18 +30,19 @@ def one_rank(own_process_group: None, tmp_path: Path, monkeypatch: pytest.Monkey
     deepspeed.init_distributed(verbose=False)
 
 
-def build(model: Any = None, **config: Any) -> Any:
+BATCH = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+
+
+def build(stage: int, model: Any = None, **config: Any) -> Any:
     """Returns an engine of a model, by default of two layers that share their weights."""
     import deepspeed
 
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)
     model = model or nn.Sequential(layer, layer)
+    config = {**BATCH, "zero_optimization": {"stage": stage}, "optimizer": optimizer("AdamW"), **config}
     initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts
-    return initialize(model=model, model_parameters=model.parameters(), config={**BATCH, **config})[0]
-
-
-BATCH = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+    return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def optimizer(kind: str) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def optimizer(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int):
     autocast = {"enabled": True, "dtype": "bfloat16"}
-    engine = build(zero_optimization={"stage": stage}, torch_autocast=autocast, optimizer=optimizer("AdamW"))
+    engine = build(stage, torch_autocast=autocast)
     assert adapter_of(engine).rounding_dtypes() == {torch.float32, torch.bfloat16}
 
 
@@ -93,7 +94,7 @@ def train(engine: Any) -> Any:
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 65536.0)])
 def test_the_loss_scale_of_autocast_is_no_fault(stage: int, dtype: str, scale: float):
     autocast = {"enabled": True, "dtype": dtype}
-    engine = build(zero_optimization={"stage": stage}, torch_autocast=autocast, optimizer=optimizer("AdamW"))
+    engine = build(stage, torch_autocast=autocast)
     verdict = train(engine)
     assert (verdict.outcome, verdict.steps, verdict.findings) == ("agrees", 2, [])
     assert adapter_of(engine).loss_scale() == scale
@@ -102,8 +103,7 @@ def test_the_loss_scale_of_autocast_is_no_fault(stage: int, dtype: str, scale: f
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_norm_that_contains_the_loss_scale_of_autocast_is_found(stage: int):
     """DeepSpeed clips before it divides by the scale (0.17.2 to 0.19.8; stepcheck/upstream/autocast_clipping)."""
-    clipped = {"torch_autocast": {"enabled": True, "dtype": "float16"}, "gradient_clipping": 0.01}
-    verdict = train(build(zero_optimization={"stage": stage}, optimizer=optimizer("AdamW"), **clipped))
+    verdict = train(build(stage, torch_autocast={"enabled": True, "dtype": "float16"}, gradient_clipping=0.01))
     assert "step 1: all gradients together are" in str(verdict.findings[0])
 
 
@@ -126,7 +126,7 @@ def test_an_optimizer_of_another_model_is_found(engine: bool):
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 def test_gradients_that_zero_replaces_with_the_updates_of_muon_are_not_judged(clip: float):
     zero = {"stage": 1, "reduce_scatter": False}
-    verdict = train(build(zero_optimization=zero, optimizer=optimizer("Muon"), gradient_clipping=clip))
+    verdict = train(build(1, zero_optimization=zero, optimizer=optimizer("Muon"), gradient_clipping=clip))
     assert verdict.findings == []
     assert "Muon (1 of 2" in verdict.not_judged["some gradients"]
 
@@ -150,7 +150,7 @@ class OnebitAdam(torch.optim.Adam):
 )
 def test_what_changes_gradients_or_weights_by_design_is_refused(why: str, owner: str, name: str, value: Any):
     """The options are set after the start, because they need several ranks, a GPU or an earlier release."""
-    engine = build(zero_optimization={"stage": 1}, optimizer=optimizer("AdamW"))
+    engine = build(1)
     setattr(attrgetter(owner)(engine) if owner else engine, name, value)
     with pytest.raises(NotAuditable, match=why):
         adapter_of(engine)
@@ -159,7 +159,7 @@ def test_what_changes_gradients_or_weights_by_design_is_refused(why: str, owner:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_that_deepspeed_skips_is_named(stage: int):
     """Plain PyTorch does not skip it, and ends with weights that are not numbers (DeepSpeed issue 8415)."""
-    engine = build(zero_optimization={"stage": stage}, bf16={"enabled": True}, optimizer=optimizer("AdamW"))
+    engine = build(stage, bf16={"enabled": True})
     with audit(engine, on_fault="warn") as audited:
         for batch in (torch.randn(4, 8), torch.full((4, 8), torch.inf)):
             engine.backward(engine(batch.bfloat16()).square().mean())
@@ -178,12 +178,7 @@ class TwoOutputs(nn.Linear):
 
 @pytest.mark.parametrize(("plain", "stage"), [(False, 0), (False, 1), (False, 3), (True, 1), (True, 2), (True, 3)])
 def test_odd_outputs_are_no_fault(stage: int, plain: bool):
-    engine = build(
-        TwoOutputs(8, 8),
-        zero_optimization={"stage": stage},
-        optimizer=optimizer("AdamW"),
-        gradient_accumulation_steps=2,
-    )
+    engine = build(stage, TwoOutputs(8, 8), gradient_accumulation_steps=2)
     with audit(engine, on_fault="warn", weights_every=1) as audited:
         for _ in range(4):
             loss, other, bias = engine(torch.randn(4, 8))
@@ -196,7 +191,7 @@ def test_odd_outputs_are_no_fault(stage: int, plain: bool):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_calls_of_the_module_itself_and_failed_backward_passes_are_no_fault(stage: int):
-    engine = build(zero_optimization={"stage": stage}, optimizer=optimizer("AdamW"), gradient_accumulation_steps=2)
+    engine = build(stage, gradient_accumulation_steps=2)
 
     def fail(gradient: Any) -> None:
         raise ValueError("the backward pass has failed")
@@ -217,7 +212,7 @@ def test_calls_of_the_module_itself_and_failed_backward_passes_are_no_fault(stag
 
 
 def test_a_script_may_change_the_weights_that_the_optimizer_itself_updates():
-    engine = build(zero_optimization={"stage": 0}, optimizer=optimizer("AdamW"))
+    engine = build(0)
     with audit(engine, on_fault="warn") as audited:
         for _ in range(3):
             engine.backward(engine(torch.randn(4, 8)).square().mean())
