@@ -1,12 +1,10 @@
-"""Creates tiny CIFAR archives in the published layout, and runs a web server on this machine."""
+"""Creates tiny CIFAR archives in the published layout."""
 
 import gzip
 import hashlib
 import io
 import pickle
 import tarfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,27 +51,3 @@ def publish(files: dict[str, bytes], published: type[CIFAR10], monkeypatch: pyte
         monkeypatch.setattr(published, attribute, [[name, sums[name]] for name in names])
     monkeypatch.setattr(published, "meta", published.meta | {"md5": sums[published.meta["filename"]]})
     monkeypatch.setattr(published, "tgz_md5", md5(tar_gz(files)))
-
-
-class ArchiveServer(ThreadingHTTPServer):
-    """Serves `content` at every path, and counts the downloads in `tries`."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.content, self.tries = content, 0
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/archive.tar.gz"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Any  # an ArchiveServer
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.server.content)))
-        self.end_headers()
-        if self.headers.get("Method") != "HEAD":  # torchvision first sends HEAD to locate the file
-            self.server.tries += 1
-            self.wfile.write(self.server.content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass

@@ -20,6 +20,10 @@ from stepcheck.start import Start
 from stepcheck.verdict import Verdict
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def step(engine: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     engine(torch.randn(4, 3)).square().sum().backward()
     optimizer.step()
@@ -35,7 +39,7 @@ def test_a_module_that_an_engine_has_changed_is_found():
     linear.unknown = math.nan  # stays the same
     dropout = nn.Dropout(0.5)
     model = nn.Sequential(linear, dropout)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     start = Start(model, optimizer)
     dropout.p = 0.1
     with audit(model, optimizer, on_fault="warn", start=start) as audited:
@@ -45,7 +49,7 @@ def test_a_module_that_an_engine_has_changed_is_found():
 
 def test_a_batch_norm_that_keeps_its_statistics_is_found_at_the_first_step_but_not_one_that_is_loaded():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with audit(model, optimizer, on_fault="warn") as audited:
         step(model, optimizer)
         loaded = {name: value + 5 for name, value in model.state_dict().items()}
@@ -66,7 +70,7 @@ def test_a_divisor_that_float32_rounds_is_no_fault():
 
 def test_a_loss_scale_whose_reciprocal_float32_rounds_is_no_fault():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1000.0)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1000.0)
     with audit(model, optimizer) as audited:
         scaler.scale(model(torch.randn(4, 8)).square().sum()).backward()
         scaler.step(optimizer)
@@ -75,7 +79,7 @@ def test_a_loss_scale_whose_reciprocal_float32_rounds_is_no_fault():
 
 def test_a_weight_that_is_not_finite_hides_no_other():
     model, verdict = nn.Linear(3, 3), Verdict()
-    judge = Judge(adapter_of(model, torch.optim.SGD(model.parameters(), lr=0.1)), verdict)
+    judge = Judge(adapter_of(model, sgd(model)), verdict)
     sums = {name: torch.ones(2, width, dtype=torch.float64) for name, width in COLUMNS.items()}
     sums["reference"][0] = sums["used"][0] = math.inf
     sums["used"][1] = 1.5
@@ -102,7 +106,7 @@ def test_the_default_device_of_a_script_is_not_the_device_of_the_audit(monkeypat
 def test_the_audit_of_an_optimizer_that_is_dropped_ends():
     model = nn.Linear(3, 3)
     for _ in range(3):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         audit(model, optimizer)
         step(model, optimizer)
     assert len(model._forward_pre_hooks) == 1
@@ -122,7 +126,7 @@ def test_an_option_that_json_gives_as_a_list_is_no_fault():
 @pytest.mark.parametrize("weights_every", [1, 3, 8])
 def test_every_weight_has_its_turn(every: int, weights_every: int):
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with audit(model, optimizer, every=every, weights_every=weights_every) as audited:
         compared = set()
         for number in range(1, every * weights_every + 1):
@@ -139,7 +143,7 @@ def test_an_error_of_the_audit_itself_does_not_end_the_training(monkeypatch: pyt
 
     monkeypatch.setattr(Judge, "gradients", fail)
     model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with audit(model, optimizer) as audited:
         for _ in range(3):
             step(model, optimizer)

@@ -49,13 +49,6 @@ def optimizer(kind: str) -> dict[str, Any]:
     return {"type": kind, "params": {"lr": 0.01, "torch_adam": True}}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_may_round_gradients_to_the_dtype_of_autocast(stage: int):
-    autocast = {"enabled": True, "dtype": "bfloat16"}
-    engine = build(stage, torch_autocast=autocast)
-    assert adapter_of(engine).rounding_dtypes() == {torch.float32, torch.bfloat16}
-
-
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_parameter_group_may_override_the_options_in_the_configuration(stage: int, changed: bool, tmp_path: Path):
@@ -93,11 +86,12 @@ def train(engine: Any) -> Any:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 65536.0)])
 def test_the_loss_scale_of_autocast_is_no_fault(stage: int, dtype: str, scale: float):
-    autocast = {"enabled": True, "dtype": dtype}
-    engine = build(stage, torch_autocast=autocast)
+    engine = build(stage, torch_autocast={"enabled": True, "dtype": dtype})
     verdict = train(engine)
     assert (verdict.outcome, verdict.steps, verdict.findings) == ("agrees", 2, [])
-    assert adapter_of(engine).loss_scale() == scale
+    adapter = adapter_of(engine)
+    assert adapter.loss_scale() == scale
+    assert stage == 0 or adapter.rounding_dtypes() == {torch.float32, getattr(torch, dtype)}  # ZeRO may round to it
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
