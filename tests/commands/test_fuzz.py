@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import random
-import resource
 import shlex
 import shutil
 from collections.abc import Callable
@@ -16,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_zero import data, models
+from cifar_zero import models
 from cifar_zero.__main__ import COMMANDS
 from cifar_zero.checkpoints.weights import encode
 from cifar_zero.config import command_line
-from cifar_zero.config.recipe import DataConfig
-from cifar_zero.core import atomic, exits
+from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError, UsageError
-from cifar_zero.exporting import formats
-from tests.exporting.made_up import CLASSES, write_checkpoint
+from tests.exporting.made_up import CLASSES
 from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, run_program, train_all
 from tests.users_code.evil import Evil
 
@@ -115,20 +112,6 @@ def test_checkpoints(strategy: str, devices: int, small_data: list[str], tmp_pat
     assert fuzz(checkpoint, tmp_path, lambda path: read_weights(net, path), same) > MUTATIONS / 3
 
 
-def test_caches(tmp_path: Path):
-    """Damaged caches are made again. One wrong bit of an image may be overlooked, because the result is still an
-    image."""
-    cache = tmp_path / "cache" / "synthetic-640"
-
-    def read(path: Path) -> Any:
-        config = DataConfig(source="synthetic", synthetic_size=640, root=str(tmp_path), cache=str(path.parent))
-        return data.load(config, data.prepare(config))
-
-    original = read(cache)
-    assert (cache / "meta.json").exists()
-    assert fuzz(cache, tmp_path, read, lambda result: (result.train_labels == original.train_labels).all()) == 0
-
-
 def test_recipes(tmp_path: Path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(command_line.dump(command_line.parse(["--config", str(ROOT / "configs" / "deepspeed.yaml")])))
@@ -199,24 +182,3 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert last.startswith("error: ")
     assert WRONG[line] in last
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda file: atomic.write(file, bytes(200_000)),
-        lambda file: formats.export(file.parent / "net.ckpt", file, "safetensors"),
-    ],
-)
-def test_a_file_that_becomes_too_large_is_named(
-    write: Callable[[Path], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    write_checkpoint(tmp_path / "net.ckpt")
-    file, limits = tmp_path / "net.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        assert exits.guarded(lambda: write(file)) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert capsys.readouterr().err == f"error: File too large ({file})\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["net.ckpt"]

@@ -69,12 +69,3 @@ def test_the_ranks_get_the_same_run(tmp_path: Path):
     got = run_of_bytes(run.to_bytes())
     assert (got, got.consent, got.named) == (run, run.consent, run.named)
     assert got.recipe.model.options == {"widths": ((1, 2), 3), "names": {1: "a"}}
-
-
-def test_each_option_has_one_owner():
-    for owner, options in (
-        ("recipe", "optimizer.lr batch_size data.source augment.flip model.num_experts"),
-        ("placement", "model.ep_size data.root precision accumulate zero.overlap_comm offload.pin_memory"),
-        ("output", "name save_top_k"),
-    ):
-        assert {owner_of(option) for option in options.split()} == {owner}

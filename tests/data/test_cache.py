@@ -50,15 +50,14 @@ def test_a_killed_writer_leaves_nothing_in_the_way(config: DataConfig):
 
 
 def test_a_damaged_cache_is_rebuilt(config: DataConfig):
-    """A cache without a readable file is built again too, see tests/commands/test_fuzz.py."""
     data.prepare(config)
     path = image_file(config)
     whole = path.read_bytes()
     lost_block = whole[:400_000] + bytes(100_000) + whole[500_000:]
     torn_header = whole.replace(b"3), }", "3¨, ".encode("latin1"), 1)
     other_pixel = whole[:400_001] + bytes([whole[400_001] ^ 1]) + whole[400_002:]
-    for damaged in (lost_block, torn_header, other_pixel):
-        path.write_bytes(damaged)
+    for damaged in (lost_block, torn_header, other_pixel, b"", None):
+        path.write_bytes(damaged) if damaged is not None else path.unlink()
         data.prepare(config)
         assert path.read_bytes() == whole
     meta = path.with_name("meta.json")
