@@ -17,13 +17,16 @@ from cifar_zero.models import Layout
 from cifar_zero.models.vit import ViT
 
 
-def test_net_computes_the_plain_formula():
+@pytest.fixture(autouse=True)
+def seed() -> None:
     torch.manual_seed(0)
+
+
+def test_net_computes_the_plain_formula():
     net: Any = models.build("net", num_classes=10)
     images = torch.randn(3, 3, 32, 32)
-    f = torch.nn.functional
-    x = f.max_pool2d(f.conv2d(images, net.conv1.weight, net.conv1.bias).relu(), 2)
-    x = f.max_pool2d(f.conv2d(x, net.conv2.weight, net.conv2.bias).relu(), 2).reshape(3, 400)
+    x = F.max_pool2d(F.conv2d(images, net.conv1.weight, net.conv1.bias).relu(), 2)
+    x = F.max_pool2d(F.conv2d(x, net.conv2.weight, net.conv2.bias).relu(), 2).reshape(3, 400)
     for layer in (net.fc1, net.fc2):
         x = (x @ layer.weight.T + layer.bias).relu()
     torch.testing.assert_close(net(images), x @ net.fc3.weight.T + net.fc3.bias)
@@ -31,7 +34,6 @@ def test_net_computes_the_plain_formula():
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
 def test_resnets_are_torchvisions_but_for_the_stem(name: str):
-    torch.manual_seed(0)
     net, expected = models.build(name, 3), torchvision.models.get_model(name, num_classes=3)
     expected.conv1, expected.maxpool = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False), torch.nn.Identity()
     expected.load_state_dict(net.state_dict())
@@ -44,7 +46,6 @@ def test_vgg_is_torchvisions():
     with torch.device("meta"):
         ours, reference = models.build("vgg16", 10), torchvision.models.vgg16_bn(num_classes=10)
     reference.load_state_dict(ours.state_dict(), assign=True)
-    torch.manual_seed(0)
     net: Any = models.build("vgg16", 3, width=1 / 16).eval()
     expected: Any = torchvision.models.VGG(net.features, num_classes=3, init_weights=False).eval()
     expected.classifier = net.classifier
@@ -58,7 +59,7 @@ def images() -> Tensor:
     return F.interpolate(noise, (32, 32), mode="bilinear").tanh() * torch.tensor([1.0, 0.5, 0.25])[:, None, None]
 
 
-def test_parameters_are_the_references():
+def test_the_parameters_of_speednet_are_the_references():
     """The number is counted from airbench94_muon.py. Its model has 24 filters of 2 x 2 pixels, six convolutions, six
     batch norms and one matrix."""
     net = models.build("speednet", 10)
@@ -72,8 +73,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_scores_are_those_of_a_second_formulation(training: bool):
-    torch.manual_seed(0)
+def test_the_scores_of_speednet_are_those_of_a_second_formulation(training: bool):
     net = models.build("speednet", 7, width=0.25).train(training)
     state = {name: value.clone() for name, value in net.state_dict().items()}
     for name in state:
@@ -104,11 +104,6 @@ SMALL = Layout(width=32, depth=2, heads=4)
 OPTIONS: Any = SimpleNamespace(layout=SMALL, dropout=0.0, tokens_per_image=64)
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("name", [name for name in models.MODELS if name.startswith("vit_") and name != "vit_moe"])
 def test_sizes_are_those_of_the_help(name: str):
     said = re.search(r": ([\d.]+) (million|billion) parameters$", models.MODELS[name].__doc__ or "")
@@ -136,7 +131,7 @@ def torch_layer(block: Any) -> nn.TransformerEncoderLayer:
     return layer
 
 
-def test_the_model_computes_the_plain_formula():
+def test_the_transformer_computes_the_plain_formula():
     """The reference has torch's encoder layers as blocks."""
     net: Any = ViT(7, OPTIONS)
     images = torch.randn(3, 3, 32, 32)

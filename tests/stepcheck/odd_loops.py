@@ -1,13 +1,14 @@
 """Healthy training scripts that know nothing of stepcheck, each with a habit that an audit may mistake for a fault.
 
-`odd_loops.py` runs those of one process one after the other, `torchrun odd_loops.py` those of several ranks. Each line
-printed is the name of a script and its losses.
+`odd_loops.py NAME ...` runs those of one process one after the other, `torchrun odd_loops.py NAME ...` those of several
+ranks. Each line printed is the name of a script and its losses.
 """
 
 import copy
 import io
 import multiprocessing
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -577,70 +578,20 @@ def probe_of_one_rank() -> list[float]:
     return losses
 
 
-SCRIPTS: list[Callable[[], list[float]]] = [
-    closure,
-    several_closures,
-    failed_step,
-    failed_backward,
-    left_out_step,
-    validated_with_gradients,
-    captured_gradients,
-    clipped_with_another,
-    switched_statistics,
-    low_precision_and_fused,
-    traced,
-    scaled_loss,
-    clipped_by_value,
-    clipped_in_two_parts,
-    own_gradients,
-    late_hooks,
-    two_passes,
-    bounded_weights,
-    reset_optimizer,
-    rebuilt_optimizer,
-    wrapped_optimizer,
-    hooks_of_the_optimizer,
-    several_modules,
-    fine_tuned_in_evaluation_mode,
-    copied,
-    resumed,
-    unfrozen,
-    grown,
-    unusual_tensors,
-    reset_statistics,
-    compiled,
-    compiled_step,
-    forked,
-]
-
-SCRIPTS_OF_SEVERAL_RANKS: list[Callable[[], list[float]]] = [
-    one_optimizer_for_two_wrappers,
-    recomputed_in_views_of_buckets,
-    uneven_inputs,
-    groups_of_one_rank,
-    sharded_optimizer,
-    sharded_and_clipped_by_value,
-    divided_by_different_factors,
-    sharded_two_passes,
-    compressed_small_gradients,
-    layer_of_one_rank,
-    probe_of_one_rank,
-]
-
-
 def main() -> None:
+    """Runs the scripts that the command line names."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("gloo")
-    for script in SCRIPTS_OF_SEVERAL_RANKS if distributed else SCRIPTS:
+    for name in sys.argv[1:]:
         torch.manual_seed(0)
-        losses = script()
+        losses = globals()[name]()
         if distributed:
             dist.barrier()
         if not distributed or dist.get_rank() == 0:
-            print(script.__name__, *(loss.hex() for loss in losses), flush=True)
+            print(name, *(loss.hex() for loss in losses), flush=True)
     if distributed:
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@ judge."""
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,21 @@ ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
     ("Linear", 0, {"all steps"}),  # refused: the probe
 ]
 
+OF_SEVERAL_RANKS = """one_optimizer_for_two_wrappers recomputed_in_views_of_buckets uneven_inputs groups_of_one_rank
+    sharded_optimizer sharded_and_clipped_by_value divided_by_different_factors sharded_two_passes
+    compressed_small_gradients layer_of_one_rank probe_of_one_rank"""
+"""The scripts of several ranks, in their order. Not each has an engine."""
 
-def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: str) -> list[dict[str, Any]]:
+
+def check(
+    expected: list[tuple[str, int, set[str]]], names: Iterable[str], folder: Path, *launcher: str
+) -> list[dict[str, Any]]:
     """Runs the scripts with and without the audit, and compares outputs and verdicts. Returns the verdicts."""
+    script = [*launcher, SCRIPT, *names]
     report, baseline = folder / "verdict.json", folder / "baseline.pt"
     options = ["-m", "stepcheck", "run", "--weights_every", "1", "--json", str(report)]
-    audited = run_python(*options, "--save", str(baseline), *launcher, SCRIPT)
-    alone = run_python(*(["-m", "torch.distributed.run", *launcher[1:]] if launcher else []), SCRIPT)
+    audited = run_python(*options, "--save", str(baseline), *script)
+    alone = run_python(*(["-m", "torch.distributed.run", *script[1:]] if launcher else script))
     assert alone.returncode == 0, alone.stderr[-3000:]
     assert audited.returncode == 1, audited.stdout[-3000:] + audited.stderr[-3000:]
     assert "exit code 1, because an engine, or more than 10% of its gradients, was not judged" in audited.stderr
@@ -88,13 +97,14 @@ def check(expected: list[tuple[str, int, set[str]]], folder: Path, *launcher: st
         assert (name, each["steps"], set(each["not_judged"])) == (name, steps, not_judged), each["summary"]
     assert not any(each["findings"] for each in engines)
     if WHOLE or not launcher:
-        again = run_python(*options, "--against", str(baseline), *launcher, SCRIPT)
+        again = run_python(*options, "--against", str(baseline), *script)
         assert "FAULT" not in again.stdout, again.stdout[-3000:]
     return engines
 
 
 def test_odd_scripts_of_one_process(tmp_path: Path):
-    *engines, of_the_fork = check([*ENGINES, ("forked", 4, set())], tmp_path)
+    expected = [*ENGINES, ("forked", 4, set())]
+    *engines, of_the_fork = check(expected, dict.fromkeys(row[0] for row in expected), tmp_path)
     coverage = {name: each["coverage"] for (name, _, _), each in zip(ENGINES, engines, strict=True)}
     unjudged = {"several_closures", "clipped_by_value", "clipped_in_two_parts", "own_gradients", "compiled_step"}
     assert {name for name, share in coverage.items() if share == 0} == unjudged
@@ -115,4 +125,5 @@ def test_verdicts_are_in_the_order_in_which_processes_start(monkeypatch: pytest.
 
 @pytest.mark.distributed
 def test_odd_scripts_of_several_ranks(tmp_path: Path):
-    check(ENGINES_OF_SEVERAL_RANKS, tmp_path, "torchrun", "--standalone", "--nproc_per_node", "2")
+    launcher = ["torchrun", "--standalone", "--nproc_per_node", "2"]
+    check(ENGINES_OF_SEVERAL_RANKS, OF_SEVERAL_RANKS.split(), tmp_path, *launcher)
