@@ -41,14 +41,13 @@ def groups_of(model: nn.Module, decay_of_biases: float = 0.0) -> list[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for flag in (
-        *("--amp", "--recompute", "--two_optimizers", "--lbfgs", "--tf32", "--resumed", "--clip_values"),
+        *("--amp", "--recompute", "--tf32", "--resumed"),
         *("--sum", "--undivided", "--no_zero_grad", "--by_epoch", "--decay_all"),
     ):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=0.0)
-    parser.add_argument("--norm", type=float, default=2.0)
     options = parser.parse_args()
     if options.tf32:
         torch.set_float32_matmul_precision("high")
@@ -57,9 +56,6 @@ def main() -> None:
     model = Classifier(options.dropout, options.recompute)
     decay_of_biases = 0.1 if options.decay_all else 0.0
     optimizer = torch.optim.AdamW(groups_of(model, decay_of_biases), lr=0.01, weight_decay=0.1)
-    other = torch.optim.SGD(model.head.parameters(), lr=0.01)
-    if options.lbfgs:
-        optimizer = torch.optim.LBFGS(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5 if options.by_epoch else 0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=options.amp)
     loss_of = nn.CrossEntropyLoss(reduction="sum" if options.sum else "mean")
@@ -76,20 +72,14 @@ def main() -> None:
         for number, (x, labels) in enumerate(loader, 1):
             with torch.autocast("cpu", torch.bfloat16, enabled=options.amp):
                 loss = loss_of(model(x - 1), labels)
-            if options.lbfgs:
-                optimizer.step(lambda loss=loss: loss)
             scaler.scale(loss if options.undivided else loss / options.accumulate).backward()
             if number % options.accumulate:
                 continue
             scaler.unscale_(optimizer)
-            if options.clip_values:
-                torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
             if options.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip, options.norm)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
             scaler.step(optimizer)
             scaler.update()
-            if options.two_optimizers:
-                other.step()
             if not options.no_zero_grad:
                 optimizer.zero_grad()
             if not options.by_epoch:
