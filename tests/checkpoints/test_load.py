@@ -105,11 +105,3 @@ def test_a_flipped_byte_of_a_tensor_is_found(tmp_path: Path):
     with pytest.raises(UsageError, match="does not match its checksum"):
         load_safely(file, device="meta")
     load_safely(file, verify=False)
-
-
-@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04" + bytes(100)])
-def test_a_file_that_is_not_a_checkpoint_is_refused(content: bytes, tmp_path: Path):
-    file = tmp_path / "last.ckpt"
-    file.write_bytes(content)
-    with pytest.raises(UsageError, match="damaged or not a checkpoint"):
-        load_safely(file)

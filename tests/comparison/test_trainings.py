@@ -49,7 +49,7 @@ def test_a_failed_run_is_reported_with_its_last_error_or_its_signal(
 
 
 def test_a_failed_run_leaves_its_variant_untrained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     def train(name: str, flags: list[str], folder: Path) -> Path:
         if name == "baseline":
@@ -61,7 +61,7 @@ def test_a_failed_run_leaves_its_variant_untrained(
     variants = train_variants(plan_variants(["baseline", "ddp"], ["1"], [], SMALL), tmp_path)
     assert [variant.outcome for variant in variants] == ["not trained", "not judged"]
     assert [variant.run is None for variant in variants] == [True, False]
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert "[1/2] baseline: training, see " in said
     assert "baseline: no memory\n" in said
 

@@ -1,5 +1,5 @@
-"""Tests that a run ends soon and leaves nothing behind after a rank was killed or suspended, or the launcher was
-killed."""
+"""Runs two ranks as a user starts them, including their exit, which support/many_runs.py skips. A run ends soon and
+leaves nothing behind after a rank was killed or suspended, or the launcher was killed."""
 
 import os
 import re
@@ -20,10 +20,12 @@ from cifar_zero.checkpoints.run_folder import find_checkpoint
 from tests.support.helpers import (
     HANG_SECONDS,
     ROOT,
+    assert_ok,
     largest_difference,
     last_weights,
     of_test_all,
     run_folder_of,
+    run_program,
     train_all,
     train_command,
     wait_until,
@@ -141,3 +143,23 @@ def test_all_processes_end_with_a_killed_launcher(begin: Callable[..., Run]):
     run.launcher.wait(HANG_SECONDS)
     wait_until(lambda: not run.processes() and not run.listens())
     run.assert_nothing_left()
+
+
+FIGURES = {"confusion_matrix.png", "precision_recall.png", "roc.png"}
+
+
+@pytest.mark.distributed
+def test_two_ranks_write_figures_and_print_once(small_data: list[str], tmp_path: Path):
+    """The ranks do not read the recipe again, which comes from a pipe. The environment variable makes DeepSpeed choose
+    CUDA, as DeepSpeed does automatically on a machine with a GPU."""
+    recipe = "{devices: 2, strategy: deepspeed_stage_2, batch_size: 32, max_steps: 3, accelerator: cpu}"
+    flags = [*small_data, "--config", "/dev/stdin", "--out", str(tmp_path), "--test_figures", "true"]
+    done = run_program("train.py", *flags, env={"DS_ACCELERATOR": "cuda"}, fresh=True, given=recipe)
+    assert_ok(done)
+    run = run_folder_of(tmp_path)
+    assert {path.name for path in run.glob("*.png")} >= FIGURES
+    assert done.stdout.count("run folder") == 1
+    may_come = ("Preparing the images", "other programs use")
+    first, last = [line for line in done.stderr.splitlines() if line and not line.startswith(may_come)]
+    assert first.startswith("starting: model net, strategy deepspeed_stage_2, data synthetic, batch")
+    assert last.startswith("Step 3/3 |")

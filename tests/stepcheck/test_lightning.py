@@ -510,13 +510,6 @@ def test_schedules_of_manual_optimization_are_the_modules_own():
     assert not verdict.findings, str(verdict)
 
 
-def test_an_audit_that_fails_on_another_rank_ends_on_this_rank_too(monkeypatch: pytest.MonkeyPatch):
-    reasons = iter(["", "", "no space on rank 1"])  # of the copy, of its setup and of the audit
-    monkeypatch.setattr("stepcheck.lightning.callback.first_reason", lambda reason: next(reasons))
-    verdict = verdict_of(Two())
-    assert (verdict.outcome, verdict.not_judged) == ("not judged", {"all steps": "no space on rank 1"})
-
-
 class Infinite(Two):
     """A module whose loss is NaN from the third micro-batch on."""
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from stepcheck import Replay, audit
 from stepcheck.engines.adapter import RankInfo
@@ -260,19 +259,6 @@ def test_only_chosen_weights_are_compared():
     assert "no trained weight has a name with 'frist', such as batch_norm.bias" in str(train(only="frist")[0])
 
 
-class Recomputed(Model):
-    """A model whose second layer is computed again in the backward pass, without gradients if its input needs none."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.batch_norm(self.first(x)))
-        return self.third(checkpoint(self.second, x, use_reentrant=True)) * self.scale
-
-
-def test_chosen_weights_in_reentrant_checkpointing_are_compared():
-    verdict, _ = train(kind=Recomputed, only="second")
-    assert (verdict.outcome, verdict.replayed) == ("agrees", STEPS), str(verdict)
-
-
 class OtherInFloat64(Model):
     """A model that calls one module less in float64."""
 
@@ -286,12 +272,6 @@ def test_an_error_of_the_comparison_is_named_and_ends_nothing():
     assert verdict.steps == STEPS
     assert not verdict.findings
     assert verdict.not_judged["the replay of step 1"].startswith("ValueError: zip() argument"), str(verdict)
-
-
-def test_a_hook_that_is_no_function_of_python_leaves_its_gradient_out():
-    verdict, _ = train(lambda model: model.first.weight.register_hook([].append))
-    assert (verdict.replayed, verdict.findings) == (STEPS, []), str(verdict)
-    assert "hooks on parameters may change them" in str(verdict)
 
 
 def test_an_audit_that_ends_within_a_step_leaves_no_hooks():
