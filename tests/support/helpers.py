@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from cifar_zero.config import command_line
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.core.console import next_to_python
 from cifar_zero.core.errors import UsageError
-from cifar_zero.launch import local_launcher
 from tests.support.many_runs import train_run
 from tests.support.suite import HANG_SECONDS, ROOT, WHOLE, environment, needs_gpu, of_test_all, run_python  # noqa: F401
 
@@ -61,34 +59,21 @@ def run_program(
     cwd: Path = ROOT,
     env: dict[str, str] | None = None,
     fresh: bool = False,
-    parent: int = 0,
     given: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python <command>`, or a command of cifar-zero. Returns its output and exit code. A program that is started
     afresh reads `given` from its standard input.
 
-    Programs of `WARM` run in a fork of tests.support.warm_start, which has their imports, unless `fresh` is true. One
-    parent has one fork at a time, so programs that run at the same time need different numbers `parent`.
+    Programs of `WARM` run in a fork of tests.support.warm_start, which has their imports, unless `fresh` is true. It
+    has one fork at a time.
     """
     env = dict(env or {})
     if cwd != ROOT:
         env.setdefault("PYTHONPATH", str(ROOT))
     if command[0] in WARM and not fresh:
-        return _warm_start(parent).run(command, cwd, environment(env))
+        return _warm_start().run(command, cwd, environment(env))
     started = ["-m", "cifar_zero", *command] if command[0] in COMMANDS else command
     return run_python(*started, cwd=cwd, env=env, given=given)
-
-
-def run_ranks(ranks: int, *command: str) -> list[int]:
-    """Runs a program of `WARM` on several ranks, which have the environment that the launcher gives them. Returns the
-    exit code of each rank. Ranks of the launcher itself take seconds to import."""
-    port = local_launcher.free_port()
-
-    def run(rank: int) -> int:
-        return run_program(*command, env=local_launcher.variables(rank, ranks, port), parent=rank).returncode
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return [*pool.map(run, range(ranks))]
 
 
 class WarmStart:
@@ -137,7 +122,7 @@ class WarmStart:
 
 
 @functools.cache
-def _warm_start(parent: int) -> WarmStart:
+def _warm_start() -> WarmStart:
     return WarmStart()
 
 
