@@ -18,7 +18,7 @@ from cifar_zero.exporting import export, formats
 from cifar_zero.models import LAYOUTS, Layout
 from cifar_zero.models.moe import gates
 from tests.exporting.made_up import CLASSES, write_checkpoint
-from tests.support.helpers import ROOT, assert_ok, of_test_all, refused, run_program
+from tests.support.helpers import ROOT, assert_ok, of_test_all, run_program
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runs.md").read_text(), re.DOTALL)
 
@@ -98,20 +98,3 @@ def test_an_export_with_other_scores_is_not_kept(tmp_path: Path, monkeypatch: py
         formats.export(checkpoint, output, "safetensors")
     assert output.read_text() == "the one before"
     assert {*tmp_path.iterdir()} == {checkpoint, output}
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--to onnx --output net.pt", "must end in .onnx"),
-        ("--to onnx --output nowhere/net.onnx", "nowhere/net.onnx cannot be written"),
-        ("--to safetensors", "is the checkpoint itself"),
-    ],
-)
-def test_mistakes(flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    named = tmp_path / "net.safetensors"
-    named.write_text("weights")
-    monkeypatch.setattr(sys, "argv", ["export", str(named), *flags.split()])
-    with refused(message):
-        export.main()
-    assert named.read_text() == "weights"

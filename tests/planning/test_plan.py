@@ -57,22 +57,3 @@ def test_a_model_that_uses_its_blocks_in_its_own_way_is_planned(model: str, plan
     code, out, err = planned("--model", f"{ROOT}/tests/users_code/own_code.py:{model}", "--device_memory", "8GB")
     assert (code, err) == (0, "")
     assert "recommended" in out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--device_memry 80GB", "unknown option --device_memry"),
-        ("--device_memory 80PB", "--device_memory 80PB: give a size such as 80GB"),
-        ("--device_memory=", "--device_memory : give a size such as 80GB"),
-        ("--host_memory 1e-10", "--host_memory 1e-10: give a size"),
-        (f"--ds_config {ROOT}/cifar_zero/config/deepspeed_examples.json", "--ds_config cannot be planned"),
-        ("--model vit_tiny --trainable nothing.*", "--trainable nothing.* matches no parameter of"),
-    ],
-)
-def test_a_mistake_is_reported_in_one_line(planned, flags: str, message: str):
-    code, out, err = planned(*flags.split())
-    assert (code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
