@@ -1,4 +1,4 @@
-"""A model in the user's own file is trained, tested and exported, and is imported only if the command line names it.
+"""Models and transforms in the user's own file are used and kept, and are imported only if the command line names them.
 Models of torchvision have their names there. A run starts from their pretrained weights, and reading its checkpoint
 needs no network."""
 
@@ -38,27 +38,49 @@ def test_it_is_trained_tested_and_exported_where_the_command_line_names_it(small
         assert_ok(run_program(*program, *MODEL))
 
 
+def test_a_run_trains_with_an_own_transform_and_keeps_it(small_data: list[str], tmp_path: Path):
+    flags = ["--accelerator", "cpu", "--batch_size", "16", "--max_steps", "4"]
+    train_all({tmp_path: [*small_data, *flags, "--augment.transform", f"{FILE}:warmer"]})
+    run = run_folder_of(tmp_path)
+    assert (run / FILE.name).read_bytes() == FILE.read_bytes()
+    assert_ok(run_program("evaluate", str(run)))  # which augments nothing
+
+
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    ("flags", "expected"),
     [
-        ("own_code.py:Small --model.broken true", "(own_code.py, line 34: no good)"),
-        ("own_code.py:seven_scores", "a score per class: give its last layer 10 outputs"),
-        ("own_code.py:Nothing", "has no Nothing"),
-        ("own_code.py:Named", "rename its argument `name`"),
-        ("nowhere.py:Small", "nowhere.py does not exist"),
-        ("own_code.py:Small --model.widht 5", "did you mean --model.width?"),
-        ("torchvision:resnot18", "torchvision has no classifier of this name, did you mean resnet18"),
-        ("torchvision:vit_b_16", "cannot train on micro-batches of 4 x 32 x 32 pixels"),
-        ("torchvision:resnet18 --model.kwargs.depth 3", "kwargs do not fit"),
-        ("torchvision:vit_b_16 --model.kwargs.image_size 15", "Input shape indivisible"),
-        ("torchvision:resnet18 --model.kwargs.num_classes 7", "returns torch.Size([4, 7]) instead of (4, 10)"),
-        ("torchvision:resnet18 --batch_size 1", "Expected more than 1 value per channel"),
+        ("--model own_code.py:Small --model.broken true", "(own_code.py, line 34: no good)"),
+        ("--model own_code.py:seven_scores", "a score per class: give its last layer 10 outputs"),
+        ("--model own_code.py:Nothing", "has no Nothing"),
+        ("--model own_code.py:Named", "rename its argument `name`"),
+        ("--model nowhere.py:Small", "nowhere.py does not exist"),
+        ("--model own_code.py:Small --model.widht 5", "did you mean --model.width?"),
+        ("--model torchvision:resnot18", "torchvision has no classifier of this name, did you mean resnet18"),
+        ("--model torchvision:vit_b_16", "cannot train on micro-batches of 4 x 32 x 32 pixels"),
+        ("--model torchvision:resnet18 --model.kwargs.depth 3", "kwargs do not fit"),
+        ("--model torchvision:vit_b_16 --model.kwargs.image_size 15", "Input shape indivisible"),
+        ("--model torchvision:resnet18 --model.kwargs.num_classes 7", "returns torch.Size([4, 7]) instead of (4, 10)"),
+        ("--model torchvision:resnet18 --batch_size 1", "Expected more than 1 value per channel"),
+        (
+            "--augment.transform own_code.py:brightest",
+            "for an image depends on the other images of the batch",
+        ),
+        (
+            "--augment.transform own_code.py:grey",
+            "of the same shape, but returned torch.uint8 (4, 1, 32, 32) for 4 images",
+        ),
+        (
+            "--augment.transform own_code.py:from_0_to_1",
+            "ValueError: must return uint8 images of the same shape, but returned torch.float32 (4, 3",
+        ),
+        ("--augment.transform own_code.py:not_there", "own_code.py has no not_there"),
+        ("--augment.transform own_code.py:Small", "own_code.py, line"),
     ],
 )
-def test_mistakes_are_one_clear_line(model: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+def test_mistakes_are_one_clear_line(flags: str, expected: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(FILE.parent)
     with refused(expected):
-        resolve(command_line.parse(["--data.source", "digits", "--accelerator", "cpu", "--model", *model.split()]))
+        resolve(command_line.parse(["--data.source", "digits", "--accelerator", "cpu", *flags.split()]))
 
 
 @pytest.mark.parametrize(
