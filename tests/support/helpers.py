@@ -182,9 +182,8 @@ def _name(function: Callable[..., None]) -> str:
 
 
 def train_all(runs: Mapping[Path, list[str]], change: Callable[[pytest.MonkeyPatch], None] | None = None) -> str:
-    """Trains several runs and returns what they printed. If one of several runs fails, the others are trained too, and
-    `run_folder_of` fails for this run only. The figures of the test set are left out, because they take longer than a
-    short run.
+    """Trains several runs and returns what they printed. The figures of the test set are left out, because they take
+    longer than a short run.
 
     Args:
         runs: The flags of each run, by its output directory.
@@ -195,13 +194,7 @@ def train_all(runs: Mapping[Path, list[str]], change: Callable[[pytest.MonkeyPat
         devices = command_line.parse(flags).placement.devices
         ranks = 1 if devices == "auto" else devices
         command = [*flags, "--devices", str(ranks), "--out", str(out), "--test_figures", "false"]
-        try:
-            said += on_ranks(ranks, train_run, command, _name(change) if change else "")
-        except AssertionError as error:
-            if len(runs) == 1:
-                raise
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "failed").write_text(str(error))
+        said += on_ranks(ranks, train_run, command, _name(change) if change else "")
     return said
 
 
@@ -263,9 +256,8 @@ def assert_ok(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def run_folder_of(out: Path) -> Path:
-    """Returns the only run folder under an output directory, or `out` itself if it is a run folder. Fails if the run
-    failed in `train_all`. The functions below also take both kinds of folders."""
-    assert not (out / "failed").exists(), (out / "failed").read_text()
+    """Returns the only run folder under an output directory, or `out` itself if it is a run folder. The functions below
+    also take both kinds of folders."""
     if (out / "config.yaml").exists():
         return out
     (folder,) = out.glob("*/version_*")
