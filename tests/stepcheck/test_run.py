@@ -123,6 +123,7 @@ def test_a_script_without_an_audited_step_is_no_success(
         (["--junit", f"{ROOT / SCRIPT}/new/junit.xml", SCRIPT], "--junit"),
         (["--save", f"{ROOT / SCRIPT}/before.pt", SCRIPT], "before.pt cannot be written (File exists); give another"),
         (["--unknown", SCRIPT], "--unknown"),
+        (["--against", "missing.pt", SCRIPT], "--against: missing.pt is not a file"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]):
@@ -216,29 +217,24 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("plant", "environment", "finding", "notes"),
+    ("plant", "finding", "notes"),
     [
-        ("", {"ATEN_CPU_CAPABILITY": "default"}, "", ["weights drift from the baseline", "environment has changed"]),
-        (LOSS, {}, "step 1: the gradient of .* of its norm, from the same weights and batches", []),
-        (BATCHES, {}, "step 1: the gradient of .* of its norm, from other batches", []),
-        (OPTIMIZER, {}, "step 2: the last update differs from the baseline's, by .*", []),
-        (LATER, {}, "", ["weights drift from the baseline: from the start of this step on"]),
+        ("", "", ["weights drift from the baseline", "environment has changed"]),
+        (LOSS, "step 1: the gradient of .* of its norm, from the same weights and batches", []),
+        (BATCHES, "step 1: the gradient of .* of its norm, from other batches", []),
+        (OPTIMIZER, "step 2: the last update differs from the baseline's, by .*", []),
+        (LATER, "", ["weights drift from the baseline: from the start of this step on"]),
     ],
 )
 def test_a_later_run_against_a_baseline(
-    plant: str,
-    environment: dict[str, str],
-    finding: str,
-    notes: list[str],
-    baseline: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    plant: str, finding: str, notes: list[str], baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The plants stand for another release of torch. The audit alone does not find them. Other kernels are no fault."""
+    """The plants stand for another release of torch. The audit alone does not find them. Other kernels, of a processor
+    without vector instructions, are no fault."""
     (tmp_path / "sitecustomize.py").write_text(plant)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    if not plant:
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     report = tmp_path / "verdict.json"
     every = ["--every", "2"] if plant == LATER else []  # the update that differs is in a step between two audited ones
     code = main(["run", "--against", str(baseline), "--json", str(report), *every, *FOUR_STEPS, "--clip", "0"])
@@ -282,8 +278,3 @@ def test_the_trainings_of_a_sweep_are_compared_one_by_one(tmp_path: Path):
     assert main(["run", "--against", str(file), "--json", str(report), str(script)]) == 0
     engines: list[dict[str, Any]] = json.loads(report.read_text())["engines"]
     assert [(each["steps"], each["not_judged"], each["notes"]) for each in engines] == [(4, {}, {}), (3, {}, {})]
-
-
-def test_a_missing_baseline_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert main(["run", "--against", "missing.pt", *FOUR_STEPS]) == 2
-    assert "--against: missing.pt is not a file" in capsys.readouterr().err
