@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, small_data: list[str]) -> tupl
     return run_folder_of(out), done.stdout + done.stderr
 
 
-def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
+def test_tensorboard_has_every_curve_and_figure_and_a_row_of_hparams(run: tuple[Path, str]):
     events = EventAccumulator(str(run[0]), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
     events.Reload()
     assert set(events.Tags()["scalars"]) >= SCALARS
@@ -65,15 +65,12 @@ def test_tensorboard_has_every_curve_and_figure(run: tuple[Path, str]):
     assert [section.title for section in layout.category] == ["Loss", "Accuracy", "Speed", "Memory"]
     for tag in (tag for section in layout.category for chart in section.chart for tag in chart.multiline.tag):
         assert any(re.match(tag, curve) for curve in events.Tags()["scalars"]), tag
-
-
-def test_the_hparams_table_has_what_runs_are_compared_by(run: tuple[Path, str]):
-    metadata = EventAccumulator(str(run[0])).Reload().summary_metadata
-    contents = [metadata[f"_hparams_/{name}"].plugin_data.content for name in ("experiment", "session_start_info")]
+    names = ("experiment", "session_start_info")
+    contents = [events.summary_metadata[f"_hparams_/{name}"].plugin_data.content for name in names]
     table, row = map(HParamsPluginData.FromString, contents)
-    assert row.session_start_info.hparams["strategy"].string_value == "baseline"
-    assert row.session_start_info.hparams["batch_size"].string_value == "16"
-    assert row.session_start_info.hparams["lr"].number_value == 0.001
+    hparams = row.session_start_info.hparams
+    assert (hparams["strategy"].string_value, hparams["batch_size"].string_value) == ("baseline", "16")
+    assert hparams["lr"].number_value == 0.001
     assert [metric.name.tag for metric in table.experiment.metric_infos][:2] == ["test/acc", "val/acc"]
 
 
@@ -97,14 +94,11 @@ def test_metrics_json(run: tuple[Path, str]):
 def test_files_of_the_run_folder_and_output(run: tuple[Path, str]):
     folder, output = run
     left = {path.name for path in folder.iterdir()}
-    assert left >= {"config.yaml", "metrics.json", "checkpoints", "confusion_matrix.png"}
-    assert left >= {"roc.png", "precision_recall.png"}
+    assert left >= {"config.yaml", "metrics.json", "checkpoints"}  # tests/distributed/test_faults.py has the figures
     metrics = metrics_of(folder)
     for expected in (*CLASSES, f"{metrics['test/acc']:.2%}", "images/s", str(folder), "tensorboard --logdir"):
         assert expected in output
-    assert "Warning" not in output
-    assert "WARNING" not in output
-    assert "weights_only" not in output
+    assert not re.search("warning|weights_only", output, re.IGNORECASE)
 
 
 def test_config_yaml_repeats_the_run_also_with_torchs_loader_and_lightnings_loop(run: tuple[Path, str], tmp_path: Path):
