@@ -1,6 +1,10 @@
-"""Tests that the benchmarks' reference loop trains train.py's model, and runs one whole benchmark."""
+"""Tests that the benchmarks' reference loop trains train.py's model, runs one whole benchmark, and tests what
+benchmarks/releases.py keeps of an acceptance, and the page that docs/releases.py makes of it."""
 
+import json
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.loops import bare
 from benchmarks.loops.common import WARMUP_STEPS
+from benchmarks.releases import shortened
 from cifar_module import CIFARModule
 from cifar_zero import data as sources
 from cifar_zero.config import command_line
@@ -17,7 +22,7 @@ from cifar_zero.config.recipe import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
-from tests.support.helpers import assert_ok, of_test_all, run_program
+from tests.support.helpers import ROOT, assert_ok, needs_browser, of_test_all, run_program, shown_by_browser
 
 
 @pytest.fixture
@@ -70,3 +75,29 @@ def test_tutorial_in_small():
     assert_ok(done)
     for program in (r"train\.py", r"train\.py in \."):
         assert re.search(program + r" / tutorial loop\*\* \| [\d.,]+ / [\d.,]+ / [\d.,]+", done.stdout)
+
+
+CASES = (
+    ("deepspeed_stage_2", "float32", {"shares": {"gradient": 0.25, "loss": 0.0}, "summary": "0.25 of a tolerance"}),
+    ("deepspeed_stage_2", "bfloat16", {"shares": {"gradient": 30.0}, "findings": ["a"], "summary": "<b>step</b> 1"}),
+    ("deepspeed_stage_3", "float32", {"steps": 0, "passed": False, "shares": {}, "summary": "rank 0 failed"}),
+)
+"""A correct case, one with a fault that all releases have, and one that does not run."""
+
+
+@needs_browser
+def test_the_page_of_a_release_shows_each_case_and_its_first_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    blank = {"steps": 4, "passed": True, "findings": []}
+    engines = [{"strategy": strategy, "row": row, **blank, **case} for strategy, row, case in CASES]
+    result = {"date": "2026-11-28", "machine": {"cores": "2"}, **shortened({"passed": False, "engines": engines})}
+    (tmp_path / "results.json").write_text(json.dumps({"0.18.1": result}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["releases.py", "results.json"])
+    runpy.run_path(str(ROOT / "docs" / "releases.py"), run_name="__main__")
+    shown = shown_by_browser((tmp_path / "releases.html").as_uri(), tmp_path / "browser")
+    green, grey, red = "#4caf50", "#bdbdbd", "#d32f2f"
+    cells = re.findall(r'<td style="background: (.*?)">(.*?)</td>', shown)
+    assert cells == [(green, "0.25"), (red, "30"), (grey, ""), ("", "")]
+    faults = re.findall(r"<li>(.*?)</li>", shown)
+    assert faults == ["ZeRO 2, bfloat16: &lt;b&gt;step&lt;/b&gt; 1", "ZeRO 3, float32: rank 0 failed"]
+    assert (tmp_path / "releases.png").exists()

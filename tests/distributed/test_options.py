@@ -1,5 +1,6 @@
 """Tests options that must not change the maths, on two real ranks: ZeRO's buckets, activation checkpointing, curves of
-gradients, and the training of adapters and of a part of the model. `make test-all` adds strategies and resumes."""
+gradients, the training of adapters and of a part of the model, and offload to a disk. `make test-all` adds strategies
+and resumes."""
 
 import json
 import math
@@ -7,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import get_default_build_root
 
 from cifar_zero import models
+from cifar_zero.config.rules import check_nvme
+from cifar_zero.core.errors import UsageError
 from tests.distributed.changes import small_vit
 from tests.support.helpers import (
     WHOLE,
@@ -151,3 +155,37 @@ def test_trains_only_the_named_parameters(strategy: str, base: Path, out: Path):
 def test_fine_tuning_resumes_in_any_shape(start: str, strategy: str, out: Path):
     actual, expected = last_weights(out / f"{start} to {strategy}"), last_weights(out / "uninterrupted")
     assert largest_difference(actual, expected) < 1e-6
+
+
+def missing_requirement() -> str:
+    """Returns what this machine lacks for offloading to a disk, or an empty string if it lacks nothing."""
+    try:
+        check_nvme("/tmp")
+    except UsageError as error:
+        return str(error)
+    built = any(Path(get_default_build_root()).rglob("async_io.so"))
+    return "" if built else "compiling DeepSpeed's async_io takes minutes"
+
+
+@pytest.mark.skipif(bool(missing_requirement()), reason=missing_requirement() or "there is all")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=of_test_all)])
+def test_offload_to_a_disk_is_as_offload_to_the_memory_of_the_cpu(ranks: int, tmp_path: Path, small_data: list[str]):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # The model has 1.6 million parameters in one matrix, because DeepSpeed leaves tensors smaller than 1 MiB in memory.
+    same = [*small_data, "--accelerator", "cpu", "--devices", str(ranks), "--batch_size", "16", "--model", "mlp"]
+    same += ["--optimizer", "adamw", "--data.val_fraction", "0", "--trainer.limit_test_batches", "1"]
+    nvme = [*same, "--strategy", "deepspeed_stage_3_offload_nvme", "--nvme_path", str(disk), "--max_steps"]
+    in_memory = [*same, "--strategy", "deepspeed_stage_3_offload", "--max_steps", "6"]
+    train_all(
+        {
+            tmp_path / "cpu": in_memory,
+            tmp_path / "nvme": [*nvme, "6"],
+            tmp_path / "half": [*nvme, "3"],
+            tmp_path / "resumed": [*in_memory, "--resume", str(tmp_path / "half")],
+        }
+    )
+    assert any(disk.rglob("*.swp"))
+    expected = last_weights(tmp_path / "cpu")
+    for name in ("nvme", "resumed"):
+        assert largest_difference(last_weights(tmp_path / name), expected) == 0, name

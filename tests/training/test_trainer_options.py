@@ -1,4 +1,5 @@
-"""Tests that each unusable value of an option of Lightning's Trainer is refused in one line, and leaves no folder."""
+"""Tests that each unusable value of an option of Lightning's Trainer is refused in one line, and leaves no folder, and
+that `--audit` and `--check_steps` check the steps of a run on two real ranks, and write the verdict."""
 
 import inspect
 import json
@@ -18,7 +19,7 @@ from cifar_zero.core.plain_data import load_value
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from stepcheck.lightning import StepCheck
-from tests.support.helpers import refused
+from tests.support.helpers import refused, run_folder_of, train_all
 
 OPTIONS = sorted(inspect.signature(Trainer.__init__).parameters.keys() - {"self", *OWNED})
 
@@ -94,3 +95,21 @@ def test_a_refused_run_leaves_no_folder(flags: str, said: str, resolved, tmp_pat
     with refused(said):
         train.train(resolved(*flags.split()))
     assert not [*(tmp_path / "runs").glob("*")]
+
+
+FROZEN = ["--model", "resnet18", "--model.width", "0.05", "--trainable", "fc.*", "--optimizer", "adamw"]
+"""A model whose batch norms the program puts into evaluation mode. This is no fault of the strategy."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("flags", "strategy", "replayed"), [(["--audit"], "deepspeed_stage_3", 0), (["--check_steps", "2"], "ddp", 2)]
+)
+def test_the_verdict_is_in_the_run_folder(
+    flags: list[str], strategy: str, replayed: int, small_data: list[str], tmp_path: Path
+):
+    recipe = [*small_data, *FROZEN, "--accelerator", "cpu", "--batch_size", "16", "--accumulate", "2"]
+    train_all({tmp_path: [*recipe, "--devices", "2", "--strategy", strategy, "--max_steps", "4", *flags]})
+    verdict = json.loads((run_folder_of(tmp_path) / STEP_CHECK).read_text())
+    assert (verdict["outcome"], verdict["steps"], verdict["replayed"]) == ("agrees", 4, replayed), verdict["summary"]
+    assert verdict["notes"] == {}

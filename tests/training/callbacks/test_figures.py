@@ -19,7 +19,7 @@ def test_the_confusion_matrix_counts_the_test_images_of_all_batches(
     """The names of the classes are in the order of the labels."""
     confusion: list[Any] = []
     monkeypatch.setattr(figures, "confusion_figure", lambda *given: confusion.extend(given))
-    monkeypatch.setattr(figures, "_write", lambda *_: None)  # tests/commands/test_train.py has the files
+    monkeypatch.setattr(figures, "_write", lambda *_: None)  # tests/distributed/test_faults.py has the files
     run = fit(make_settings(epochs=1, batch_size=8), 32, figures.TestFigures())
     run.datamodule.classes = run.datamodule.classes[::-1]  # not in alphabetical order
     run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
