@@ -4,7 +4,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,25 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "planted_code", raising=False)
     return proof
+
+
+@pytest.fixture
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Returns a function that runs a command of cifar-zero in this process, and returns its exit code, its output and
+    its errors."""
+
+    def run(name: str, *flags: object) -> tuple[int, str, str]:
+        from cifar_zero.__main__ import COMMANDS
+        from cifar_zero.core import exits
+
+        monkeypatch.setattr("sys.argv", [name, *map(str, flags)])
+        code = exits.guarded(import_module(COMMANDS[name]).main)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,5 @@
 """A delta file holds only the trained weights. With the delta's base, every program reads the whole model."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from cifar_zero.checkpoints.weights import apply_delta, encode, read_plain, read
 from cifar_zero.config import command_line
 from cifar_zero.config.settings import tree_of
 from cifar_zero.core.errors import UsageError
-from cifar_zero.exporting import export, formats
-from cifar_zero.training import evaluate
+from cifar_zero.exporting import formats
 from tests.support.helpers import largest_difference, read_weights
 
 FLAGS = ["--lora.rank", "2", "--lora.target", "fc1", "--trainable", "fc3.*", "--accelerator", "cpu"]
@@ -51,11 +49,6 @@ def delta(checkpoint: Path, tmp_path: Path) -> Path:
     return tmp_path / "last.delta.safetensors"
 
 
-def run(program: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
-    return program.main()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def test_a_delta_holds_only_the_trained_weights_and_restores_the_model_bit_for_bit(
     base: Path, checkpoint: Path, delta: Path
 ):
@@ -64,28 +57,21 @@ def test_a_delta_holds_only_the_trained_weights_and_restores_the_model_bit_for_b
     assert largest_difference(apply_delta(base, delta)["state_dict"], expected) == 0
 
 
-def test_the_programs_read_a_delta(
-    base: Path,
-    checkpoint: Path,
-    delta: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_the_programs_read_a_delta(base: Path, checkpoint: Path, delta: Path, tmp_path: Path, run_command):
     images, adapted = torch.rand(3, 3, 32, 32), create_model(command_line.parse(FLAGS).recipe, 10).eval()
     read_weights(adapted, checkpoint)
     expected = formats.load_classifier(str(checkpoint)).scores(images)
     torch.testing.assert_close(expected, adapted(images))  # the adapters are merged into the weights
     assert torch.equal(formats.load_classifier(str(base), delta=str(delta)).scores(images), expected)
     whole = tmp_path / "whole.safetensors"
-    assert run(export, monkeypatch, base, "--delta", delta, "--to", "safetensors", "--output", whole) == 0
+    assert run_command("export", base, "--delta", delta, "--to", "safetensors", "--output", whole)[0] == 0
     assert load_file(whole).keys() == torch.load(base).keys()  # no adapters: a plain model
     assert torch.equal(formats.load_classifier(str(whole)).scores(images), expected)
     tables = []
     for arguments in ([checkpoint], [base, "--delta", delta]):
-        capsys.readouterr()
-        assert run(evaluate, monkeypatch, *arguments, "--accelerator", "cpu") == 0
-        tables.append(capsys.readouterr().out.splitlines()[1:])
+        code, out, _ = run_command("evaluate", *arguments, "--accelerator", "cpu")
+        assert code == 0
+        tables.append(out.splitlines()[1:])
     assert tables[0] == tables[1]
 
 

@@ -8,7 +8,6 @@ import random
 import shlex
 import shutil
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import pytest
 import torch
 
 from cifar_zero import models
-from cifar_zero.__main__ import COMMANDS
 from cifar_zero.checkpoints.weights import encode
 from cifar_zero.config import command_line
-from cifar_zero.core import exits
 from cifar_zero.core.errors import RunError, UsageError
 from tests.exporting.made_up import CLASSES
 from tests.support.helpers import ROOT, WHOLE, read_weights, run_folder_of, run_program, train_all
@@ -173,20 +170,13 @@ WRONG = {
 
 @pytest.mark.usefixtures("inputs")
 @pytest.mark.parametrize("line", WRONG)
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    line: str,
-    small_data: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_mistake_is_one_line_and_leaves_nothing(line: str, small_data: list[str], tmp_path: Path, run_command):
     name, *words = shlex.split(line)
     if name == "train":
         words = [*small_data, "--accelerator", "cpu", *words]
-    monkeypatch.setattr("sys.argv", [name, *words])
     before = sorted(tmp_path.rglob("*"))
-    code = exits.guarded(import_module(COMMANDS[name]).main)
-    *_, last = capsys.readouterr().err.splitlines()
+    code, _, said = run_command(name, *words)
+    *_, last = said.splitlines()
     assert code == 2, last
     assert last.startswith("error: ")
     assert WRONG[line] in last

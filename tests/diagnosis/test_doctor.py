@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cifar_zero.diagnosis import doctor, machine, nodes
+from cifar_zero.diagnosis import machine, nodes
 from cifar_zero.diagnosis.doctor import CHECKS
 from cifar_zero.launch.local_launcher import free_port, variables
 from tests.support.helpers import (
@@ -32,17 +31,6 @@ def lines_of(output: str) -> dict[str, tuple[str, str]]:
     """Returns the status and the text of each printed finding, by the name of its check."""
     lines = re.findall(r"^(ok|warning|failed) +(\S+) +(\S.*)$", output, re.MULTILINE)
     return {name: (status, text) for status, name, text in lines}
-
-
-@pytest.fixture
-def diagnose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Returns a function that runs the doctor in this process, and returns its exit code and its output."""
-
-    def run(*flags: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["doctor", *flags])
-        return doctor.main(), capsys.readouterr().out
-
-    return run
 
 
 @of_test_all
@@ -73,28 +61,28 @@ def test_neither_output_of_the_ranks_nor_the_out_folder_disturbs_the_all_reduce(
 
 
 def test_ranks_that_print_a_warning_and_hang_are_called_slow(
-    diagnose: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     lines = "import os, sys, time\nif 'RANK' in os.environ:\n    print('a warning', file=sys.stderr, flush=True)\n"
     (tmp_path / "sitecustomize.py").write_text(lines + "    time.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name, seconds in (("START_SECONDS", 1), ("STEPS", 0), ("GRACE_SECONDS", 0)):
         monkeypatch.setattr(machine, name, seconds)
-    code, output = diagnose("all-reduce", "--ranks", "2")
+    code, output, _ = run_command("doctor", "all-reduce", "--ranks", "2")
     assert (code, lines_of(output)["all-reduce"][0]) == (1, "failed")
     assert "the ranks did not end within 1 s" in output
 
 
-def test_decoded_images_need_no_archive(diagnose: Callable[..., tuple[int, str]], tmp_path: Path):
-    assert "no images in" in diagnose("data", "--data.root", str(tmp_path))[1]
+def test_decoded_images_need_no_archive(run_command, tmp_path: Path):
+    assert "no images in" in run_command("doctor", "data", "--data.root", str(tmp_path))[1]
     decoded = tmp_path / ".cifar-zero" / "cifar10" / "meta.json"
     decoded.parent.mkdir(parents=True)
     decoded.touch()
-    assert "cifar10: decoded images" in diagnose("data", "--data.root", str(tmp_path))[1]
+    assert "cifar10: decoded images" in run_command("doctor", "data", "--data.root", str(tmp_path))[1]
 
 
-def test_each_check_prints_one_line(diagnose: Callable[..., tuple[int, str]]):
-    code, output = diagnose("all-reduce", "memory", "out", "--ranks", "1")
+def test_each_check_prints_one_line(run_command):
+    code, output, _ = run_command("doctor", "all-reduce", "memory", "out", "--ranks", "1")
     assert code == 0
     assert [*lines_of(output)] == ["all-reduce", "memory", "out"]
     assert {status for status, _ in lines_of(output).values()} == {"ok"}
@@ -115,7 +103,7 @@ def test_each_bug_of_a_release_has_a_line(
     status: str,
     count: int,
     said: str,
-    diagnose: Callable[..., tuple[int, str]],
+    run_command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -123,8 +111,8 @@ def test_each_bug_of_a_release_has_a_line(
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {release}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    code, output = diagnose(package)
-    assert (code, diagnose(package, "--strict")[0]) == (int(status == "failed"), 1)
+    code, output, _ = run_command("doctor", package)
+    assert (code, run_command("doctor", package, "--strict")[0]) == (int(status == "failed"), 1)
     actual, text = lines_of(output)[package]
     assert (actual, len(text) < 150) == (status, True)
     bugs = re.findall("^ +- (.*)$", output, re.MULTILINE)
@@ -132,12 +120,10 @@ def test_each_bug_of_a_release_has_a_line(
     assert any(bug.startswith(said) for bug in bugs)
 
 
-def test_a_missing_compiler_is_reported(
-    diagnose: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_compiler_is_reported(run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "c++")
-    code, output = diagnose("compiler")
+    code, output, _ = run_command("doctor", "compiler")
     assert code == 0  # runs without offload need none
     status, text = lines_of(output)["compiler"]
     assert status == "warning"

@@ -17,7 +17,7 @@ from torch import Tensor
 from cifar_zero.checkpoints.weights import encode
 from cifar_zero.core.errors import RunError
 from cifar_zero.data.augment import normalize
-from cifar_zero.exporting import export, formats, predict
+from cifar_zero.exporting import formats, predict
 from cifar_zero.models import LAYOUTS, Layout
 from cifar_zero.models.moe import gates
 from tests.exporting.made_up import CLASSES, write_checkpoint
@@ -28,15 +28,13 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "runs.md").read_t
 TOLERANCES = {"safetensors": 0.0, "onnx": formats.ONNX_TOLERANCE}
 
 
-def test_a_user_reads_the_exports_with_only_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_user_reads_the_exports_with_only_torch(tmp_path: Path, run_command):
     net, images = write_checkpoint(tmp_path / "last.ckpt"), torch.rand(7, 3, 32, 32) * 2 - 1
     np.save(tmp_path / "images.npy", images.numpy())
     for to in TOLERANCES:
-        monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "last.ckpt"), "--to", to])
-        assert export.main() == 0
-        assert re.search(rf"last\.{to}: net, 62,006 parameters, 0\.\d\d MB", capsys.readouterr().out)
+        code, out, _ = run_command("export", tmp_path / "last.ckpt", "--to", to)
+        assert code == 0
+        assert re.search(rf"last\.{to}: net, 62,006 parameters, 0\.\d\d MB", out)
     code = "import sys, torch\n" + "\n".join(SNIPPETS)
     code += "assert not {'lightning', 'deepspeed'} & set(sys.modules)\n"
     code += "scores = net(torch.from_numpy(np.load('images.npy'))).tolist()\n"

@@ -6,23 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cifar_zero.core import exits
 from cifar_zero.core.console import command
-from cifar_zero.planning import page, plan
+from cifar_zero.planning import page
 from tests.support.helpers import ROOT, assert_ok, needs_browser, run_program, shown_by_browser
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Returns a function that runs cifar-zero plan in this process and returns exit code, output and errors."""
-
-    def run(*flags: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["plan", *flags])
-        code = exits.guarded(plan.main)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 def test_thirteen_billion_parameters_take_little_memory():
@@ -40,8 +26,10 @@ def test_thirteen_billion_parameters_take_little_memory():
     assert int(done.stderr.split()[-1]) * 1024 < 2e9
 
 
-def test_the_table_of_strategies(planned):
-    code, out, _ = planned("--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64")
+def test_the_table_of_strategies(run_command):
+    code, out, _ = run_command(
+        "plan", "--model", "vit_tiny", "--devices", "2", "--device_memory", "80GB", "--batch_size", "64"
+    )
     assert code == 0
     assert (
         "vit_tiny, 5,362,378 parameters (5,362,378 trained), sgd, 32-true, micro-batches of 32 on each of 2 ranks"
@@ -55,8 +43,10 @@ def test_the_table_of_strategies(planned):
 
 
 @pytest.mark.parametrize("model", ["Indexed", "Counted"])
-def test_a_model_that_uses_its_blocks_in_its_own_way_is_planned(model: str, planned):
-    code, out, err = planned("--model", f"{ROOT}/tests/users_code/own_code.py:{model}", "--device_memory", "8GB")
+def test_a_model_that_uses_its_blocks_in_its_own_way_is_planned(model: str, run_command):
+    code, out, err = run_command(
+        "plan", "--model", f"{ROOT}/tests/users_code/own_code.py:{model}", "--device_memory", "8GB"
+    )
     assert (code, err) == (0, "")
     assert "recommended" in out
 
@@ -76,14 +66,14 @@ COMMON += ["--lora.rank", "4", "--lora.target", "blocks.*.attention.qkv"]
 
 
 @needs_browser
-def test_the_page_shows_the_numbers_of_the_plan(planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_page_shows_the_numbers_of_the_plan(run_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page, "MODELS", ("vit_tiny", "vit_small"))
     monkeypatch.setattr(page, "DEVICES", (1, 2, 8))
     file = tmp_path / "plan.html"
-    assert planned(*COMMON, "--html", str(file))[0] == 0
+    assert run_command("plan", *COMMON, "--html", str(file))[0] == 0
     for model, devices, precision, images, end in POINTS:
         flags = f"--model {model} --devices {devices} --precision {precision} --batch_size {devices * images} --json"
-        said = json.loads(planned(*flags.split(), *COMMON, "--device_memory", "1TB")[1])
+        said = json.loads(run_command("plan", *flags.split(), *COMMON, "--device_memory", "1TB")[1])
         estimates = {each["strategy"]: each for each in said["strategies"]}
         sliders = f"model={model}&devices={devices}&precision={precision}&batch={images}&offload={int(bool(end))}"
         shown = shown_by_browser(f"{file.as_uri()}#{sliders}", tmp_path)
@@ -99,17 +89,17 @@ def test_the_page_shows_the_numbers_of_the_plan(planned, tmp_path: Path, monkeyp
             assert float(sent) == pytest.approx(numbers * size * (1 - 1 / devices)), name
 
 
-def test_refused_options_leave_the_page_as_it_was(planned, tmp_path: Path):
+def test_refused_options_leave_the_page_as_it_was(run_command, tmp_path: Path):
     new, earlier = tmp_path / "new.html", tmp_path / "plan.html"
     earlier.write_text("earlier")
     for file in (new, earlier):
-        code, _, said = planned("--tensor_parallel_size", "2", "--html", str(file))
+        code, _, said = run_command("plan", "--tensor_parallel_size", "2", "--html", str(file))
         assert (code, "cannot be planned" in said) == (2, True)
     assert [*tmp_path.iterdir()] == [earlier]
     assert earlier.read_text() == "earlier"
 
 
 @pytest.mark.parametrize("path", ["", "gone/plan.html"])
-def test_a_page_that_cannot_be_written_is_refused_first(path: str, planned, tmp_path: Path):
-    *_, last = planned("--html", str(tmp_path / path))[2].splitlines()
+def test_a_page_that_cannot_be_written_is_refused_first(path: str, run_command, tmp_path: Path):
+    *_, last = run_command("plan", "--html", str(tmp_path / path))[2].splitlines()
     assert re.fullmatch("error: --html .* give another file", last)
