@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from cifar_zero.__main__ import COMMANDS
 from tests.support.helpers import ROOT, assert_ok, of_test_all
 
 PIP = [sys.executable, "-m", "pip"]
@@ -46,7 +45,7 @@ def test_zero_trains_what_ddp_trains():
 
 @pytest.mark.distributed
 @of_test_all
-def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
+def test_a_wheel_trains_and_checks_in_an_empty_directory(tmp_path: Path):
     """The wheel is built from a clone. The environment of the wheel has the packages of the tests' environment, but
     nothing of the repository."""
     clone, env, work = tmp_path / "clone", tmp_path / "env", tmp_path / "work"
@@ -74,13 +73,7 @@ def test_a_wheel_trains_and_compares_in_an_empty_directory(tmp_path: Path):
         assert_ok(done)
         return done.stdout
 
-    for command in COMMANDS:
-        assert f"usage: ../env/bin/cifar-zero {command} " in run("cifar-zero", command, "--help")
     short = ["--accelerator", "cpu", "--data.source", "digits", "--max_steps", "4", "--devices", "2"]
     assert "deepspeed_stage_2" in run("cifar-zero", "train", *short, "--strategy", "deepspeed_stage_2")
-    own = ["my_module.py:MyModule", "--steps", "4", "--devices", "2"]
-    run("stepcheck", "module", *own, "--strategies", "deepspeed_stage_2")
     assert "deepspeed_stage_2: " in run("stepcheck", "accept", "--print_cases")
-    compared = run("cifar-zero", "compare", "--strategies", "baseline", "deepspeed_stage_2", *short)
-    assert "1 of 1 agree with baseline" in compared
     assert "1 passed" in run("python", "-m", "pytest", "-q", "test_mine.py")

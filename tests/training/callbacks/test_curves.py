@@ -3,6 +3,7 @@ counts in a fit. tests/commands/test_train.py reads its other values in the metr
 
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -107,22 +108,22 @@ def test_the_curves_agree_with_the_routings(fit: Callable[..., Any]):
     settings = make_settings(epochs=2, batch_size=16, accumulate=2, log_interval=4, model=model)
     run = fit(settings, 80, Experts(), routed)
     assert len(routed.routings) == 20
-    for number, num_experts in enumerate(NUM_EXPERTS):
-        name = f"mixture_{number}"
-        dropped = run.points(f"moe/dropped/{name}")
-        tokens = [run.points(f"moe/tokens/{name}/expert_{expert}") for expert in range(num_experts)]
-        assert list(dropped) == list(run.points("train/loss")) == [4, 8, 10]
-        assert min(dropped.values()) > 0  # otherwise this would test nothing
-        for first, last in ((0, 4), (4, 8), (8, 10)):
-            seen = [of_all[number] for of_all in routed.routings[2 * first : 2 * last]]
-            sent_to = torch.cat([routing.experts for routing in seen], dim=1)
-            assert dropped[last] == pytest.approx((sent_to == -1).double().mean().item(), rel=1e-6)
-            for expert in range(num_experts):
-                assert tokens[expert][last] == (sent_to == expert).sum().item() / (last - first)
-            losses = torch.stack([routing.load_balance_loss.detach() for routing in seen])
-            assert run.points(f"moe/load_balance_loss/{name}")[last] == pytest.approx(losses.mean().item(), rel=1e-6)
-            entropy = Categorical(seen[-1].probabilities.double()).entropy().mean() / math.log(num_experts)
-            assert run.points(f"moe/gate_entropy/{name}")[last] == pytest.approx(entropy.item(), rel=1e-6)
+    for (number, num_experts), (first, last) in product(enumerate(NUM_EXPERTS), ((0, 4), (4, 8), (8, 10))):
+        seen = [of_all[number] for of_all in routed.routings[2 * first : 2 * last]]
+        sent_to = torch.cat([routing.experts for routing in seen], dim=1)
+        expected = {
+            "dropped": (sent_to == -1).double().mean(),
+            "load_balance_loss": torch.stack([routing.load_balance_loss for routing in seen]).mean(),
+            "gate_entropy": Categorical(seen[-1].probabilities.double()).entropy().mean() / math.log(num_experts),
+        }
+        assert expected["dropped"] > 0  # otherwise this would test nothing
+        for name, value in expected.items():
+            points = run.points(f"moe/{name}/mixture_{number}")
+            assert points[last] == pytest.approx(value.item(), rel=1e-6), name
+            assert list(points) == list(run.points("train/loss")) == [4, 8, 10]
+        for expert in range(num_experts):
+            tokens = run.points(f"moe/tokens/mixture_{number}/expert_{expert}")
+            assert tokens[last] == (sent_to == expert).sum().item() / (last - first)
 
 
 @pytest.mark.distributed
