@@ -163,21 +163,6 @@ SCRIPTS = re.findall(
 """The Python scripts of docs/migrate.md, and the last lines that each prints."""
 
 
-@pytest.mark.usefixtures("own_process_group")
-def test_scripts_of_the_guide_on_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    for block, _ in SCRIPTS:
-        fewer = block.replace('"devices": 2', '"devices": 1').replace("devices=2", "devices=1")
-        fewer = fewer.replace("max_steps=300", "max_steps=10")
-        exec(compile(fewer, "docs/migrate.md", "exec"), {"__name__": "__main__"})
-    shown = capsys.readouterr().out
-    assert "48 steps audited, 6 replayed, 0 faults" in shown
-    assert "% of the test images correct" in shown
-    assert re.search(r"accuracy 9\d\.\d\d% after 96 steps|accuracy 100.00% after 96 steps", shown)
-
-
 @pytest.mark.distributed
 @of_test_all
 def test_scripts_of_the_guide_print_what_it_shows(tmp_path: Path):
@@ -191,7 +176,8 @@ def test_scripts_of_the_guide_print_what_it_shows(tmp_path: Path):
         assert re.sub(numbers, "N", shown.strip()) in re.sub(numbers, "N", done.stdout)
 
 
-def test_the_figures_are_drawn(tmp_path: Path):
+@of_test_all
+def test_the_figures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The last figure needs a training."""
     figures = importlib.import_module("docs.figures")
     for draw in figures.FIGURES[:-1]:
@@ -199,9 +185,6 @@ def test_the_figures_are_drawn(tmp_path: Path):
         pyplot.savefig(tmp_path / f"{draw.__name__}.png")
         pyplot.close()
     assert all(figures.file_of(draw).exists() for draw in figures.FIGURES)
-
-
-def test_the_script_of_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "docs" / "augmentation.py"))
     assert (tmp_path / "augmentation.png").stat().st_size > 100_000

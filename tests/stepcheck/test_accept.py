@@ -133,16 +133,16 @@ def test_ctrl_c_keeps_the_results_of_the_cases_that_have_ended():
     assert [each.get("error") for each in results] == [results[0].get("error"), "stopped by Ctrl-C after 1 of 4 cases"]
 
 
+@of_test_all
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "framework",
-    ["lightning", *(pytest.param(each, marks=of_test_all) for each in ("accelerate", "transformers"))],
-)
+@pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
 def test_a_framework_trains_the_cases(framework: str, tmp_path: Path):
     pytest.importorskip(framework)
-    code, output, result = accept(tmp_path, "--through", framework, "--quick", "--strategies", "deepspeed_stage_2")
+    code, output, result = accept(
+        tmp_path, "--through", framework, "--quick", "--strategies", "ddp", "deepspeed_stage_2"
+    )
     assert code == 0, output
-    assert len(result["engines"]) + len(result["left_out"]) == 3
+    assert len(result["engines"]) + 2 * len(result["left_out"]) == 6
 
 
 @pytest.mark.distributed

@@ -209,9 +209,9 @@ def test_modules_as_people_have_them(precision: str):
 def test_a_demo_of_lightning_in_a_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """It fails if an earlier case is still in memory, or if the defaults contradict a file."""
     (tmp_path / "zero.json").write_text('{"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}')
-    strategies = [str(tmp_path / "zero.json"), "deepspeed_stage_3_offload", "deepspeed_stage_0"]
+    strategies = [str(tmp_path / "zero.json"), "deepspeed_stage_3_offload"]
     assert_agrees(Alone, StreamData, strategies=strategies, steps=4)
-    assert capsys.readouterr().out.count("agrees") == 3
+    assert capsys.readouterr().out.count("agrees") == 2
 
 
 FILES = {
