@@ -13,7 +13,6 @@ from torch import nn
 from stepcheck.attach import AutoAudit
 from stepcheck.auditor import audit
 from stepcheck.engines import NotAuditable, adapter_of
-from stepcheck.engines.deepspeed import compile_no_collective
 from stepcheck.updates import torch_class
 
 
@@ -22,6 +21,8 @@ def one_rank(own_process_group: None, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("LOCAL_RANK", "0")
     import deepspeed
+
+    from stepcheck.engines.deepspeed import compile_no_collective
 
     compile_no_collective()
     autocast = importlib.import_module("deepspeed.runtime.torch_autocast")

@@ -13,7 +13,6 @@ from cifar_zero.config import command_line
 from cifar_zero.config.ds_config import get_ds_config
 from cifar_zero.launch.local_launcher import free_port, variables
 from datamodule import CIFARDataModule
-from stepcheck.engines.deepspeed import compile_no_collective
 from tests.support.helpers import largest_difference, last_weights, run_folder_of, train_all
 
 STEPS = 12
@@ -32,6 +31,8 @@ def test_a_run_ends_with_the_weights_of_deepspeeds_own_loop(
     train_all({tmp_path / "ours": [*flags, "--max_steps", str(STEPS)]})
 
     import deepspeed
+
+    from stepcheck.engines.deepspeed import compile_no_collective
 
     compile_no_collective()
     for name, value in variables(0, 1, free_port()).items():
