@@ -230,11 +230,6 @@ def clipped_by_value() -> list[float]:
     return fit(model, adam(model), lambda: clip_grad_value_(model.parameters(), 1e-3))
 
 
-def clipped_in_two_parts() -> list[float]:
-    model = network()
-    return fit(model, adam(model), lambda: [clip_grad_norm_(each.parameters(), 0.02) for each in (model[0], model[2])])
-
-
 def own_gradients() -> list[float]:
     """Sets gradients that autograd has not accumulated, computed by torch.func."""
     model = network()
@@ -437,11 +432,6 @@ class Unusual(nn.Module):
 def unusual_tensors() -> list[float]:
     model = Unusual()
     return fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def reset_statistics() -> list[float]:
-    model: Any = nn.Sequential(network(), nn.BatchNorm1d(4))
-    return fit(model, adam(model), after_step=lambda step: model[1].reset_running_stats())
 
 
 def compiled() -> list[float]:

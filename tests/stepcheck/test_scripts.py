@@ -33,7 +33,6 @@ ENGINES: list[tuple[str, int, set[str]]] = [
     ("traced", 4, set()),
     ("scaled_loss", 2, set()),
     ("clipped_by_value", 4, {FOREIGN}),
-    ("clipped_in_two_parts", 4, {FOREIGN}),
     ("own_gradients", 4, {FOREIGN}),
     ("late_hooks", 4, set()),
     ("two_passes", 4, set()),
@@ -50,7 +49,6 @@ ENGINES: list[tuple[str, int, set[str]]] = [
     ("unfrozen", 4, set()),
     ("grown", 4, {"some parameters"}),
     ("unusual_tensors", 4, set()),
-    ("reset_statistics", 4, set()),
     ("compiled", 4, {FOREIGN}),  # in the first step, at which the audit starts
     ("compiled_step", 0, set()),
 ]
@@ -106,7 +104,7 @@ def test_odd_scripts_of_one_process(tmp_path: Path):
     expected = [*ENGINES, ("forked", 4, set())]
     *engines, of_the_fork = check(expected, dict.fromkeys(row[0] for row in expected), tmp_path)
     coverage = {name: each["coverage"] for (name, _, _), each in zip(ENGINES, engines, strict=True)}
-    unjudged = {"several_closures", "clipped_by_value", "clipped_in_two_parts", "own_gradients", "compiled_step"}
+    unjudged = {"several_closures", "clipped_by_value", "own_gradients", "compiled_step"}
     assert {name for name, share in coverage.items() if share == 0} == unjudged
     assert {name for name, share in coverage.items() if 0 < share < 1} == {"compiled"}
     assert of_the_fork["coverage"] == 1
