@@ -52,7 +52,7 @@ class CIFARDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Downloads and decodes the images, if necessary, and sets `source`. Lightning calls this method on one rank of
-        each node. It takes milliseconds if the images are already decoded."""
+        each node. If the images are already decoded, it only reads them once, to find damage."""
         if not self.source:
             self.source = data.prepare(self._data)
 
@@ -67,7 +67,9 @@ class CIFARDataModule(LightningDataModule):
         """
         if hasattr(self, "dataset"):
             return
-        self.prepare_data()  # on the ranks of a node that have not called it
+        if rank_environment.local_rank() and self._data.source != "auto":
+            self.source = self._data.source  # the node's first rank has checked all of its bytes
+        self.prepare_data()
         self.dataset = data.load(self._data, self.source)
         self._check_same_images()
         self._train, self._val = stratified_split(

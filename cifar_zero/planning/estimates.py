@@ -84,7 +84,7 @@ def available(settings: Settings, device_memory: str | None = None, host_memory:
     if on_cpu:
         assert host is not None
         return MemoryBudget(host, host, shared=True)
-    return MemoryBudget(round(USABLE * gpu_memory_bytes() / gpu_count()), host)
+    return MemoryBudget(round(USABLE * min(gpu_memory_bytes()[: settings.placement.devices])), host)
 
 
 def size_in_bytes(text: str, flag: str) -> int:

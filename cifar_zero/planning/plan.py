@@ -1,7 +1,6 @@
 """Predicts the memory that a run needs under each strategy, before anything is launched, and recommends one."""
 
 import json
-import os
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from cifar_zero.core.hardware import gpu_count
 from cifar_zero.planning.estimates import PLANNED, RULE, MemoryEstimate, available, estimate_all, gigabytes, recommended
 from cifar_zero.planning.formulas import network_of
 from cifar_zero.training.resolve import make_run, resolve_devices
+from stepcheck.report import check_file
 
 EPILOG = """\
 exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
@@ -51,10 +51,7 @@ def main() -> int:
         config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
         flags += ["--batch_size", str(config.recipe.batch_size)]
     if arguments.html:
-        if arguments.html.is_dir() or not os.access(arguments.html.parent, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"--html {arguments.html} is a folder, or is in none that can be written: give another file"
-            )
+        check_file("html", arguments.html)
         from cifar_zero.planning.page import write_page
 
         write_page(arguments.html, with_accelerator(config, on_gpu=True))
