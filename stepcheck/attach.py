@@ -66,7 +66,7 @@ class AutoAudit:
     without a call in the script.
 
     Args:
-        reports: Folder to which rank 0 writes the verdicts, as a JSON file for each process. Each rank that is audited
+        reports: Folder to which each process of rank 0 writes its verdicts as a JSON file. Each rank that is audited
             leaves an empty file there, such as "rank 1".
         every: See `Audit`.
         weights_every: See `Audit`.
@@ -101,7 +101,8 @@ class AutoAudit:
 
     def patch_torch(self, torch: Any) -> None:
         """Registers each optimizer that is built from now on. An optimizer of FSDP2's parameters is audited at once.
-        The audit of any other starts at the first forward pass of its model, or else at its first step."""
+        The audit of any other starts at the first forward pass of its model, or else at its first step. Also makes
+        `init_process_group` announce this rank (see audited_ranks.py)."""
         importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
         importlib.import_module("stepcheck.engines.plain").watch()
         importlib.import_module("stepcheck.hooks").watch_autograd()  # before a script imports `grad` by its name
@@ -203,8 +204,9 @@ class AutoAudit:
         return started
 
     def _name_engine(self) -> str:
-        """Returns the name of an engine in the baseline, which no other engine of this run has. Engines are numbered in
-        the order in which the processes of rank 0 start their audits. Other ranks save no engines."""
+        """Returns a name such as "engine 1", which no other engine in the run's baseline has. Engines are numbered in
+        the order in which the processes of rank 0 start their audits. Returns "" on other ranks, which save no
+        engines."""
         if _rank():
             return ""
         number = 1
@@ -286,8 +288,6 @@ def _never_stepped(verdict: Verdict) -> bool:
 
 
 def _rank() -> int:
-    """Returns the rank of this process from its process group, or else from the environment variable RANK (default:
-    0)."""
     import torch.distributed as dist
 
     initialized = dist.is_available() and dist.is_initialized()
@@ -300,8 +300,8 @@ def _ids(optimizer: Any) -> set[int]:
 
 def find_model(optimizer: Any) -> Any:
     """Returns the module with the fewest submodules, of all modules of this process that hold all parameters of an
-    optimizer. If this module is wrapped, returns its outermost wrapper (DDP, FSDP1 or torch.compile). If no module
-    holds all parameters, returns a new module that contains several modules and tensors, which together hold them."""
+    optimizer, or the outermost wrapper of this module (DDP, FSDP1 or torch.compile). If no module holds all parameters,
+    returns a new module that contains several modules and tensors, which together hold them."""
     import torch
 
     # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.
@@ -326,7 +326,6 @@ def find_model(optimizer: Any) -> Any:
 
 
 def _outermost(root: Any, modules: list[Any]) -> Any:
-    """Returns the outermost wrapper of `root` among `modules`, or `root` if it has none."""
     names = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
     wrappers = [each for each in modules if type(each).__name__ in names and any(m is root for m in each.modules())]
     return max(wrappers, key=_size, default=root)

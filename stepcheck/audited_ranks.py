@@ -28,8 +28,8 @@ def _announce_rank() -> Any:
 
 def count_unaudited_ranks() -> int:
     """Returns the number of ranks that run without stepcheck. A collective cannot count them, because ranks without
-    stepcheck would take no part in it. All ranks get the number that the first of them has counted, because they must
-    all audit or all not audit."""
+    stepcheck would take no part in it. Waits up to RANKS_SECONDS for ranks that start later. All ranks get the number
+    that the first of them has counted, because they must all audit or all not audit."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

@@ -31,7 +31,7 @@ from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
     """Wraps a method of Audit that hooks call. Adds its time to `seconds` of the verdict. If the method raises an
     exception, the step is not judged, the audit ends on all ranks at the end of the step, and the training continues.
-    After that, or after `stop` or `detach`, the method does nothing."""
+    From then on, and after `stop` or `detach`, the method does nothing."""
 
     @wraps(method)
     def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
@@ -147,9 +147,9 @@ class Audit:
         self.stopped = True
 
     def stop(self, what: str, why: str) -> None:
-        """Ends the audit: from now on its hooks do nothing. The verdict says that `what` is not judged, because of
-        `why`. The hooks stay in place, because a hook of this rank is running and cannot remove them. Every rank must
-        call this method at the same point of the training."""
+        """Ends the audit: from now on its hooks do nothing. They stay in place, because a hook of this rank is running
+        and cannot remove them. The verdict says that `what` is not judged, because of `why`. Every rank must call this
+        method at the same point of the training."""
         self.verdict.not_judged[what] = why
         self.running, self.stopped = False, True
 
@@ -215,8 +215,8 @@ class Audit:
 
     @guarded
     def watch_gradients(self) -> None:
-        """Watches the gradients of the trained parameters. Each forward pass of the module does so too, but a training
-        step of Lightning may call only parts of the module."""
+        """Watches the gradients of the trained parameters. A forward pass of the module does this itself, but a
+        training step of Lightning may call only parts of the module."""
         self._hooks.watch_gradients()
 
     @guarded
@@ -226,8 +226,8 @@ class Audit:
 
     @guarded
     def add_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
-        """Adds the gradient that autograd has computed for a parameter in one micro-batch, before the engine changes
-        it."""
+        """Adds the gradient that autograd has computed for a parameter in one micro-batch. The engine has not changed
+        it yet."""
         self._begin_step()  # if the module itself was not called, only parts of it
         if not self.running:
             return
@@ -287,8 +287,9 @@ class Audit:
 
     @guarded
     def before_update(self, optimizer: Any) -> None:
-        """Adds the gradients that reach the optimizer, checks that its options are those that `before_step` has
-        recorded, and prepares the comparison of the update."""
+        """Adds the gradients that reach the optimizer, and prepares the comparison of the update. Reports options that
+        differ from those that `before_step` has recorded, and a module that was trained in training mode before and is
+        in evaluation mode in this step."""
         if not self.adapter.owns_step:  # the script may set gradients itself
             self._begin_step()
         if not self.running:
@@ -319,13 +320,12 @@ class Audit:
 
     @guarded
     def after_update(self, optimizer: Any) -> None:
-        """Compares the update with the update of torch's optimizer."""
         if self.running:
             self._updates.end(optimizer, self.add)
 
     def end_step(self, skipped: bool = False) -> None:
-        """Judges the step that has ended, if it is audited, and moves on to the next step. If there is a fault, raises
-        StepCheckError, prints the fault or calls a function, as `on_fault` says. Every rank must call this method.
+        """Judges the step that has ended, if it is audited, and moves on to the next step. Handles a fault as
+        `on_fault` says. Every rank must call this method.
 
         Args:
             skipped: Whether the engine left the update out, because a gradient overflowed.
@@ -352,8 +352,8 @@ class Audit:
             print(f"stepcheck: {findings[0]}", flush=True)
 
     def _judge_step(self, skipped: bool) -> None:
-        """Sums the contributions of the ranks, judges the sums, and adds the findings to the verdict. Every rank adds
-        the same findings."""
+        """Sums the contributions of the ranks, judges the sums, and adds the same findings to the verdict of every
+        rank. If the audit of a rank has failed, ends the audit on all ranks instead."""
         adapter, verdict = self.adapter, self.verdict
         self._batch_norms.compare(self.add)
         local, self._local = self._local, []

@@ -22,7 +22,7 @@ class Batches:
         self.last: Tensor | None = None  # of all ranks, in `last_step`
         self.last_step = 0  # the last audited step
         self._before: Tensor | None = None  # the random state before the first micro-batch of this step
-        self._drew = False  # whether that micro-batch has drawn random numbers
+        self._drew = False  # whether a forward pass of this step has drawn random numbers
         self.repeats_random = False
 
     def begin_step(self) -> None:
@@ -54,7 +54,6 @@ class Batches:
         numbers are compared on this rank only.
 
         Args:
-            step: Number of the step.
             fingerprints: Fingerprints of all ranks, on the CPU. They are kept for the next step.
         """
         found, seen, last = {}, fingerprints.tolist(), self.last

@@ -60,8 +60,8 @@ class Judge:
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
     def gradients(self, step: Step) -> None:
-        """Compares the gradients that reach the optimizer with what autograd computed. Keeps the latter in `expected`,
-        and its deviation, for a baseline."""
+        """Compares the gradients that reach the optimizer with what autograd computed. For a baseline, keeps the
+        sketches of the expected gradients in `expected`, and the standard deviations of their errors in `deviation`."""
         adapter, verdict = self.adapter, self.verdict
         self.expected, self.deviation = torch.zeros_like(self.expected), torch.zeros_like(self.deviation)
         trained = self.trained & self._comparable(step)
@@ -185,8 +185,8 @@ class Judge:
         return f", as if {' or '.join(found)}" if found else ""
 
     def weights(self, step: Step) -> None:
-        """Compares the weights that forward and backward passes used with the optimizer's weights, as far as it is
-        their turn in this step. If a weight that the optimizer does not update changes between steps, the verdict notes
+        """Compares the weights that forward and backward passes used in this step, and that are in turn, with the
+        optimizer's weights. If a weight that the optimizer does not update changes between steps, the verdict notes
         it."""
         uses, adapter = step.sums["uses"], self.adapter
         used = (uses[:, 0] > 0).nonzero()[:, 0]

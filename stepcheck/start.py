@@ -14,8 +14,8 @@ PLAIN = (int, float, str)
 
 class Start:
     """Records a model and its optimizer before an engine is built: attributes of modules that are numbers or strings,
-    replaced forward methods, tied parameters, frozen parameters, and options. Without an optimizer, records the options
-    of the parameter groups in `model_parameters`, which DeepSpeed gives to the optimizer that it builds."""
+    replaced forward methods, tied parameters, frozen parameters, and the options of the parameter groups. Without an
+    optimizer, these are the groups in `model_parameters`, which DeepSpeed gives to the optimizer that it builds."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None, model_parameters: Any = None):
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
@@ -44,9 +44,9 @@ class Start:
 
 
 def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str]:
-    """Yields a sentence for each optimizer option of a parameter that differs from the user's value. This is the value
-    in `start`, or else in the engine's configuration. A learning rate is compared only if the configuration has one,
-    and no schedule changes it."""
+    """Yields a sentence for each optimizer option of a parameter that differs from the value in `start`, or else in the
+    engine's configuration. A learning rate is compared only if the configuration has one, and no schedule changes
+    it."""
     configured = adapter.given_options()
     for index, group in adapter.parameter_groups().items():
         given = configured.get(index, {})
@@ -59,7 +59,6 @@ def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group that are numbers, strings or tuples, in a new dictionary."""
     return {key: value for key, value in group.items() if isinstance(value, (*PLAIN, tuple))}
 
 
@@ -74,8 +73,9 @@ def plain(value: Any) -> Any:
 
 
 def _groups_in(model_parameters: Any) -> list[dict[str, Any]]:
-    """Returns the parameter groups in an argument of `deepspeed.initialize`, which may also have parameters without
-    groups. Lists the parameters of each group as torch would, because an iterator of them can be read only once."""
+    """Returns the parameter groups in `model_parameters` of `deepspeed.initialize`, without the parameters outside of
+    groups. Replaces a tensor or an iterator in the "params" of a group by a list, in place, because an iterator can be
+    read only once."""
     found = model_parameters if isinstance(model_parameters, (list, tuple)) else ()
     groups = [each for each in found if isinstance(each, dict)]
     for group in groups:

@@ -29,13 +29,10 @@ def assert_agrees(
         strategies: Strategies of `stepcheck module`, or DeepSpeed configuration files (.json). The default is each ZeRO
             stage, also with offload, or ddp if DeepSpeed is not installed.
         devices: Number of ranks. They use GPUs if there are enough.
-        steps: Number of optimizer steps.
         accumulate: Number of micro-batches per step. The default is that of a configuration file, or 1.
         precision: Precision of the training, by Lightning's names. The default is that of a configuration file, or
             "32-true".
         gradient_clip_val: Largest norm of the gradients. The default is that of a configuration file, or no clipping.
-        module_options: Arguments of the module's class.
-        datamodule_options: Arguments of the data module's class.
 
     Raises:
         AssertionError: If a strategy differs from plain PyTorch, fails, or could not be judged. The message has a line

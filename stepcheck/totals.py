@@ -34,24 +34,24 @@ class Totals:
         self.used = {}
 
     def mark(self, column: str, indices: Iterable[int]) -> None:
-        """Sets a flag of COLUMNS, "trained" or "modified", to 1 in this rank's rows of the parameters `indices`."""
+        """Sets "trained" or "modified" to 1 in this rank's rows of the parameters `indices`."""
         for index in indices:
             self.columns[column][self.adapter.rows[index]] = 1
 
     def reset_gradient(self, index: int) -> None:
-        """Resets the sums of autograd's gradients of a parameter."""
+        """Resets what `add_gradient` has added for a parameter to 0."""
         for column in ("expected", "summands"):
             self.columns[column][self.adapter.rows[index]] = 0.0
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Adds a gradient that autograd has computed for a parameter."""
+        """Adds the sketch and the norm of a gradient that autograd has computed."""
         sketch = project(gradient)
         self._add("expected", index, sketch[:K])
         self._add("summands", index, sketch[K].sqrt())
 
     def add_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
-        """Adds the gradient of a tensor that the optimizer updates to the sums of the parameters of which the tensor
-        holds `parts`. With `measure`, the norm of each part is computed exactly instead of estimated."""
+        """Adds the gradient of a tensor that the optimizer updates, split into `parts`, to the sums of the parts'
+        parameters. With `measure`, the norm of each part is computed exactly instead of estimated."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for part in parts:
             sketch = project(flat[part.offset : part.offset + part.length], part.start, measure=measure)
@@ -59,8 +59,8 @@ class Totals:
             self._add("square", part.index, sketch[K])
 
     def add_optimizer_weights(self, indices: Collection[int]) -> None:
-        """Adds this rank's parts of some weights, with the values that the optimizer holds, cast to the dtype of the
-        forward pass."""
+        """Adds this rank's parts of some weights, cast to the dtype of the forward pass: the optimizer's values of
+        trained weights, and the module's values of all others."""
         adapter = self.adapter
         for target in adapter.targets.values():
             flat = adapter.local(target.tensor).detach().reshape(-1)
@@ -93,8 +93,12 @@ class Totals:
         self, shares: Sequence[Tensor], failed: bool, fingerprints: Tensor
     ) -> tuple[dict[str, Tensor], float, Tensor, list[float]]:
         """Sums the contributions of all ranks. Every rank must call it, and it waits for the device. Returns, on the
-        CPU, the sums of the columns, the largest of all ranks' shares (FAILED if the audit of a rank has failed), the
-        fingerprints of all ranks, and this rank's shares, in which NaN has become infinite.
+        CPU:
+
+        - the sums of the columns
+        - the largest of all ranks' shares, or FAILED if the audit of a rank has failed
+        - the fingerprints of all ranks
+        - this rank's shares, in which NaN has become infinite
 
         Args:
             shares: Error / tolerance of each value that only this rank compares.

@@ -74,8 +74,7 @@ class UpdateCheck:
         self.kept: dict[int, tuple[Slice, dict[str, Tensor]]] = {}  # what the last update left, by id of the target
 
     def reset(self) -> None:
-        """Drops the state after the last update. It will be out of date, because a checkpoint is about to be loaded, or
-        because steps that are not audited came in between."""
+        """Drops what the last update left, because a checkpoint or steps that are not audited will change it."""
         self.kept = {}
 
     def begin(self, optimizer: Any, report: Report) -> None:
@@ -138,9 +137,9 @@ class UpdateCheck:
         self.slices, self.expected_state = [], {}
 
     def _compare_kept(self, optimizer: Any, report: Report) -> None:
-        """Compares weights and state with their values after the last update. A difference is only a note in what the
-        script may change: in the module's own weights, which it may clip, and in all weights and states if it calls
-        the optimizer itself."""
+        """Compares weights and state with their values after the last update. A difference is a fault, but only a note
+        in what the script may change: the module's own weights, which it may clip, and all weights and states if it
+        calls the optimizer itself."""
         engines: list[Pair] = []  # that only the engine may change
         scripts: list[Pair] = []  # that the script may change
         for target in (each for group in optimizer.param_groups for each in group["params"]):
@@ -159,8 +158,8 @@ class UpdateCheck:
 
     def _choose(self, target: Tensor) -> tuple[str, slice] | None:
         """Returns the name of one parameter of which a target holds a part, and a random slice of the target within
-        this part. The slice counts real numbers. Padding is left out, because it may hold anything. Returns None for a
-        target without parameters."""
+        this part. The slice has at most SLICE elements and counts real numbers, of which a complex element has two.
+        Padding is left out, because it may hold anything. Returns None for a target without parameters."""
         known = self.adapter.targets.get(id(target))
         parts = [part for part in known.parts if part.length] if known else []
         if not parts:
@@ -192,8 +191,8 @@ def compare_pairs(pairs: Sequence[Pair], report: Report, kind: Kind, tolerance: 
 
 
 def update_errors(actual: list[Tensor], expected: list[Tensor], before: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the error of each updated tensor, first relative to the norm of its update and then relative to its
-    tolerance."""
+    """Returns the error of each updated tensor relative to the norm of its update, and relative to its tolerance, each
+    float64 (tensors,)."""
     errors, moved = distances(actual, expected), distances(expected, before)
     rounding = norms([torch.finfo(each.dtype).eps * each.float() for each in before])
     return errors / moved.clamp(min=1e-30), errors / (UPDATE * moved + rounding + 1e-30)
@@ -205,7 +204,6 @@ def _wrong_update(names: list[str], errors: Tensor) -> str:
 
 
 def _largest(values: Tensor) -> int:
-    """Returns the index of the largest value. NaN is the largest."""
     return int(values.nan_to_num(nan=torch.inf).argmax())
 
 

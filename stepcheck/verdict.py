@@ -71,7 +71,7 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """The verdict in a word or two. It is "agrees" only if steps were audited, nothing was found, and `coverage` is
+        """The verdict in a word or two. "agrees" requires that steps were audited, nothing was found, and `coverage` is
         at least ENOUGH."""
         if self.findings:
             return "different"
@@ -79,7 +79,6 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the outcome is "agrees"."""
         return self.outcome == "agrees"
 
     @property
@@ -98,8 +97,8 @@ class Verdict:
             self.findings.append(Finding(step, kind, text, share, rank))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the verdict as plain data for JSON, which has neither infinity nor NaN. Shares that are either become
-        the largest float."""
+        """Returns the verdict as plain data for JSON, which has neither infinity nor NaN: such shares become the
+        largest float."""
         return {
             "outcome": self.outcome,
             "summary": str(self),

@@ -258,7 +258,8 @@ def stage_of(case: Case) -> int | None:
 
 
 def deepspeed_config(case: Case) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration of a case."""
+    """Returns DeepSpeed's configuration of a case, in which `case.config` replaces default keys, also within
+    "zero_optimization"."""
     stage, offload = ZERO[case.strategy]
     own: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 30000}
     if stage == 3:

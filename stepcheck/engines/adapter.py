@@ -23,7 +23,8 @@ class NotAuditable(ValueError):
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Returns the name of a module or tensor of a model, without the parts that DDP and torch.compile add."""
+    """Returns the name of a module or tensor of a model, without the parts that DDP, DataParallel and torch.compile
+    add."""
     owner: Any = model
     parts = []
     for part in name.split("."):
@@ -35,7 +36,8 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def hookable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the submodules that can have hooks, with their names: all but those that TorchScript has compiled."""
+    """Yields the module and its submodules that can have hooks, with their names: all but those that TorchScript has
+    compiled."""
     return ((name, part) for name, part in module.named_modules() if not isinstance(part, torch.jit.ScriptModule))
 
 
@@ -224,7 +226,8 @@ class EngineAdapter:
         return 1.0
 
     divides_loss = True
-    """Whether the engine must divide each loss by the number of micro-batches. Lightning divides the loss itself."""
+    """Whether the engine must divide each loss by the number of micro-batches. Under Lightning it must not, because
+    Lightning divides."""
 
     divisor: float = 1.0
     """The number by which the engine is expected to divide each loss, apart from multiplying it by the loss scale."""
@@ -275,7 +278,8 @@ class EngineAdapter:
 
 def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Passes the gradients that reach an optimizer to the audit, before its step or after the closure that computes
-    them, as in Lightning. Returns the arguments of the step if they must be replaced."""
+    them, as in Lightning. Returns the arguments of the step if they must be replaced. If a step calls its closure
+    several times, the audit ends."""
     audit.depth += 1  # a step that calls the step of its base class runs the hooks twice
     if audit.depth > 1:
         return None

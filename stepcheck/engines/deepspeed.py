@@ -167,8 +167,9 @@ class DeepSpeedAdapter(EngineAdapter):
         return float(self.engine._config._param_dict.get("gradient_clipping", 0.0) or 0.0)
 
     def given_options(self) -> dict[int, dict[str, Any]]:
-        """Returns the optimizer options in DeepSpeed's configuration, keyed by parameter index, if DeepSpeed built the
-        optimizer, or else an empty dictionary."""
+        """Returns lr, betas, eps, weight_decay and momentum as DeepSpeed's configuration gives them, by parameter
+        index. Leaves out the value "auto", and lr if there is a schedule. Returns an empty dictionary if DeepSpeed has
+        not built the optimizer."""
         section = self.engine._config._param_dict.get("optimizer") or {}
         if self.engine.client_optimizer is not None or not section.get("params"):
             return {}
@@ -272,8 +273,8 @@ def _partitions(optimizer: Any, groups: Any, targets: Any) -> FlatGroups:
 
 def free(engine: Any) -> None:
     """Destroys an engine, and drops references to its tensors that DeepSpeed would keep: in gradient hooks, and at ZeRO
-    3 also in a stack and in the cache of a method (0.16.0 to 0.19.8). Also resets a global flag of DeepSpeed. After an
-    engine with torch_autocast, this flag would make all later engines of the process autocast (0.17.2 to 0.19.8)."""
+    3 also in a stack and in the cache of a method (0.16.0 to 0.19.8). Also resets a global flag of DeepSpeed, by which
+    an engine with torch_autocast makes all later engines of the process autocast (0.17.2 to 0.19.8)."""
     with suppress(ModuleNotFoundError):
         vars(importlib.import_module("deepspeed.runtime.torch_autocast"))["TORCH_AUTOCAST_INITIALIZED"] = False
     engine.destroy()
@@ -286,8 +287,8 @@ def free(engine: Any) -> None:
 
 
 def compile_no_collective() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory collective for CPUs, which only DeepSpeed's inference uses. The
-    table of operators is written without reading it first. Reading it would make DeepSpeed (0.19.8, ops/__init__.py)
-    compile and link a test program for each operator, and a notebook would show the linker's errors."""
+    """Keeps DeepSpeed from compiling its shared-memory collective for CPUs, which only its inference uses. Does not
+    read the table of operators first. Reading it would make DeepSpeed (0.19.8, ops/__init__.py) compile and link a test
+    program for each operator, and a notebook would show the linker's errors."""
     operators: Any = vars(deepspeed.ops)
     operators.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False

@@ -165,9 +165,10 @@ def watch() -> None:
 
 
 def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clips gradients. If these are exactly the gradients of an adapter, and they are clipped by their 2-norm for the
-    first time in this step, the adapter keeps the limit, which the audit checks. If more gradients are clipped with
-    them, their common factor is not judged. Otherwise they count as modified."""
+    """Clips gradients, and tells each adapter that has some of them. If they are all gradients of the adapter, clipped
+    by their 2-norm for the first time in this step, the adapter keeps the limit, which the audit checks. If gradients
+    of other parameters are clipped together with all of these, the factor that they have in common is not judged. In
+    every other case, the adapter's clipped gradients count as modified."""
     parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     given = {id(each) for each in parameters}
     arguments = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments

@@ -39,8 +39,8 @@ IGNORED = "DeepSpeed ignores that; to clip, use the Trainer's gradient_clip_val"
 class StepCheck(Callback):
     """Audits each step of a training, with any module, data and strategy. Every rank must have this callback.
 
-    After the training, `verdict` holds the result. If the strategy cannot be audited, the training continues without an
-    audit, and the verdict is "not judged".
+    After the training, `verdict` holds the result. A strategy that cannot be audited does not end the training: the
+    verdict is then "not judged".
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class StepCheck(Callback):
             outputs: Whether to compare the outputs of all submodules in replayed steps.
             on_fault: Whether to raise StepCheckError at the first step with a fault, or to print this fault and
                 continue.
-            file: JSON file to which rank 0 writes the verdict at the end, also after an exception. A file that
-                cannot be written is left out without an error.
+            file: JSON file to which rank 0 writes the verdict at the end, also after an exception. An error of the file
+                system is ignored.
         """
         self.replays: dict[str, Any] = {
             "every": replay_every,
@@ -122,9 +122,8 @@ class StepCheck(Callback):
         return configured
 
     def _set_up_strategy(self, module: LightningModule, setup: Callable[[Trainer], None], trainer: Trainer) -> None:
-        """Calls `setup`, the strategy's own method, which builds the engine. Then starts an audit for each optimizer,
-        before the `on_fit_start` of a callback can change the module. Without an optimizer, records that nothing is
-        judged."""
+        """Calls the strategy's own `setup`, which builds the engine. Then starts an audit for each optimizer, before
+        the `on_fit_start` of a callback can change the module."""
         setup(trainer)
         self._undo.close()
         if not self._has_optimizer:
@@ -172,7 +171,7 @@ class StepCheck(Callback):
 
     def _run_hooks(self, hooks: UserHooks, audited: Audit, plain: Any) -> None:
         """Reports each of the user's hooks that changes gradients, because DeepSpeed ignores such changes. `plain` is a
-        plain copy of the module that has the gradients of a step."""
+        copy of the module that has the gradients of a step."""
         try:
             for name in hooks.changing(plain):
                 audited.add("gradient", 2.0, f"{name} changes gradients, and {IGNORED}")
@@ -211,8 +210,9 @@ class StepCheck(Callback):
             self._unjudged["replays"] = "the number of steps is unknown: give replay_every or steps"
 
     def _training_step(self, trainer: Trainer, training_step: Callable[..., Any], *arguments: Any) -> Any:
-        """Passes a micro-batch to the replay. Lightning calls this method of the strategy after all hooks that may
-        change the micro-batch or the module, and not for a micro-batch that a hook leaves out."""
+        """Watches the gradients, and passes a micro-batch to the replay. Lightning calls this method of the strategy
+        after all hooks that may change the micro-batch or the module, and not for a micro-batch that a hook leaves
+        out."""
         for each in self._audits:
             each.watch_gradients()
         if self._replay is not None:
@@ -226,13 +226,12 @@ class StepCheck(Callback):
         return training_step(*arguments)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Passes the loss of a micro-batch to the replay."""
         if self._replay is not None and self._replay.actual is not None:
             self._replay.loss(without_scale(trainer, loss))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Reports learning-rate schedules with the interval "step" that have moved more than once per step. In manual
-        optimization, the module moves its schedules itself."""
+        """Reports learning-rate schedules with the interval "step" that have moved more than once per step, unless the
+        module moves its schedules itself, in manual optimization."""
         if not self._audits or not pl_module.automatic_optimization:
             return
         audited = self._audits[0]
@@ -286,8 +285,8 @@ def build_copy(copied: Any, trainer: Trainer) -> None:
 
 
 def first_reason(reason: str) -> str:
-    """Returns the first reason of all ranks, in rank order, or "". Every rank must call it, and then do the same,
-    because a rank would wait in vain for another that leaves out a collective."""
+    """Returns the first reason of all ranks, in rank order, or "". Every rank must call it and act on the result,
+    because a rank that leaves out a collective would let the others wait in vain."""
     return next(filter(None, RankInfo.current().all_gather(reason)), "")
 
 
@@ -301,13 +300,13 @@ def loss_of(trainer: Trainer, arguments: tuple[Any, ...], module: Any) -> Tensor
 
 
 def without_scale(trainer: Trainer, loss: Tensor) -> Tensor:
-    """Returns a loss that is passed to `backward`, divided by the loss scale of Lightning's GradScaler."""
+    """Returns a loss that is passed to `backward`, detached, without the loss scale of Lightning's GradScaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return loss.detach() / (scaler.get_scale() if scaler else 1)
 
 
 def cloned(nested: Any) -> Any:
-    """Returns a deep copy of the arguments of training_step."""
+    """Returns a deep copy of the arguments of training_step. Raises TypeError if one of them is an iterator."""
     return tree_map(_clone, nested)
 
 

@@ -76,8 +76,8 @@ def _train(
     checkpoint: Path | None = None,
     outputs: bool = False,
 ) -> Verdict:
-    """Trains a case once, resumed from `checkpoint` if given, and returns the verdict on its steps. With `outputs`,
-    replays also compare the outputs of all submodules."""
+    """Trains a case once, resumed from `checkpoint` if given. With `outputs`, replays also compare the outputs of all
+    submodules."""
     replays: dict[str, Any] = {"count": case.replayed}
     if case.resume_at and case.replayed:
         replays = {"steps": (1, case.resume_at + 1)}
@@ -112,8 +112,8 @@ def reproducible_kernels() -> Iterator[None]:
 
 
 def _trainer(case: ModuleCase, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
-    """Returns a Trainer without output. It has a logger, which a module may need, and validates on one batch, because a
-    schedule may need a metric of the validation. Raises UsageError if an option of --trainer is wrong."""
+    """Returns a Trainer without output, but with a logger, which a module may need. It validates on one batch, because
+    a schedule may need a metric of the validation. Raises UsageError if an option of --trainer is wrong."""
     own: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": case.ranks,

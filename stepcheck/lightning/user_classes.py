@@ -76,8 +76,8 @@ def _refuse_unknown(given: Mapping[str, str], known: Sequence[str], user_class: 
 
 
 def _refuse_files(given: Mapping[str, str], known: Sequence[str]) -> None:
-    """Raises UsageError if a file is given for a dataclass, or in a mapping. jsonargparse (4.53) would read it as the
-    arguments of a dataclass, and the file could name code."""
+    """Raises UsageError if a file is given for a dataclass, or in a mapping. jsonargparse (4.53) would read the
+    arguments of the dataclass from the file, which could name code."""
     for option, value in given.items():
         tree: Any = value
         with suppress(yaml.YAMLError):
@@ -117,7 +117,7 @@ def _has_no_default(user_class: type, argument: str) -> bool:
 
 def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
     """Trains a user's module, or continues its training from a checkpoint that this program has written. Raises
-    UsageError for manual optimization, several optimizers, or data that have no batch for each rank."""
+    UsageError for manual optimization, several optimizers, or less than a batch of data for each rank."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:

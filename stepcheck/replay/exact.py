@@ -15,7 +15,7 @@ LOW = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT64_CASTS: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.half, Tensor.bfloat16, Tensor.float), lambda tensor, *args, **kwargs: tensor.double()
 )
-"""The function that replaces each function that casts to one of these dtypes."""
+"""Maps each method that casts to one of these dtypes to a function that casts to float64 instead."""
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.normal, torch.multinomial}

@@ -17,7 +17,6 @@ from stepcheck.usage import UsageError, positive
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command `script` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "script",
         allow_abbrev=False,
@@ -40,8 +39,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares the script with the module, and prints the verdict. Returns the exit code, which is 1 if a step differs
-    or cannot be judged."""
+    """Compares the script with the module, and prints the verdict. Returns the exit code: 0 if all steps agree and all
+    files were written, else 1."""
     verdict = _compare(options)
     for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
         print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")

@@ -72,7 +72,6 @@ class Recording:
         return torch.load(self.folder / f"{number}.pt", weights_only=False)
 
     def add(self, step: RecordedStep) -> None:
-        """Appends a step to the recording, as a file in its folder."""
         self.steps += 1
         self.settings = settings()
         torch.save(step, self.folder / f"{self.steps}.pt")
