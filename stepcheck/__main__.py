@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses a command line, by default that of this process. In the result, `run` is the function of the command, and
-    `more` has the values of options such as --module.lr. Raises UsageError if the command line is wrong."""
+    `more` has the values of options such as --module.lr. Raises UsageError."""
     parser = Parser(
         "stepcheck",
         description="Proves, while a training runs, that each distributed step computes what PyTorch computes.",

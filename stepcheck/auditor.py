@@ -29,9 +29,9 @@ from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a method of Audit that hooks call. Adds its time to `seconds` of the verdict. If the method raises an
-    exception, the step is not judged, the audit ends on all ranks at the end of the step, and the training continues.
-    From then on, and after `stop` or `detach`, the method does nothing."""
+    """Wraps a method of Audit that hooks call, and adds its time to the verdict. After an exception the step is not
+    judged, the audit ends on all ranks at the end of the step, and the training continues. The method does nothing from
+    then on, and after `stop` or `detach`."""
 
     @wraps(method)
     def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
@@ -147,9 +147,9 @@ class Audit:
         self.stopped = True
 
     def stop(self, what: str, why: str) -> None:
-        """Ends the audit: from now on its hooks do nothing. They stay in place, because a hook of this rank is running
-        and cannot remove them. The verdict says that `what` is not judged, because of `why`. Every rank must call this
-        method at the same point of the training."""
+        """Ends the audit: from now on its hooks do nothing. They stay in place, because a hook that runs cannot remove
+        them. The verdict says that `what` is not judged, because of `why`. Every rank must call it at the same point of
+        the training."""
         self.verdict.not_judged[what] = why
         self.running, self.stopped = False, True
 
@@ -199,9 +199,9 @@ class Audit:
 
     @guarded
     def before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
-        """Records the unsharded weights of a module just before it computes, as far as they are compared in this step,
-        and watches the gradients of the weights that FSDP2 has just unsharded. `own` maps the names of the module's own
-        parameters to their indices."""
+        """Records the unsharded weights of a module that are in turn, just before it computes, and watches the
+        gradients of those that FSDP2 has just unsharded. `own` maps the names of the module's own parameters to their
+        indices."""
         if not self.running or not torch.is_grad_enabled():
             return
         for name, index in own.items():
@@ -281,15 +281,14 @@ class Audit:
 
     @guarded
     def before_step(self) -> None:
-        """Records the options of the parameter groups, as the user and the schedule have set them, before an engine's
-        step calls the optimizer."""
+        """Records the options of the parameter groups, before an engine's step calls the optimizer."""
         self._options = {id(group): options_of(group) for group in self.adapter.optimizer.param_groups}
 
     @guarded
     def before_update(self, optimizer: Any) -> None:
         """Adds the gradients that reach the optimizer, and prepares the comparison of the update. Reports options that
-        differ from those that `before_step` has recorded, and a module that was trained in training mode before and is
-        in evaluation mode in this step."""
+        differ from those that `before_step` has recorded, and a module in evaluation mode that was in training mode
+        before."""
         if not self.adapter.owns_step:  # the script may set gradients itself
             self._begin_step()
         if not self.running:

@@ -52,8 +52,8 @@ class Baseline:
         self.audits: dict[str, dict[int, dict[str, Any]]] = saved["audits"]
 
     def audit(self, name: str) -> "AuditBaseline":
-        """Returns the part of the baseline for one audit. `name` must be the same in both runs, and differ from the
-        names of the other audits of a run."""
+        """Returns the part of the baseline for one audit. Both runs must use the same `name`, and each name only
+        once."""
         return AuditBaseline(self.audits.setdefault(name, {}), self.compare, self.changed)
 
     def write(self) -> None:

@@ -45,7 +45,6 @@ class Batches:
             self.repeats_random = True
 
     def begin_backward(self) -> None:
-        """Records whether a forward pass of the step has drawn random numbers."""
         if self._before is not None and not self._drew:
             self._drew = not torch.equal(_random_state(self.fingerprints.device), self._before)
 
@@ -69,5 +68,5 @@ class Batches:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Returns the state of the generator that dropout uses. Reading a GPU's generator does not wait for the GPU."""
+    """Returns the state of the generator that dropout uses. Reading a GPU's does not wait for the GPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

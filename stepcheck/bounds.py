@@ -90,8 +90,7 @@ def underflow(dtypes: Iterable[torch.dtype]) -> float:
 def gradient_deviation(
     summands: Tensor, sizes: Tensor, unit: float, smallest: float, micro_batches: int, ranks: int
 ) -> Tensor:
-    """Returns for each parameter the standard deviation of the numbers in the sketch of its gradient's error, float64
-    (parameters,).
+    """Returns the standard deviation of the numbers in the sketch of each gradient's error, float64 (parameters,).
 
     Args:
         summands: S of each parameter, as the module's docstring defines it, float64 (parameters,).

@@ -19,8 +19,8 @@ first."""
 
 
 class Hooks:
-    """Makes modules and parameters call an audit: before each forward pass, before a state dict is loaded into a
-    module, and with each gradient that autograd computes. `audit.undo` removes the hooks."""
+    """Makes modules and parameters call an audit: before each forward pass, before a state dict is loaded, and with
+    each gradient that autograd computes. `audit.undo` removes the hooks."""
 
     def __init__(self, audit: Any):
         watch_autograd()

@@ -100,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_script(command: list[str], environment: dict[str, str]) -> int:
-    """Runs the script, which gets the terminal's Ctrl-C itself. Passes the signals in PASSED_ON to the script. Returns
-    the exit code, which is 128 + N if signal N ended the script. Signals that are ignored, as under nohup, stay so."""
+    """Runs the script, which gets the terminal's Ctrl-C itself, and passes the signals in PASSED_ON to it. Signals that
+    are ignored, as under nohup, stay so. Returns the exit code: 128 + N if signal N ended the script."""
     process = None
 
     def pass_on(number: int, frame: Any) -> None:
@@ -125,7 +125,6 @@ def _run_script(command: list[str], environment: dict[str, str]) -> int:
 def _conclude(
     verdicts: list[dict[str, Any]], code: int, options: argparse.Namespace, baseline: dict[str, Any] | None
 ) -> int:
-    """Prints the verdicts, and writes the files. Returns the exit code (see `run`). `code` is the script's."""
     for each in verdicts:
         print(f"stepcheck: {each['engine']}: {each['summary']}", flush=True)
     passed = bool(verdicts) and all(each["passed"] for each in verdicts)

@@ -1,5 +1,4 @@
-"""Records attributes of modules, tied and frozen parameters and optimizer options before an engine is built, and finds
-those that building it has changed."""
+"""Finds attributes of modules, tied and frozen parameters and optimizer options that building an engine has changed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +12,9 @@ PLAIN = (int, float, str)
 
 
 class Start:
-    """Records a model and its optimizer before an engine is built: attributes of modules that are numbers or strings,
-    replaced forward methods, tied parameters, frozen parameters, and the options of the parameter groups. Without an
-    optimizer, these are the groups in `model_parameters`, which DeepSpeed gives to the optimizer that it builds."""
+    """Records a model before an engine is built: attributes of modules that are numbers or strings, replaced forward
+    methods, tied and frozen parameters, and the options of the optimizer's parameter groups. Without an optimizer,
+    these are the groups in `model_parameters`, which DeepSpeed gives to the optimizer that it builds."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None, model_parameters: Any = None):
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
@@ -27,7 +26,7 @@ class Start:
     def changes(self, model: nn.Module) -> list[str]:
         """Returns sentences about what has changed in `model` since the start: the first changed attribute of each
         submodule, each parameter that was frozen or unfrozen, and the first parameter that is tied to others than
-        before. Does not compare options (see `changed_options`)."""
+        before."""
         model = model.module if isinstance(model, DistributedDataParallel) else model
         after = {name: _attributes(module) for name, module in model.named_modules()}
         texts = []
@@ -63,7 +62,6 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal. NaN equals NaN."""
     return one == other or (one != one and other != other)
 
 

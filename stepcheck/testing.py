@@ -30,8 +30,7 @@ def assert_agrees(
             stage, also with offload, or ddp if DeepSpeed is not installed.
         devices: Number of ranks. They use GPUs if there are enough.
         accumulate: Number of micro-batches per step. The default is that of a configuration file, or 1.
-        precision: Precision of the training, by Lightning's names. The default is that of a configuration file, or
-            "32-true".
+        precision: By Lightning's names. The default is that of a configuration file, or "32-true".
         gradient_clip_val: Largest norm of the gradients. The default is that of a configuration file, or no clipping.
 
     Raises:

@@ -34,17 +34,14 @@ class Totals:
         self.used = {}
 
     def mark(self, column: str, indices: Iterable[int]) -> None:
-        """Sets "trained" or "modified" to 1 in this rank's rows of the parameters `indices`."""
         for index in indices:
             self.columns[column][self.adapter.rows[index]] = 1
 
     def reset_gradient(self, index: int) -> None:
-        """Resets what `add_gradient` has added for a parameter to 0."""
         for column in ("expected", "summands"):
             self.columns[column][self.adapter.rows[index]] = 0.0
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Adds the sketch and the norm of a gradient that autograd has computed."""
         sketch = project(gradient)
         self._add("expected", index, sketch[:K])
         self._add("summands", index, sketch[K].sqrt())
@@ -79,7 +76,7 @@ class Totals:
 
     def add_used_weight(self, index: int, parameter: Tensor) -> None:
         """Records an unsharded weight that a forward or backward pass uses, and how much it has changed since its first
-        use in this step. An empty tensor, as ZeRO 3 leaves it after use, is ignored."""
+        use in this step. Ignores an empty tensor, as ZeRO 3 leaves it after use."""
         if not parameter.numel():
             return
         in_use = parameter.to(self.adapter.compute_dtype(index))
@@ -130,6 +127,6 @@ def _columns(matrix: Tensor) -> dict[str, Tensor]:
 
 
 def _difference_factor(replica: int, replicas: int) -> float:
-    """Returns the factor by which a replica's sketch is multiplied before the sum over the replicas. The factors of all
-    replicas differ and add up to 0, so that the sum over equal replicas is 0."""
+    """Returns the factor of a replica's sketch in the sum over the replicas. The factors of all replicas differ and add
+    up to 0, so that the sum over equal replicas is 0."""
     return (2 * replica - replicas + 1) / replicas

@@ -49,8 +49,8 @@ class Slice:
 
 
 def torch_class(optimizer: Any) -> Any:
-    """Returns the class of torch.optim that computes the same updates as an optimizer, if it is known that these
-    updates are computed element by element, or else None."""
+    """Returns the class of torch.optim that computes the same updates as an optimizer, each element on its own, or None
+    if none is known."""
     own = type(optimizer)
     if not all(group.get("bias_correction", True) for group in optimizer.param_groups):  # an option of DeepSpeed's Adam
         return None
@@ -61,8 +61,7 @@ def torch_class(optimizer: Any) -> Any:
 
 
 class UpdateCheck:
-    """Compares each update of an optimizer with the update of torch's optimizer, which updates copies of random slices
-    of the same tensors."""
+    """Compares slices of each update of an optimizer with copies that torch's optimizer updates."""
 
     def __init__(self, adapter: Any):
         self.adapter = adapter
@@ -79,8 +78,8 @@ class UpdateCheck:
 
     def begin(self, optimizer: Any, report: Report) -> None:
         """Compares weights and state with what the last update has left, and updates copies of slices, before the
-        optimizer updates its tensors. Does nothing if the optimizer is about to leave the step out because of an
-        overflow, or if `torch_class` does not know its updates."""
+        optimizer updates its tensors. Does nothing if `torch_class` does not know the updates, or if the step will be
+        left out because of an overflow."""
         self.slices = []
         if self.optimizer_class is None or overflows(optimizer):
             return
@@ -117,7 +116,7 @@ class UpdateCheck:
 
     def end(self, optimizer: Any, report: Report) -> None:
         """Compares slices of the optimizer's tensors and state, after its update, with the copies that torch's
-        optimizer has updated. Keeps these slices, so that the next step can see changes that were made in between."""
+        optimizer has updated. Keeps these slices for the next `begin`."""
         if not self.slices:
             return
         actual = [self._slice_of(each.target, each.part) for each in self.slices]
@@ -180,8 +179,8 @@ class UpdateCheck:
 
 
 def compare_pairs(pairs: Sequence[Pair], report: Report, kind: Kind, tolerance: float, how: str) -> None:
-    """Passes error / tolerance of each pair of tensors to `report`, with a text: the name of the worst pair, and `how`.
-    The tolerance is relative to the norm of the expected tensor. A missing tensor has an infinite error."""
+    """Passes error / tolerance of each pair of tensors to `report`, with the name of the worst pair and `how`. The
+    tolerance is relative to the norm of the expected tensor. A missing tensor has an infinite error."""
     if not pairs:
         return
     expected = [each for _, _, each in pairs]

@@ -17,8 +17,6 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError for a wrong command line, instead of printing its usage."""
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help lists all options)")
 

@@ -50,8 +50,6 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """The result of an audit."""
-
     engine: str = ""  # what trains, for example "DeepSpeed 0.19.8, ZeRO 2, bfloat16, 2 ranks"
     steps: int = 0  # audited
     replayed: int = 0  # of these, steps that a plain copy has computed again
@@ -87,7 +85,6 @@ class Verdict:
         return self.values / self.values_in_all if self.values_in_all else 0.0
 
     def record(self, kind: Kind, share: float) -> None:
-        """Records `share`, which is error divided by tolerance, if it is the largest of its kind so far."""
         self.shares[kind] = max(self.shares.get(kind, 0.0), share)
 
     def add(self, step: int, kind: Kind, share: float, text: str, rank: int | None = None) -> None:

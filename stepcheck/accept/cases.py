@@ -253,7 +253,6 @@ def _trains(row: Case, strategy: str) -> bool:
 
 
 def stage_of(case: Case) -> int | None:
-    """Returns the ZeRO stage of a case, or None without DeepSpeed."""
     return ZERO.get(case.strategy, (None, False))[0]
 
 

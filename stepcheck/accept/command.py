@@ -111,7 +111,6 @@ def _judge(case: Case, verdict: dict[str, Any]) -> Result:
 def _conclude(
     results: list[Result], left_out: dict[str, str], options: argparse.Namespace, baseline: dict[str, Any] | None
 ) -> int:
-    """Prints the verdict and writes the files. Returns the exit code (see `run`)."""
     failed = [each for each in results if not each["passed"]]
     passed = bool(results) and not failed
     print()

@@ -9,7 +9,7 @@ from stepcheck.strategies import config_keys, deepspeed_folder, deepspeed_words,
 
 def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:
     """Returns why the installed release of DeepSpeed cannot train with the keys of `config` and the words `names`, or
-    "". Without DeepSpeed, returns "". DeepSpeed itself ignores keys that it does not know."""
+    "". Without DeepSpeed, returns "". DeepSpeed itself ignores unknown top-level keys."""
     known = deepspeed_words(r"\w+", "runtime/*.py", "runtime/zero/*.py")
     missing = sorted({*config_keys(config), *names} - known)
     return f"this release of DeepSpeed has no {missing[0]}" if missing and deepspeed_folder() else ""

@@ -44,7 +44,6 @@ def train_case(
 
 @cache
 def _baseline(**arguments: Any) -> Baseline:
-    """Returns the baseline of all cases of this process, which reads its file once."""
     return Baseline(**arguments)
 
 

@@ -64,8 +64,7 @@ class DeepSpeedAdapter(EngineAdapter):
                 raise NotAuditable(why)
 
     def _give_experts_rows(self) -> None:
-        """Gives each expert of each rank a separate row in the matrix of sketches, because ranks have different experts
-        under one name."""
+        """Gives each expert of each rank a row of its own, because ranks have different experts under one name."""
         self._expert_ranks = {}
         for index, parameter in enumerate(self.parameters):
             if getattr(parameter, "allreduce", True):
@@ -111,8 +110,8 @@ class DeepSpeedAdapter(EngineAdapter):
             return super().full_weight(index)
 
     def prepare_copy(self, copy: nn.Module) -> None:
-        """Sets the process groups in the copy's layers of experts, as the engine does when it starts, and makes the
-        copy's forward pass autocast if the engine's does."""
+        """Sets the process groups in the copy's layers of experts, and makes its forward pass autocast if the engine's
+        does."""
         knows_autocast = hasattr(self.engine, "torch_autocast_enabled")  # since 0.17.2
         if knows_autocast and self.engine.torch_autocast_enabled():
             autocast = torch.autocast(self.device.type, self.engine.torch_autocast_dtype())
@@ -202,8 +201,7 @@ def _sent_dtype(parameter: Any) -> torch.dtype:
 
 
 def stage_3_part(parameter: Any) -> tuple[int, int]:
-    """Returns the start and the length of this rank's shard in the flattened parameter at ZeRO 3, without the
-    padding."""
+    """Returns the start and the length, without padding, of this rank's shard in the flattened parameter at ZeRO 3."""
     size = parameter.ds_tensor.ds_numel
     start = dist.get_rank(parameter.ds_process_group) * size
     return start, max(0, min(size, parameter.ds_numel - start))
@@ -258,7 +256,7 @@ def _stage_3_groups(optimizer: Any) -> FlatGroups:
 
 
 def _partitions(optimizer: Any, groups: Any, targets: Any) -> FlatGroups:
-    """Yields this rank's partition of each flat group at ZeRO 1 and 2, and of BF16_Optimizer's groups."""
+    """Yields this rank's partition of each flat group of ZeRO 1 and 2 or of BF16_Optimizer."""
     paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(group) for group in groups]
     for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
         first = dist.get_rank(optimizer.real_dp_process_group[number]) * target.numel()

@@ -68,8 +68,7 @@ class EngineStep:
         return result
 
     def _judge_backward(self, loss: Tensor, seen: list[Tensor], is_output: bool, expected: float) -> None:
-        """Judges the factor by which the engine has multiplied a loss in its backward pass. `seen` has the gradient of
-        the loss itself."""
+        """Judges the factor by which the engine has multiplied a loss. `seen` has the gradient of the loss itself."""
         one = torch.ones((), dtype=torch.float64, device=loss.device)
         ratios = self._ratios()
         factor = seen[0].norm() if seen else 0 * one
@@ -93,7 +92,7 @@ class EngineStep:
 
     def _ratios(self) -> list[Tensor]:
         """Returns the factor by which the engine's hooks have multiplied the gradient of each output in the last
-        backward pass, or NaN where the gradient is 0 or overflows."""
+        backward pass. It is not finite where the gradient was 0 or overflowed."""
         return [after / before for before, after in zip(self.incoming, self.outgoing, strict=False)]
 
     def _judge_scale(self, factors: list[Tensor], expected: float, *losses: Tensor) -> None:
@@ -133,7 +132,7 @@ class EngineStep:
 
 
 def wrong_scale(micro_batch: int, factor: Tensor, expected: float) -> str:
-    """Returns the sentence about a loss that is scaled by a wrong factor. Waits for the device."""
+    """Returns the sentence about a wrong factor of a loss. Waits for the device."""
     return f"the loss of micro-batch {micro_batch} is scaled by {float(factor):.4g} instead of {expected:.4g}"
 
 

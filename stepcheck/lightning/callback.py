@@ -57,7 +57,6 @@ class StepCheck(Callback):
 
         Args:
             replay_every: Replay each step whose number is divisible by this; 0 for none.
-            steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
             only: Regular expression that is searched in the names of weights. Only the gradients of matching weights
                 are kept and compared.
@@ -114,7 +113,7 @@ class StepCheck(Callback):
 
     def _configure_optimizers(self, module: LightningModule, configure: Callable[[], Any]) -> Any:
         """Calls the module's own `configure_optimizers`, and records the module and its first optimizer. Under
-        DeepSpeed, this is the last hook before the engine is built."""
+        DeepSpeed, no later hook comes before the engine is built."""
         self._undo.close()  # the engine may copy or pickle the module
         configured = configure()
         self._start = Start(module, optimizer_of(configured))
@@ -246,13 +245,11 @@ class StepCheck(Callback):
                 audited.add("options", 2.0, f"the learning-rate schedule was moved {moved} times since the last step")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the verdict, and writes it to the file if one was given."""
         self._finish(trainer)
         if trainer.is_global_zero:
             print(f"stepcheck: {self.verdict.outcome}: {self.verdict}", flush=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Writes the verdict on the steps before the exception."""
         self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
@@ -291,7 +288,7 @@ def first_reason(reason: str) -> str:
 
 
 def loss_of(trainer: Trainer, arguments: tuple[Any, ...], module: Any) -> Tensor:
-    """Calls training_step on copies of its arguments, in Lightning's precision context. Returns its loss divided by the
+    """Calls training_step on copies of its arguments, in Lightning's precision context. Returns the loss divided by the
     number of micro-batches, without a loss scale."""
     with trainer.precision_plugin.train_step_context():
         outputs = module.training_step(*cloned(arguments))

@@ -152,7 +152,6 @@ def _check_strategy(name: str) -> None:
 
 
 def _default_ranks() -> int:
-    """Returns the number of GPUs, or 2 if there is none. Imports torch only where there is a driver of GPUs."""
     if not has_gpu():
         return 2
     import torch
@@ -161,8 +160,8 @@ def _default_ranks() -> int:
 
 
 def train(cases: Sequence[ModuleCase]) -> list[Result]:
-    """Trains the cases one after the other, prints a line for each, and returns their results. Raises UsageError if a
-    rank refuses a flag or the user's code."""
+    """Trains the cases, prints a line for each, and returns their results. Raises UsageError if a rank refuses a flag
+    or the user's code."""
     return train_cases(cases, cases[0].ranks, "stepcheck.lightning.train:train_case", _judge, HANG_SECONDS)
 
 

@@ -33,8 +33,8 @@ def build_parts(options: Mapping[str, str], needs_data: bool = True) -> list[Any
         needs_data: Whether the module must have training data. False if a script provides the data.
 
     Raises:
-        UsageError: If a class or an argument does not exist, if an argument is missing or has the wrong type, if a
-            class is not a LightningModule or a LightningDataModule or fails, or if the module needs data and has none.
+        UsageError: If a class or an argument is missing, wrong or unknown, if a class fails, or if the module needs
+            data and has none.
     """
     module, datamodule = (_build(part, options) if part in options else None for part in PARTS)
     if needs_data and datamodule is None and not is_overridden("train_dataloader", module):

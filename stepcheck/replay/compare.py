@@ -111,7 +111,6 @@ def worst(compared: Iterable[Compared]) -> Collection[Compared]:
 
 
 def loss_errors(low: Computed, exact: Computed) -> list[float]:
-    """Returns the relative rounding errors of this rank's losses."""
     pairs = zip(low.losses, exact.losses, strict=True)
     return [_distance(own, high) / (_norm(high) + 1e-300) for own, high in pairs]
 

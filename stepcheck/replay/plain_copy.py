@@ -44,7 +44,6 @@ class Computed:
         self.outputs: list[tuple[str, Tensor]] = []  # of the submodules, in the order of their calls
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds the gradient of a micro-batch to the sum for a parameter."""
         value = gradient.detach()
         value = value.double() if value.dtype == torch.float64 else value.float()
         if name in self.gradients:
@@ -62,7 +61,6 @@ class PlainCopy:
         the copy's weights.
 
         Args:
-            module: The copy.
             internal: Names of attributes of the outermost module that a replay must not restore.
         """
         self.module: Any = module
@@ -138,7 +136,6 @@ class PlainCopy:
             divisor: The number by which the engine divides each loss before its backward pass.
             scale: The loss scale, by which the engine multiplies each loss.
             watch: Registers hooks that keep outputs of submodules, and returns their handles.
-            exact: Whether to compute in float64.
             then: Called at the end with the copy, which has the gradients of the step, in float32 or wider and without
                 the loss scale.
         """
@@ -180,11 +177,9 @@ class PlainCopy:
 
     @property
     def autocasts(self) -> bool:
-        """Whether the last step was computed under autocast."""
         return bool(self._autocast)
 
     def drop_saved(self) -> None:
-        """Frees the values that `keep` has saved."""
         self._weights, self._buffers = {}, {}
 
     def _restore(self, exact: bool) -> None:

@@ -104,8 +104,6 @@ class Replay:
 
     # What the audit calls
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Adds a gradient that autograd has computed to the sum of the step, if the step is replayed and the name of
-        its weight matches `only`."""
         name = self.audit.adapter.names[index]
         if self.actual is not None and self.only.search(name):
             self.actual.add(name, gradient)
@@ -309,8 +307,6 @@ class Replay:
                 )
 
     def _watch(self, module: nn.Module, computed: Computed) -> list[Any]:
-        """Makes submodules add their outputs to `computed`, if outputs are compared. Returns the handles of these
-        hooks."""
         if not self.outputs:
             return []
         return [

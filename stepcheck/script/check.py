@@ -62,7 +62,7 @@ class ScriptCheck(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Applies the script's numerical settings, matches the names of weights and buffers, and registers the hooks.
-        Raises UsageError if the weights do not match. If the buffers do not, they are not judged."""
+        Raises UsageError if the weights do not match. Buffers that do not match are not judged."""
         use_settings(self.recording.settings)
         build_copy(self._copy, trainer)
         self._copy = PlainCopy(self._copy, INTERNAL)
@@ -129,7 +129,6 @@ class ScriptCheck(Callback):
         self._compare_update(optimizer, weights)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Ends the training after the last recorded step."""
         ended = len(self._micro_batches) in (0, self.recording.accumulate)  # 0 unless a gradient overflowed
         trainer.should_stop = ended and self.number == self.recording.steps
 

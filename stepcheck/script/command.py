@@ -75,11 +75,8 @@ def _compare(options: argparse.Namespace) -> Any:
 
 
 def record(script: list[str], steps: int, folder: Path) -> Any:
-    """Runs a script, with its arguments, and records its first optimizer steps into a folder. Returns the recording.
-
-    Raises:
-        UsageError: If the script fails, or cannot be recorded.
-    """
+    """Runs a script with its arguments, records its first optimizer steps into a folder, and returns the recording.
+    Raises UsageError if the script fails, or cannot be recorded."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # calls within compiled functions cannot be recorded
     if "deepspeed" in Path(script[0]).read_text(errors="replace"):  # which uses MPI where these are missing
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

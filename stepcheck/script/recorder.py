@@ -202,7 +202,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def main() -> int:
     """Records the first optimizer steps of a script. Returns the exit code 0, also if the script cannot be recorded:
-    the reason is then in the file REFUSED. An exception of the script's own is not caught."""
+    the file REFUSED then says why. Does not catch an exception of the script's own."""
     folder, steps, script, *arguments = sys.argv[1:]
     recorder = Recorder(Path(folder), int(steps))
     recorder.install()

@@ -67,8 +67,8 @@ class Recording:
     skipped: int = 0  # steps that GradScaler left out, because a gradient overflowed
 
     def step(self, number: int) -> RecordedStep:
-        """Reads the step with this number, counted from 1. Its file is unpickled without a restriction of classes,
-        because the script itself has run on this machine."""
+        """Reads the step with this number, from 1. Unpickles any class, because the script itself has run on this
+        machine."""
         return torch.load(self.folder / f"{number}.pt", weights_only=False)
 
     def add(self, step: RecordedStep) -> None:
@@ -124,8 +124,6 @@ def match_names(
     their order.
 
     Args:
-        script: The script's tensors by name.
-        module: The module's tensors by name.
         renames: Maps prefixes of the script's names to the prefixes that replace them. The first that fits a name is
             used.
 
