@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 RANKS_SECONDS = 60.0
-"""How long the first audit of several ranks waits for ranks that start under stepcheck later."""
+"""How long the first audit waits for other ranks to start under stepcheck."""
 
 
 def init_process_group(initialize: Any, *args: Any, **kwargs: Any) -> None:

@@ -392,8 +392,8 @@ class Audit:
 
     @property
     def _in_turn(self) -> range:
-        """The indices of the weights to compare in this step. Audited steps take turns, so that `every` leaves none
-        out."""
+        """The indices of the weights to compare in this step. Turns count audited steps, so that each weight gets
+        one."""
         turn = self.step // self.every
         return range(-turn % self.weights_every, len(self.adapter.parameters), self.weights_every)
 

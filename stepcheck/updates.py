@@ -14,8 +14,8 @@ from stepcheck.sketch import dense
 from stepcheck.verdict import Kind
 
 SLICE = 1024
-"""Elements of each tensor of the optimizer whose update is repeated in a step. Slices lie at random positions, so that
-they cover every element in time."""
+"""The most elements of a tensor of the optimizer whose update is repeated in a step. Slices lie at random positions, so
+that over many steps they cover every element."""
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adamax", "Adadelta", "Rprop", "ASGD")
 """Classes of torch.optim whose update of an element depends on no other element."""

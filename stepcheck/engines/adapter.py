@@ -186,11 +186,12 @@ class EngineAdapter:
         return self.parameters[index].detach(), 0
 
     def replica(self, index: int) -> tuple[int, int]:
-        """Returns this rank's number among the ranks that hold the same part of a gradient, and how many they are."""
+        """Returns this rank's number, from 0, among the ranks that hold the same part of a gradient, and how many they
+        are."""
         return 0, 1
 
     def weight_replicas(self, index: int) -> int:
-        """Returns the number of ranks that hold the same part of the optimizer's weights."""
+        """Returns the number of ranks that hold the same part of a weight, as the optimizer has it."""
         return self.replica(index)[1]
 
     syncs_buffers = False

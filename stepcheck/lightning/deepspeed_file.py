@@ -20,7 +20,7 @@ REFUSED = {
 """Sections that are refused, and why or what to use instead."""
 
 OF_LOADER = ("train_batch_size", "train_micro_batch_size_per_gpu")
-"""Keys without an effect, because the module's loader decides."""
+"""Keys without an effect, because the module's loader decides the batch size."""
 
 PRECISION_OF_SECTION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 

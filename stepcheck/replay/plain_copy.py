@@ -24,7 +24,7 @@ PLAIN = (int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.dev
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 NO_DATA = (nn.Module, Dataset, DataLoader, ModuleType, type, *FUNCTIONS)
-"""Types of attributes that have no data, or too many: the data sets are not copied in each micro-batch."""
+"""Types of attributes that have no data, or data sets, which are too large to copy in each micro-batch."""
 
 LARGEST = 2**26
 """An attribute with a tensor or array of more bytes counts as a data set, and is not copied."""
@@ -87,7 +87,8 @@ class PlainCopy:
         trained: Collection[str],
         compared: Collection[str] | None = None,
     ) -> None:
-        """Saves the weights, unsharded and in the dtype of the forward pass, and the buffers before a step.
+        """Saves the weights and buffers with which a step begins. The weights are unsharded, and in the dtype of the
+        forward pass.
 
         Args:
             trained: Names of the weights that require gradients.

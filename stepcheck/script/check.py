@@ -162,7 +162,8 @@ class ScriptCheck(Callback):
             self.verdict.add(self.number, each.kind, each.share, self._describe(each, script))
 
     def _exact(self) -> Computed:
-        """Returns the step, computed in float64. Its gradients are clipped and changed by hooks as the module's are."""
+        """Returns the step, computed in float64 by a copy. The copy does not clip, and has no hooks that change
+        gradients. So each gradient is the module's, without the rounding error that the copy shows."""
         module = self._computed
         arguments: Any = (self._micro_batches, 1.0, 1.0, lambda *_: [])
         with random_state_kept():
