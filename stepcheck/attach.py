@@ -296,8 +296,8 @@ def _ids(optimizer: Any) -> set[int]:
 
 def find_model(optimizer: Any) -> Any:
     """Returns the module with the fewest submodules, of all modules of this process that hold all parameters of an
-    optimizer, or the outermost wrapper of this module (DDP, FSDP1 or torch.compile). If no module holds all parameters,
-    returns a new module that contains several modules and tensors, which together hold them."""
+    optimizer. If it is wrapped (DDP, FSDP1 or torch.compile), returns its outermost wrapper instead. If no module holds
+    all parameters, returns a new module that contains several modules and tensors, which together hold them."""
     import torch
 
     # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.

@@ -199,9 +199,9 @@ class Audit:
 
     @guarded
     def before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
-        """Records the unsharded weights of a module that are in turn, just before it computes, and watches the
-        gradients of those that FSDP2 has just unsharded. `own` maps the names of the module's own parameters to their
-        indices."""
+        """Records the unsharded weights of a module that this step compares, just before the module computes. Also
+        watches the gradients of the weights that FSDP2 has just unsharded. `own` maps the names of the module's own
+        parameters to their indices."""
         if not self.running or not torch.is_grad_enabled():
             return
         for name, index in own.items():

@@ -184,8 +184,9 @@ class Judge:
         return f", as if {' or '.join(found)}" if found else ""
 
     def weights(self, step: Step) -> None:
-        """Compares the used weights that are in turn with the optimizer's weights. If a weight that the optimizer does
-        not update changes between steps, the verdict notes it."""
+        """Compares the weights that forward and backward passes used with the optimizer's weights, as far as it is
+        their turn in this step (see `Audit`). If a weight that the optimizer does not update changes between steps, the
+        verdict notes it."""
         uses, adapter = step.sums["uses"], self.adapter
         used = (uses[:, 0] > 0).nonzero()[:, 0]
         if not len(used):

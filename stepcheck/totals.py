@@ -122,7 +122,6 @@ class Totals:
 
 
 def _columns(matrix: Tensor) -> dict[str, Tensor]:
-    """Returns views of the columns of a matrix by their names."""
     return dict(zip(COLUMNS, matrix.split([*COLUMNS.values()], 1), strict=True))
 
 

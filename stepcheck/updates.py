@@ -73,7 +73,8 @@ class UpdateCheck:
         self.kept: dict[int, tuple[Slice, dict[str, Tensor]]] = {}  # what the last update left, by id of the target
 
     def reset(self) -> None:
-        """Drops what the last update left, because a checkpoint or steps that are not audited will change it."""
+        """Drops what the last update left. It is out of date once a checkpoint is loaded, or after steps that are not
+        audited."""
         self.kept = {}
 
     def begin(self, optimizer: Any, report: Report) -> None:

@@ -132,7 +132,7 @@ class EngineStep:
 
 
 def wrong_scale(micro_batch: int, factor: Tensor, expected: float) -> str:
-    """Returns the sentence about a wrong factor of a loss. Waits for the device."""
+    """Returns the sentence about a loss that is scaled by a wrong factor. Waits for the device."""
     return f"the loss of micro-batch {micro_batch} is scaled by {float(factor):.4g} instead of {expected:.4g}"
 
 

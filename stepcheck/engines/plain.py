@@ -49,7 +49,8 @@ class PlainAdapter(EngineAdapter):
         self.reshaped: set[int] = set()  # gradients that torch has clipped in a way that the audit does not repeat
 
     def attach(self, audit: Any) -> None:
-        """Also makes each call of the optimizer's `step` end the audited step, and `watch` report to this adapter."""
+        """Also makes each call of the optimizer's `step` end the audited step, and makes `watch` report to this
+        adapter."""
         watch()
         super().attach(audit)
         self.audit = audit

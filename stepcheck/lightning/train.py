@@ -45,9 +45,9 @@ def train_and_judge(case: ModuleCase, device: torch.device, folder: Path) -> Ver
     """Trains a case and returns its verdict. If a replay differs, trains once more, to find the first module whose
     output differs.
 
-    With `resume_at`, trains once, and resumes the training from a checkpoint. Returns the verdict of the resumed run,
-    with its differences from the first. If the first run has a fault or is not judged, returns its verdict and resumes
-    nothing.
+    With `resume_at`, trains to the end once, and then once more from the checkpoint of this step. Returns the verdict
+    of the resumed run, with its differences from the first. If the first run has a fault or is not judged, returns its
+    verdict and resumes nothing.
     """
     if case.resume_at:
         saved = StateRecorder(case.resume_at, folder / f"{str(case).replace('/', '_')}.ckpt")
@@ -97,7 +97,7 @@ def _train(
 
 @contextmanager
 def reproducible_kernels() -> Iterator[None]:
-    """Context manager that makes cuDNN deterministic and turns TF32 off, with which the tolerances on a GPU would be a
+    """Context manager that makes cuDNN deterministic and turns TF32 off. With TF32, the tolerances on a GPU would be a
     thousand times as wide (torch's "CUDA semantics"). Settings that the module changes are restored at the end."""
     cudnn: Any = torch.backends.cudnn
     conv, rnn = (getattr(cudnn, name, None) for name in ("conv", "rnn"))  # not before torch 2.9

@@ -117,7 +117,7 @@ def _has_no_default(user_class: type, argument: str) -> bool:
 
 def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
     """Trains a user's module, or continues its training from a checkpoint that this program has written. Raises
-    UsageError for manual optimization, several optimizers, or less than a batch of data for each rank."""
+    UsageError for manual optimization, several optimizers, or data of less than a batch for each rank."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:

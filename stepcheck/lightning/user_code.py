@@ -37,7 +37,8 @@ def allowed(name: str, flag: str) -> Any:
 
 def load(name: str, flag: str) -> Any:
     """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns the named object. Raises UsageError if it does not exist
-    or if the import fails, with the option `flag`, and the line of the user's file at which the import failed."""
+    or if the import fails. The error names the option `flag`, and the line of the user's file at which the import
+    failed."""
     source, attribute = check_exists(name, flag)
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
@@ -56,8 +57,8 @@ def check_parts(options: Mapping[str, str]) -> None:
 
 def check_exists(name: str, flag: str) -> tuple[str, str]:
     """Checks FILE.py:NAME or PACKAGE.MODULE:NAME without importing it, and returns the two sides of the colon. Raises
-    UsageError, with the option `flag`, if `name` has another form, if the file or the package does not exist, or if the
-    file's text cannot define the name."""
+    UsageError, which names the option `flag`, if `name` has another form, if the file or the package does not exist, or
+    if the file's text cannot define the name."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")

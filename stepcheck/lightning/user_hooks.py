@@ -37,7 +37,7 @@ class UserHooks:
 
     def changing(self, plain: Any) -> list[str]:
         """Returns the names of the hooks that change gradients. Calls each hook once on `plain`, a copy of the module
-        that has the gradients of a step, as the hooks before it have left them."""
+        that has the gradients of a step. A hook gets the gradients as the hooks before it have left them."""
         optimizer = optimizer_of(plain.configure_optimizers())
         plain.optimizers = lambda *args, **options: optimizer
         plain.clip_gradients = self._clip  # DeepSpeed's plugin clips nothing when it is called

@@ -245,9 +245,9 @@ def _backward(loss: Tensor) -> None:
 
 
 def _is_data(value: Any, values: dict[int, Any]) -> bool:
-    """Returns whether a value is data: plain, a tensor that is not a Parameter or an object of NumPy, of at most
-    LARGEST bytes, or a container or an object that has only data. Adds the values that it reads and that are not plain
-    to `values`, by id."""
+    """Returns whether a value is data: plain, a tensor (but no Parameter) or NumPy object of at most LARGEST bytes, or
+    a container or an object that has only data. Adds the values that it reads and that are not plain to `values`, by
+    id."""
     if isinstance(value, PLAIN) or id(value) in values:
         return True
     values[id(value)] = value
