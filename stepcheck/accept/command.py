@@ -98,8 +98,8 @@ def _print_cases(cases: Iterable[Case]) -> None:
 
 
 def _judge(case: Case, verdict: dict[str, Any]) -> Result:
-    """Returns the result of a case. If a fault that each release has explains all findings, and all steps were audited
-    or skipped, the case passes, and its outcome is "known"."""
+    """Returns the result of a case. If a fault in KNOWN explains all findings, and all steps were audited or skipped,
+    the case passes, and its outcome is "known"."""
     result = {**result_of(case, verdict, STEPS), "row": case.row, "strategy": case.strategy}
     known = known_fault(case, [str(Finding(**each)) for each in result["findings"]])
     if known and result["steps"] + result["skipped"] >= STEPS:

@@ -209,8 +209,8 @@ def stage_3_part(parameter: Any) -> tuple[int, int]:
 
 def _stage(engine: Any) -> int:
     """Returns the ZeRO stage by which the optimizer shards. In bfloat16 it may differ from the configured stage. ZeRO 0
-    of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does. ZeRO 1 of 0.18.1 with grad_accum_dtype fp32
-    has FP16_UnfusedOptimizer, which does not shard."""
+    of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does. ZeRO 1 of 0.17.6 to 0.18.4 with
+    grad_accum_dtype fp32 has FP16_UnfusedOptimizer, which does not shard."""
     if hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         return 1
     sharded = ("round_robin_bit16_groups", "fp32_partitioned_groups_flat")  # ZeRO 1 and 2, ZeRO 3

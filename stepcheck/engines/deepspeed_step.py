@@ -17,9 +17,9 @@ METHODS = ("forward", "backward", "step", "load_checkpoint")
 
 class EngineStep:
     """Wraps the engine's METHODS, to end the audit's steps and to measure the factor by which the engine multiplies the
-    loss. DeepSpeed multiplies the loss itself (up to 0.18.1, and 0.19), or multiplies the gradients of the module's
-    outputs in hooks (0.18.3 to 0.18.5, and wherever a script calls `loss.backward()`). Only the product of both factors
-    is judged. Also judges how far each call of `step` moves the learning-rate schedule."""
+    loss. DeepSpeed multiplies the loss itself (up to 0.18.2, and since 0.19.6), or the gradients of the module's
+    outputs in hooks (0.18.3 to 0.19.5, and since 0.18.3 wherever a script calls `loss.backward()`). Only the product of
+    both factors is judged. Also judges how far each call of `step` moves the learning-rate schedule."""
 
     def __init__(self, adapter: Any, audit: Any):
         self.adapter, self.engine, self.audit = adapter, adapter.engine, audit
