@@ -221,7 +221,6 @@ class Audit:
 
     @guarded
     def begin(self) -> None:
-        """Begins a step, unless it has begun or is not audited."""
         self._begin_step()
 
     @guarded
@@ -281,7 +280,6 @@ class Audit:
 
     @guarded
     def before_step(self) -> None:
-        """Records the options of the parameter groups, before an engine's step calls the optimizer."""
         self._options = {id(group): options_of(group) for group in self.adapter.optimizer.param_groups}
 
     @guarded

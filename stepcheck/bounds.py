@@ -78,7 +78,6 @@ def factor_tolerance(strength: float, constants: Iterable[float]) -> float:
 
 
 def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:
-    """Returns the largest unit roundoff of some floating dtypes."""
     return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
 
 

@@ -40,7 +40,6 @@ def deepspeed_words(word: str, *files: str) -> set[str]:
 
 
 def config_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the keys of a configuration of DeepSpeed and of its sections."""
     for key, value in config.items():
         yield key
         if isinstance(value, dict):

@@ -53,6 +53,5 @@ def assert_agrees(
 
 
 def _name_of(user_class: type) -> str:
-    """Returns PACKAGE.MODULE:NAME of a class, or FILE.py:NAME if its module is not in a package."""
     module = user_class.__module__
     return f"{module if '.' in module else inspect.getfile(user_class)}:{user_class.__qualname__}"

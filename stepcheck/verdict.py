@@ -81,7 +81,6 @@ class Verdict:
 
     @property
     def coverage(self) -> float:
-        """The share of the gradient elements that was judged, or 0 if there were none."""
         return self.values / self.values_in_all if self.values_in_all else 0.0
 
     def record(self, kind: Kind, share: float) -> None:

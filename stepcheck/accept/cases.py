@@ -240,7 +240,6 @@ def plan(
 
 
 def _untrainable(case: Case, through: str) -> str:
-    """Returns why a framework does not train a case, or ""."""
     if case.precision == "float16" or (through == "transformers" and case.precision == "bfloat16"):
         return "" if has_gpu() else f"{through} trains in {case.precision} on GPUs only"
     own = case.plain_backward or not case.config.get("managed_gradient_accumulation", True)

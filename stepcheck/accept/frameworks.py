@@ -208,7 +208,6 @@ def _data(case: Case) -> TensorDataset:
 
 
 def _reset_accelerator() -> None:
-    """Resets Accelerate's global state, so that this process can train with another configuration."""
     from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
 
     AcceleratorState._reset_state(reset_partial_state=True)

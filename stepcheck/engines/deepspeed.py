@@ -189,7 +189,7 @@ def loss_scale(engine: Any) -> float:
     for owner, name in ((engine.optimizer, "torch_autocast_gradscaler"), (engine, "torch_autocast_z0_gradscaler")):
         if scaler := getattr(owner, name, None):  # with torch_autocast in float16; up to 0.17.5 in each dtype
             has_old_name = any(hasattr(each, "autocast_dtype") for each in engine.module.parameters())
-            return 1.0 if has_old_name and _stage(engine) == 3 else scaler.get_scale()  # ZeRO 3 of 0.17.5 lacks it
+            return 1.0 if has_old_name and _stage(engine) == 3 else scaler.get_scale()  # ZeRO 3 ignored it
     return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
 
 

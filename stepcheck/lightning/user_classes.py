@@ -67,7 +67,6 @@ def _build(part: str, options: Mapping[str, str]) -> Any:
 
 
 def _refuse_unknown(given: Mapping[str, str], known: Sequence[str], user_class: str) -> None:
-    """Raises UsageError for the first option that sets no argument of the class, wholly or in part."""
     for option in given:
         if not any(f"{option}.".startswith(f"{each}.") or each.startswith(f"{option}.") for each in known):
             names = [each.partition(".")[2] for each in known]

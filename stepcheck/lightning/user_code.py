@@ -23,13 +23,11 @@ DEFINES_ANY_NAME = ("import *", "globals", "vars", "setattr", "__dict__", "__get
 
 
 def allow(name: str, flag: str) -> None:
-    """Loads an object that the command line names in the option `flag`, so that `allowed` returns it later."""
+    """Loads an object that the command line names in the option `flag`. Then `allowed` returns it."""
     _ALLOWED[name] = load(name, flag)
 
 
 def allowed(name: str, flag: str) -> Any:
-    """Returns an object that a configuration names in the option `flag`. Raises UsageError unless the command line
-    names the object too."""
     if name not in _ALLOWED:
         raise UsageError(f"{flag} {name}: it is code, so name it on the command line too")
     return _ALLOWED[name]

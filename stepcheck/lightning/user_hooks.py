@@ -72,7 +72,6 @@ def _gradients(module: Any) -> dict[str, Tensor]:
 
 
 def optimizer_of(configured: Any) -> Any:
-    """Returns the first optimizer of what `configure_optimizers` has returned, or None."""
     if isinstance(configured, dict):
         configured = configured.get("optimizer")
     while isinstance(configured, (list, tuple)):

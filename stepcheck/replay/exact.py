@@ -53,8 +53,6 @@ class Exact(TorchFunctionMode):
 
 
 def to_float64(value: Any) -> Any:
-    """Converts a tensor whose dtype is in LOW to float64, replaces a dtype in LOW by float64, and returns any other
-    value unchanged."""
     if isinstance(value, Tensor):
         return value.double() if value.dtype in LOW else value
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value

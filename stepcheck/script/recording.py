@@ -79,7 +79,6 @@ class Recording:
 
     @staticmethod
     def read(folder: Path) -> "Recording | None":
-        """Returns the recording in a folder, or None if no step was recorded."""
         file = folder / "recording.pt"
         return torch.load(file, weights_only=False) if file.is_file() else None
 
@@ -103,7 +102,6 @@ def use_settings(expected: Mapping[str, Any]) -> None:
 
 
 def update_options(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Returns the OPTIONS that a parameter group has, each as a tuple of numbers."""
     found = {key: group[key] for key in OPTIONS if group.get(key) is not None}
     return {
         key: tuple(float(each) for each in (value if isinstance(value, (tuple, list)) else [value]))
