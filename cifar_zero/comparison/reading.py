@@ -87,7 +87,7 @@ def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
 
 def blocking_settings(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
     """Returns the names of the settings in `differences` that differ between the variants `one` and `other` and make a
-    verdict on the two meaningless, which settings in ENVIRONMENT never do."""
+    verdict on the two meaningless. Settings in ENVIRONMENT are never returned."""
     blocking = []
     for setting, values in differences.items():
         if setting.split(".")[0] not in ENVIRONMENT and values.get(one) != values.get(other):

@@ -46,21 +46,20 @@ from stepcheck.lightning import user_code
 
 EarlierRun = Callable[[Settings], dict[str, Any] | None]
 """A function that returns the options of the earlier run that a command line continues, keyed by flag, or None for a
-new run. Its argument holds the options of the command line that identify the earlier run."""
+new run. Its argument holds the options that identify the earlier run (see `_early_settings`)."""
 
-ONLY_FLAGS = ("config", "print_config", "help", "debug")
-"""Options of the command line that a recipe cannot set."""
+ONLY_FLAGS = ("config", "print_config", "help", "debug")  # options that a recipe cannot set
 
 
 def parse(argv: Sequence[str] | None = None, earlier_run: EarlierRun | None = None) -> Settings:
-    """Returns the settings of a command line, by default this process's command line; see `settings_of_arguments`."""
+    """Returns the settings of a command line, by default this process's; see `settings_of_arguments`."""
     return settings_of_arguments(read_arguments(sys.argv[1:] if argv is None else argv), earlier_run)
 
 
 def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None = None) -> Settings:
     """Returns the settings of a command line. Recipes (`--config`) override the defaults in their order, and flags
     override the recipes. A model or transform of the user that a flag names is imported. `--help` and `--print_config`
-    print and exit.
+    print and exit (SystemExit).
 
     Args:
         arguments: The command line.
@@ -128,8 +127,8 @@ def strategy_flags(strategy: str) -> list[str]:
 
 
 def dump(given: Settings) -> str:
-    """Returns the settings as a YAML recipe, without the consent to run code, which only flags can give. `--config`
-    with this recipe repeats the run."""
+    """Returns the settings as a YAML recipe that repeats the run with `--config`. It lacks the consent to run code,
+    which only flags can give."""
     return yaml.safe_dump(_nested(flat(given)), sort_keys=False)
 
 
@@ -159,7 +158,7 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
 
 
 def _refuse_empty(given: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UsageError for a flag with an empty text as its value, if this is also its default and no recipe sets the
+    """Raises UsageError for a flag whose value is an empty text, if this is also its default and no recipe sets the
     option. The cause is a shell variable without a value: after `--resume "$RUN"` the training would begin again
     without a word."""
     for option, default in flat(Settings()).items():
@@ -168,8 +167,8 @@ def _refuse_empty(given: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]]
 
 
 def allow_code(model: str, transform: str) -> None:
-    """Imports the user's model and the user's transform of the images, if the names are those of user's code, so that
-    the run may use them. The names must come from the command line itself. Raises UsageError if the import fails."""
+    """Imports the user's model and transform, if these are names of user's code, so that the run may use them. The
+    names must come from the command line itself. Raises UsageError if the import fails."""
     if transform:
         user_code.allow(transform, "--augment.transform")
     if ":" in model and model not in MODELS:
@@ -177,8 +176,8 @@ def allow_code(model: str, transform: str) -> None:
 
 
 def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the options of recipes and of the command line, and returns them. Later sources override earlier ones, and
-    each source overrides the DeepSpeed configuration that it names, if that file exists."""
+    """Returns the options of all `sources`, which are recipes and the command line. Later sources override earlier
+    ones, and each source overrides the DeepSpeed configuration that it names, if that file exists."""
     options: dict[str, Any] = {}
     for source in map(_with_trainer_options, sources):
         file = str(source.get("ds_config", ""))
@@ -198,8 +197,8 @@ def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
 
 
 def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
-    """Returns settings with only those options of a command line that identify an earlier run. The other options are
-    not checked yet."""
+    """Returns settings with only those options of a command line that identify an earlier run. Other options are not
+    checked yet."""
     named = ("resume", "out", "name", "strategy", "ds_config")
     early = make_settings(
         **{option: str(options[option]) for option in named if option in options},
@@ -212,7 +211,7 @@ def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
 
 def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of the earlier run, `base`, that the new run keeps. If `given`, the options of recipes and
-    flags, chooses another strategy or DeepSpeed configuration, all strategy options are left out."""
+    flags, chooses another strategy or DeepSpeed configuration, the strategy options are left out."""
     if all(given.get(key, base.get(key)) == base.get(key) for key in ("strategy", "ds_config")):
         return base
     of_strategy = {option.name for option in fields(StrategyOptions)}
@@ -220,9 +219,9 @@ def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_trainer_options(source: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a recipe or of the flags, with `trainer` replaced by an option for each of its entries,
-    such as trainer.benchmark. Raises UsageError if `trainer` is not a mapping, or if an entry is also set as an option
-    of its own."""
+    """Returns the options of a recipe or of the flags, with each entry of `trainer` as an option, such as
+    trainer.benchmark. Raises UsageError if `trainer` is not a mapping, or if an entry is also set as an option of its
+    own."""
     rest = {**source}
     given = rest.pop("trainer", {})
     entries = plain_data.load_value(given) if isinstance(given, str) else given
@@ -235,7 +234,7 @@ def _with_trainer_options(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_overlap(options: Mapping[str, Any]) -> None:
-    """Raises UsageError if an option and a part of it are both set, of which one would be lost."""
+    """Raises UsageError if an option and a part of it are both set, because one of them would be lost."""
     for option in options:
         for section in (option[:dot] for dot, letter in enumerate(option) if letter == "."):
             if section in options and section not in REGISTRIES:
@@ -261,7 +260,7 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 @cache  # compare parses several command lines
 def _parser(names: tuple[str, ...], with_help: bool) -> ArgumentParser:
     """Returns the parser of the train command. `names` are the names of the chosen model, optimizer and schedule, whose
-    options become flags. The parser can print help texts only if `with_help` is true."""
+    options become flags. Help texts are complete only if `with_help` is true."""
     set_parsing_settings(docstring_parse_attribute_docstrings=with_help)  # they take a third of the time
     parser = ArgumentParser(
         prog=command("train"),

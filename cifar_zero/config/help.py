@@ -20,7 +20,6 @@ COMMON = {
     "output": ("out", "name", "logger"),
     "recipes and benchmarks": ("config", "print_config", "bench_steps"),
 }
-"""The flags of the short help, by title."""
 
 USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
 EPILOG = """\
@@ -41,15 +40,15 @@ strategies:
 
 
 def epilog() -> str:
-    """Returns the end of the full help: examples, and lists of all optimizers and strategies."""
+    """Returns the end of the full help: examples, and all optimizers and strategies."""
     optimizers = _listed({name: summary(entry) for name, entry in OPTIMIZERS.items()})
     strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
     return EPILOG.format(optimizers=optimizers, strategies=strategies)
 
 
 def short(parser: ArgumentParser) -> str:
-    """Returns the short help, which fits one screen. It lists the flags of COMMON, each with its default and with its
-    choices or the first sentence of its help text."""
+    """Returns the short help, which fits one screen: the flags of COMMON, each with its default and with its choices or
+    the first sentence of its help text."""
     actions = parser._option_string_actions
     names = {key: choices(key) for key in REGISTRIES} | {"strategy": [*STRATEGIES, AUTO]}
     lines = [f"usage: {USAGE}" % {"prog": parser.prog}]

@@ -169,7 +169,7 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
 
     @property
     def strategy_name(self) -> str:
-        """The name of the strategy, or of the raw DeepSpeed configuration that replaces it, without .json."""
+        """The strategy, or the file name of the raw DeepSpeed configuration that replaces it, without .json."""
         if self.ds_config:
             return Path(self.ds_config).stem
         return self.strategy

@@ -31,13 +31,11 @@ replaced."""
 
 META = "meta.json"
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
-READ_BYTES = 2**20
-"""Bytes of an array that are read at once for its checksum. They are read and not mapped, because mapped pages would
-count as memory of the rank."""
+READ_BYTES = 2**20  # of an array at once for its checksum; mapped pages would count as memory of the rank
 
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, tokenize.TokenError)
-"""Exceptions that reading a missing or damaged cache raises. NumPy (2.4) raises tokenize.TokenError for some headers of
-an array."""
+"""Exceptions of reading a missing or damaged cache. NumPy (2.4) raises tokenize.TokenError for some headers of an
+array."""
 
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
@@ -45,8 +43,8 @@ _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.
 @dataclass(frozen=True)
 class Dataset:
     """Holds decoded images and labels as read-only memory maps, so that the ranks of a node share the same pages of
-    memory. Images are stored in the shape (N, H, W, 3), as in image files. Seen as (N, 3, H, W), they have torch's
-    format channels_last without a copy. This format is faster on a CPU."""
+    memory. Images are stored in the shape (N, H, W, 3). Seen as (N, 3, H, W), they have torch's format channels_last,
+    which is faster on a CPU, without a copy."""
 
     name: str  # the source that the images come from (never `auto`)
     classes: tuple[str, ...]  # name of each class; a label is an index into it
@@ -116,8 +114,8 @@ def allocate(
 
 
 def load(directory: Path) -> Dataset:
-    """Maps the cache in `directory`, which `ensure` has prepared. Raises RunError if the cache is missing or damaged,
-    or if another process replaces it during this call, because the files could then be from two caches."""
+    """Maps the cache in `directory`, which `ensure` has prepared. Raises RunError if it is missing or damaged, or if
+    another process replaces it during this call, because the files could then be from two caches."""
     try:
         meta = _read_meta(directory)
         arrays = {name: _open(directory, name) for name in ARRAYS}
@@ -131,7 +129,7 @@ def load(directory: Path) -> Dataset:
 
 
 def _is_ready(directory: Path, expected: Mapping[str, Any]) -> bool:
-    """Returns whether the cache has the entries `expected` in its META file, and arrays that match their checksums."""
+    """Returns whether the cache has the entries `expected` in META, and arrays that match their checksums."""
     try:
         return _read_meta(directory) == {**expected, "checksums": _checksums(directory)}
     except _DAMAGE:
@@ -143,8 +141,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 
 
 def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], None]) -> None:
-    """Builds a new cache with the entries `meta` and replaces the old one. The caller must hold the lock. Raises
-    UsageError if the folder that would be replaced is not a cache."""
+    """Builds a new cache with the entries `meta` in META, and replaces the old one. The caller must hold the lock.
+    Raises UsageError if the folder that would be replaced is not a cache."""
     temporary = atomic.staged(directory)
     for folder in (directory, temporary):
         _check_only_cache(folder)
@@ -162,7 +160,7 @@ def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], Non
 
 
 def _check_only_cache(folder: Path) -> None:
-    """Raises UsageError if a folder holds anything but the files of a cache. The folder may be missing or empty."""
+    """Raises UsageError if a folder holds other files than a cache. It may be missing or empty."""
     files = {META, *(f"{name}.npy" for name in ARRAYS)}
     if foreign := sorted({entry.name for entry in folder.glob("*")} - files):
         raise UsageError(
@@ -185,8 +183,8 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
 
 
 def _checksums(directory: Path) -> dict[str, int]:
-    """Returns the CRC-32 of the elements of each array, keyed by the array's name. A gigabyte in memory takes less than
-    a second."""
+    """Returns the CRC-32 of the elements of each array, keyed by the array's name (less than a second per gigabyte in
+    memory)."""
     checksums: dict[str, int] = {}
     for name in ARRAYS:
         array, checksum = _open(directory, name), 0

@@ -28,8 +28,7 @@ micro-batches. Blocks of images with more than 32 x 32 pixels have fewer images.
 
 The CPU's number was measured on one core of an AMD EPYC with 1 MB of second-level cache, with torch 2.15. Blocks of 128
 and of 256 images are about equally fast. Smaller blocks spend more time on calling each operation, and larger blocks on
-memory access. The GPU's number was not measured. Its 8,192 images of 32 x 32 pixels take 100 MB in float32, and the
-host calls the operations that make a block only once per 8,192 images.
+memory access. The GPU's number was not measured. Its 8,192 images of 32 x 32 pixels take 100 MB in float32.
 """
 
 GROUPED_BLOCK_IMAGES = {"cpu": 2048, "cuda": 16384}
@@ -37,8 +36,8 @@ GROUPED_BLOCK_IMAGES = {"cpu": 2048, "cuda": 16384}
 for each group of images (see `draws.GROUPS`)."""
 
 STRETCH_BLOCKS = 64
-"""Number of blocks for which the positions, labels and draws of an epoch are looked up at once. It is large enough that
-a GPU does not wait for the copies, and small enough that an epoch starts without delay."""
+"""Number of blocks for which the positions, labels and draws of an epoch are looked up at once: large enough that a GPU
+does not wait for the copies, and small enough that an epoch starts without delay."""
 
 RESIDENT_SHARE = 1 / 4
 """Largest share of a GPU's free memory that stored images may take. The model's memory is allocated later. CIFAR-10
@@ -46,9 +45,9 @@ takes 184 MB."""
 
 
 class ImageStore:
-    """Stores images uint8 (N, H, W, 3) for batches on a device. The images are stored on the GPU if they take at most
-    RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU.
-    `take` needs row numbers on `rows_device` and returns blocks on `device`."""
+    """Stores images uint8 (N, H, W, 3) for batches on a device: on the GPU if they take at most RESIDENT_SHARE of its
+    free memory, else on the host. For devices other than GPUs, the batches stay on the CPU. `take` needs row numbers on
+    `rows_device` and returns blocks on `device`."""
 
     def __init__(self, images: NDArray[np.uint8], device: torch.device | str) -> None:
         with warnings.catch_warnings():
@@ -90,8 +89,7 @@ class Resumable:
     _resumed: Mapping[str, int] = {}
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the epoch and the number of micro-batches that were yielded in it so far. Lightning saves both in a
-        checkpoint."""
+        """Returns the epoch and how many of its micro-batches were yielded, which Lightning saves in a checkpoint."""
         return {"epoch": self.batch_sampler.epoch, "given": self._yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -143,8 +141,7 @@ class MemoryLoader(Resumable):
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the micro-batches of an epoch, or only the remaining ones if the loaded state is in the middle of this
-        epoch."""
+        """Yields the micro-batches of an epoch, or only the remaining ones if a state within this epoch was loaded."""
         self._begin()
         size = self.batch_sampler.batch_size
         for rows, labels, draws in self._plan():
@@ -156,7 +153,7 @@ class MemoryLoader(Resumable):
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
         """Yields, for each block, the rows of the stored images, the labels and the draws. With mixing, the entries of
-        the partners follow the entries of the images that they are mixed into."""
+        the partners follow those of the images that they are mixed into."""
         device, rows_device = self._stored.device, self._stored.rows_device
         table = self._augmentation.draw(self.batch_sampler.epoch)
         for stretch in self.batch_sampler.positions()[self._yielded :].split(self._block * STRETCH_BLOCKS):
@@ -177,8 +174,8 @@ class MemoryLoader(Resumable):
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):
-    """A dataset of a split's images and labels. An image is float32 (3, H, W), as the PyTorch tutorial transforms it
-    (ToTensor, then Normalize)."""
+    """A split's images and labels. An image is float32 (3, H, W), as the PyTorch tutorial transforms it (ToTensor, then
+    Normalize)."""
 
     def __init__(self, split: Split, inputs: Inputs) -> None:
         self._split = split
@@ -211,8 +208,8 @@ class TorchLoader(Resumable, DataLoader[Any]):
         super().__init__(TransformedImages(split, inputs), batch_sampler=order, pin_memory=pin, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Yields the micro-batches of an epoch, or only the remaining ones if the loaded state is in the middle of this
-        epoch. Raises RunError if a worker process was killed."""
+        """Yields the micro-batches of an epoch, or only the remaining ones if a state within this epoch was loaded.
+        Raises RunError if a worker process was killed."""
         self.batch_sampler.skipped = self._begin()
         try:
             for batch in super().__iter__():

@@ -24,8 +24,8 @@ from cifar_zero.launch.collectives import connect, gather, ranks_on_another_disk
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
 
 ELEMENTS = 2**18
-"""Number of float32 elements of the all-reduce, 1 MiB in all. It is large enough to reveal a wrong MTU, with which
-small packets arrive but large packets get lost."""
+"""Number of float32 elements of the all-reduce, 1 MiB in all. Large packets reveal a wrong MTU, with which only small
+packets arrive."""
 
 
 def examine(options: Namespace) -> dict[str, Finding]:
@@ -65,8 +65,8 @@ def _no_gpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, packages, NCCL, NVIDIA's driver and the repository on this node. They must be the
-    same on all nodes."""
+    """Returns the versions of software on this node that must be the same on all nodes: Python, packages, NCCL,
+    NVIDIA's driver and this repository."""
     installed = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
         installed |= hardware.gpu_versions()
@@ -74,8 +74,8 @@ def versions() -> dict[str, str]:
 
 
 def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
-    """Checks that either all ranks have a GPU or no rank has one. `hosts` has the name of each rank's node. `lacks` has
-    one text per rank. The text states why the rank cannot use its GPU, or is empty if the rank can use it."""
+    """Checks that either all ranks have a GPU or none has. `hosts` has the name of each rank's node. `lacks` has the
+    reason why each rank cannot use its GPU, or "" if it can."""
     if not any(lacks):
         return ok("each rank has a GPU")
     if all(lacks):
