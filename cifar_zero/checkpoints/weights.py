@@ -36,7 +36,7 @@ LISTED = 4  # maximum number of names of each kind in a line on the console
 
 def net_weights(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
     """Returns the model's weights in a checkpoint, keyed by the model's own names, without PREFIX. If `averaged` is
-    set, a weight that has an average in the checkpoint is replaced by it."""
+    set, each weight that has an average in the checkpoint is replaced by its average."""
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
     state = checkpoint["state_dict"]
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
@@ -147,8 +147,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
 
 
 def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the weights and the metadata of a safetensors file. Raises UsageError if the file is missing, damaged or
-    a delta."""
+    """Like `read_safetensors`, but also raises UsageError if the file is a delta."""
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
         how = f"merge it with its base: cifar-zero export BASE --delta {file} --to safetensors"
@@ -196,8 +195,8 @@ def _few(names: list[str]) -> str:
 
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
-    """Returns the content of a checkpoint, to which the delta at the path `delta` is applied unless the path is empty.
-    The run that trained the delta must have started from `checkpoint`."""
+    """Reads a checkpoint and applies the delta in the file `delta`, unless this path is empty. The run that trained the
+    delta must have started from `checkpoint`."""
     if delta:
         return apply_delta(checkpoint, Path(delta), trust)
     return read(checkpoint, trust)

@@ -72,8 +72,7 @@ MASTER = "master weight"  # key of the float32 weights that the optimizer update
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may belong to another
-    program."""
+    """Returns whether a folder is a checkpoint of DeepSpeed. A file `latest` alone may belong to another program."""
     return (path / LATEST).is_file() and (path / TAG).is_dir()
 
 
@@ -195,9 +194,8 @@ def _base_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unshard(optimizers: Sequence[Any], stage: int) -> dict[str, dict[str, Any]]:
-    """Returns the unsharded state of the optimizers of all ranks as a dict from the state's key to a dict from the
-    parameter's plain name to the value. The master weights have the key MASTER. Raises ValueError if a part of a
-    parameter is in no file."""
+    """Returns the unsharded optimizer state of all ranks as {state key: {plain parameter name: value}}, with the master
+    weights under MASTER. Raises ValueError if a part of a parameter is in no file."""
     full: dict[str, dict[str, Any]] = defaultdict(dict)
     missing: dict[str, int] = {}  # number of elements that no rank has
     for file in optimizers:
@@ -249,7 +247,7 @@ def _model_weights(
 
 
 def _join(shards: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    """Returns the tensor of which each rank has a flat shard. The last shard may be padded."""
+    """Returns the tensor of shape `shape` of which each rank has a flat shard. The last shard may be padded."""
     import torch
 
     return torch.cat([*map(torch.flatten, shards)])[: math.prod(shape)].reshape(shape)

@@ -59,7 +59,7 @@ class Variant:
     outcome: Outcome = "not judged"
     remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
     run: FinishedRun | None = None  # None if it did not train
-    drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
+    drift: str = ""  # how far losses and weights are from the reference by rounding, which is not judged
 
     @property
     def passed(self) -> bool:

@@ -57,7 +57,7 @@ OWNED = {
 
 
 def choices(key: str) -> list[str]:
-    """Returns the names that an option accepts. `key` is model, optimizer or schedule."""
+    """Returns the names that --model, --optimizer or --schedule (`key`) accepts."""
     others = ["torchvision:NAME", "FILE.py:NAME"] if key == "model" else []
     return [*REGISTRIES[key], *others]
 

@@ -60,7 +60,7 @@ def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:
 
     Args:
         batch_size: images per optimizer step, over all ranks.
-        replicas: number of models that train on different images.
+        replicas: number of copies of the model that train on different images.
         accumulate: micro-batches per optimizer step.
     """
     parts = replicas * accumulate

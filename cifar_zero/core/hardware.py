@@ -1,6 +1,6 @@
 """Describes the hardware of this computer and the versions of its software. torch, whose import takes seconds, is
-imported only by the functions about GPUs. `gpu_count` and `gpu_memory_bytes` import it only if there is a GPU
-driver."""
+imported only by the functions about GPUs other than `has_gpu_driver`. `gpu_count` and `gpu_memory_bytes` import it only
+if there is a GPU driver."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ DRIVER = Path("/sys/module/nvidia/version")  # file with the version of NVIDIA's
 
 
 def has_gpu_driver() -> bool:
-    """Returns whether a driver for NVIDIA or AMD GPUs is loaded, without importing torch."""
+    """Returns whether a driver for NVIDIA or AMD GPUs is loaded."""
     files = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm
     return any(Path(file).exists() for file in files)
 
@@ -51,12 +51,12 @@ def free_memory_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Returns the bytes of CPU memory of this computer, used or not."""
+    """Returns the CPU memory of this computer, used or not."""
     return psutil.virtual_memory().total
 
 
 def gpu_memory_bytes() -> int:
-    """Returns the bytes of memory of all GPUs of this computer, used or not."""
+    """Returns the memory of all GPUs of this computer, used or not."""
     total = 0
     for number in range(gpu_count()):
         import torch

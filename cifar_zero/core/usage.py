@@ -15,8 +15,7 @@ Value = TypeVar("Value")
 Rules = dict[str, object]
 """Maps each error message to a value that is true if the rule of this message is broken."""
 
-MAY_CHANGE = {"may_change_on_resume": True}
-"""Metadata of a recipe field whose value a resumed run may change."""
+MAY_CHANGE = {"may_change_on_resume": True}  # metadata of a field that a resumed run may change
 
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_least": ("at least", ge),
@@ -75,7 +74,6 @@ def limited(default: Value, may_change_on_resume: bool = False, **limits: float)
     """Returns a dataclass field with limits for its numbers. Without a lower limit, the numbers must be at least 0.
 
     Args:
-        default: Default value of the field.
         may_change_on_resume: Whether a resumed run may change the value. Otherwise `resume.check_same_run` refuses
             another value.
         **limits: `at_least` and `at_most` are inclusive, `over` and `below` are exclusive. `over` replaces `at_least`.

@@ -208,8 +208,8 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
     """Applies the transforms to images uint8 (n, H, W, 3) and returns the results. Images with the same seed form a
-    group, and each transform is called once per group, after torch's random generators are seeded. They are restored
-    afterwards. Raises ValueError if the transforms change the shape or dtype.
+    group. Each transform is called once per group, with torch's random generators seeded for the group. At the end the
+    generators are restored. Raises ValueError if the transforms change the shape or dtype.
 
     Args:
         seeds: int64 (n,) on the CPU, the seed of each image's group.

@@ -59,9 +59,9 @@ def ensure(
     directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
 ) -> None:
     """Builds the cache of decoded images in `directory` if it is missing, out of date or damaged. Any number of
-    processes may call this at once: one builds, and the others wait. Prints a note if the cache belongs to another
-    user. Raises UsageError if the place cannot be written to or holds other files, and RunError if writing fails, for
-    example on a full disk.
+    processes may call this at once: one builds, and the others wait. Prints a note if the cache belongs to another user
+    than root. Raises UsageError if the place cannot be written to or holds other files, and RunError if writing fails,
+    for example on a full disk.
 
     Args:
         classes: name of each class, in the order of the labels.
@@ -183,8 +183,8 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
 
 
 def _checksums(directory: Path) -> dict[str, int]:
-    """Returns the CRC-32 of the elements of each array, keyed by the array's name (less than a second per gigabyte in
-    memory)."""
+    """Returns the CRC-32 of the elements of each array, by the array's name. In memory, a gigabyte takes less than a
+    second."""
     checksums: dict[str, int] = {}
     for name in ARRAYS:
         array, checksum = _open(directory, name), 0

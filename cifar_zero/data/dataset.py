@@ -87,10 +87,10 @@ class TrainOrder(Order):
     """Shuffles the images in each epoch, like torch's DistributedSampler with drop_last. Replica r takes the shuffled
     images r, r + replicas, r + 2 * replicas and so on.
 
-    An epoch has floor(count / batch_size) optimizer steps, and leaves out the remaining images. DeepSpeed would
-    complete a step with images of the next epoch, whereas DDP would step at the end of the epoch. Step k sees the same
-    set of images for every number of replicas and every accumulation. Raises UsageError if the batch size cannot be
-    divided into micro-batches, or is more than the number of images.
+    An epoch has floor(count / batch_size) optimizer steps. The remaining images are left out, because DeepSpeed would
+    complete their step with images of the next epoch, whereas DDP would step at the end of the epoch. Step k sees the
+    same set of images for every number of replicas and every accumulation. Raises UsageError if the batch size cannot
+    be divided into micro-batches, or is more than the number of images.
 
     Args:
         batch_size: images of one optimizer step over all replicas, in `accumulate` micro-batches per replica.
