@@ -37,7 +37,7 @@ class CIFARModule(LightningModule):
     Args:
         settings: The options of the run.
         num_classes: Width of the model's output.
-        weights: Full tensors from which training starts, by their plain names. Other tensors are initialised.
+        weights: Full tensors from which training starts, keyed by the model's own names. Others are initialised.
     """
 
     def __init__(self, settings: Settings, num_classes: int, weights: Mapping[str, Tensor] | None = None):

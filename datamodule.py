@@ -51,7 +51,7 @@ class CIFARDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Downloads and decodes the images, if necessary, and sets `source`. Lightning calls this method on one rank of
-        each node. If the images are already decoded, it takes milliseconds."""
+        each node. If the images are already decoded, it only reads them to compare their checksums."""
         if not self.source:
             self.source = data.prepare(self._data)
 

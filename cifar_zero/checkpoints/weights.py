@@ -175,9 +175,9 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 
 def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
-    """Loads unsharded tensors, keyed by the model's own names, into a model whose tensors may be sharded. Tensors of
-    the model that `weights` lacks stay as they are. `write` overwrites a parameter or buffer with an unsharded tensor.
-    Every rank must call this function."""
+    """Loads full tensors, keyed by the model's own names, into a model whose tensors may be sharded. Tensors of the
+    model that `weights` lacks stay as they are. `write` overwrites a parameter or buffer with a full tensor. Every rank
+    must call this function."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             write(tensor, weights[name])

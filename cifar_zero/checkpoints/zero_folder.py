@@ -110,8 +110,8 @@ def layout_of(folder: Path, trust: bool) -> Any:
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
-    """Returns the name in the plain model for each of DeepSpeed's `names` of weights. On each rank, DeepSpeed numbers
-    the experts from 0.
+    """Returns the plain name for each of DeepSpeed's `names` of weights. It is the name in the model without
+    DeepSpeed's layers. On each rank, DeepSpeed numbers the experts from 0.
 
     `names` are the names of one rank, whose index among the ranks that share the experts of a mixture is `rank`. They
     may also be the names of all weights, with the experts of all ranks.
@@ -194,8 +194,8 @@ def _base_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unshard(optimizers: Sequence[Any], stage: int) -> dict[str, dict[str, Any]]:
-    """Returns the unsharded optimizer state of all ranks as {state key: {plain parameter name: value}}, with the master
-    weights under MASTER. Raises ValueError if a part of a parameter is in no file."""
+    """Returns the full optimizer state, joined from all ranks, as {state key: {plain parameter name: value}}, with the
+    master weights under MASTER. Raises ValueError if a part of a parameter is in no file."""
     full: dict[str, dict[str, Any]] = defaultdict(dict)
     missing: dict[str, int] = {}  # number of elements that no rank has
     for file in optimizers:
@@ -214,8 +214,8 @@ def _unshard(optimizers: Sequence[Any], stage: int) -> dict[str, dict[str, Any]]
 
 def _add_parts(full: dict[str, Any], key: str, value: Any, parts: Parts) -> None:
     """Adds one rank's `value`, the state under `key` of a flat tensor, to `full` in place. `full` maps the names of
-    parameters to their unsharded values. A flat tensor is divided into its `parts`, and any other value is given to
-    each parameter in `parts`."""
+    parameters to their full values. A flat tensor is divided into its `parts`, and any other value is given to each
+    parameter in `parts`."""
     import torch
 
     for name, (shape, start, offset, length) in parts.items():

@@ -115,8 +115,8 @@ def _end(run: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(log: Path, code: int) -> str:
-    """Returns the last line of a run's log that begins with `error:`, without this word. If there is none, returns how
-    the run ended, and the last line. With --debug, also prints the full log to standard error."""
+    """Returns why a run failed: the last line of its log that begins with `error:`, without this word, or else how the
+    run ended and the last line of the log. With --debug, also prints the full log to standard error."""
     text = log.read_text(errors="replace")
     if exits.wants_traceback():
         sys.stderr.write(text)

@@ -158,7 +158,6 @@ def summary(file: str) -> str:
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Returns options as command-line flags and their values."""
     return [part for option, value in options.items() for part in (f"--{option}", str(value))]
 
 
@@ -286,7 +285,7 @@ def _switched_on(section: Mapping[str, Any], known: Mapping[str, Any]) -> dict[s
 
 
 def _section(content: Mapping[str, Any], key: str, what: str = "") -> dict[str, Any]:
-    """Returns the object under a key, or an empty dict if there is none, or null or "auto". Raises UsageError for
+    """Returns the object under a key, or an empty dict if the key is missing, null or "auto". Raises UsageError for
     another value. Its message begins with `what`, which names the file and the section that has the key."""
     section = content.get(key)
     if section in (None, "auto"):

@@ -15,8 +15,6 @@ Device = Literal["", "cpu", "nvme"]  # where something is offloaded to; if empty
 
 @dataclass(frozen=True)
 class Spec:
-    """Describes what a strategy does and which options it supports."""
-
     family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # its code in `strategies`
     summary: str  # one line for the help and the documentation
     stage: int = 0  # ZeRO stage; 0 shards nothing
