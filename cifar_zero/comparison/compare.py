@@ -81,8 +81,6 @@ def judge_trainings(arguments: Namespace, rest: Sequence[str]) -> int:
 
 
 def _how_to_compare(folder: Path) -> str:
-    """Returns the command that compares the finished runs of a stopped comparison, or their folder if fewer than two
-    are finished."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"

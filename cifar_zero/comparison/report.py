@@ -63,7 +63,6 @@ def show(comparison: Comparison, folder: Path) -> None:
 
 
 def _table(comparison: Comparison) -> rich.table.Table:
-    """Returns a table with a row for each variant, without columns for which no variant has a value."""
     filled: dict[str, tuple[str, Callable[[float], str]]] = {}
     for title, (key, form) in COLUMNS.items():
         if any(variant.number(key) is not None for variant in comparison.variants):

@@ -129,7 +129,6 @@ def load(directory: Path) -> Dataset:
 
 
 def _is_ready(directory: Path, expected: Mapping[str, Any]) -> bool:
-    """Returns whether the cache has the entries `expected` in META, and arrays that match their checksums."""
     try:
         return _read_meta(directory) == {**expected, "checksums": _checksums(directory)}
     except _DAMAGE:
@@ -160,7 +159,6 @@ def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], Non
 
 
 def _check_only_cache(folder: Path) -> None:
-    """Raises UsageError if a folder holds other files than a cache. It may be missing or empty."""
     files = {META, *(f"{name}.npy" for name in ARRAYS)}
     if foreign := sorted({entry.name for entry in folder.glob("*")} - files):
         raise UsageError(

@@ -67,7 +67,7 @@ def _extracted(published: type[CIFAR10], root: Path) -> dict[str, bytes]:
 
 
 def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
-    """Returns the content of the published files in an archive, keyed by path, as far as they can be read."""
+    """Returns the published files in an archive, as far as they can be read, keyed by path."""
     names, contents = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
     try:
         with tarfile.open(archive) as members:
@@ -82,7 +82,7 @@ def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
 
 
 def _decoded(published: type[CIFAR10], files: Mapping[str, bytes]) -> list[list[dict[str, Any]]] | None:
-    """Returns the training batches and the test batches, or None if a file is missing or has a wrong MD5."""
+    """Returns the training and the test batches, or None if a file is missing or has a wrong MD5."""
     for sums in _sums(published):
         for path, md5 in sums.items():
             if hashlib.md5(files.get(path, b""), usedforsecurity=False).hexdigest() != md5:
