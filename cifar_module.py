@@ -114,8 +114,8 @@ class CIFARModule(LightningModule):
         """Returns class scores (N, classes) for images (N, 3, H, W), which are uint8 or already normalised.
 
         Step methods such as `training_step` call `self.forward` instead of `self`, because Lightning has already called
-        the module to run the step method. A second, nested call would run DeepSpeed's module hooks twice, and ZeRO 3
-        could not record the order of the layers.
+        the module. A nested call would run DeepSpeed's module hooks twice, and ZeRO 3 could not record the order of the
+        layers.
         """
         assert self.net is not None
         images = normalize(images, self.inputs, next(self.net.parameters()).dtype)
@@ -154,8 +154,8 @@ class CIFARModule(LightningModule):
         self.val_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def configure_optimizers(self) -> Any:
-        """Returns the optimizer, in the implementation that the strategy needs. Unless the schedule is constant, also
-        returns a learning-rate scheduler, which Lightning steps once per optimizer step."""
+        """Returns the optimizer, in the implementation that the strategy needs, and unless the schedule is constant a
+        learning-rate scheduler, which Lightning steps once per optimizer step."""
         strategy = self.trainer.strategy
         hooks = hooks_of(strategy)
         groups = parameter_groups(self.optimizer_options, dict(self.named_parameters()), hooks.shape)
@@ -175,11 +175,8 @@ class CIFARModule(LightningModule):
     def resume_rates(self, scheduled: bool) -> None:
         """Sets the learning rates for the step at which a run resumes. They may differ from those in the checkpoint,
         because the schedule or the length of the run may have changed. If the schedule was constant and still is, the
-        rates of the checkpoint stay, because a callback may have changed them.
-
-        Args:
-            scheduled: Whether the run that wrote the checkpoint had a schedule that is not constant.
-        """
+        rates of the checkpoint stay, because a callback may have changed them. `scheduled` says whether the run that
+        wrote the checkpoint had another schedule than constant."""
         groups = self.trainer.optimizers[0].param_groups
         rates = self._rates if scheduled else [group["lr"] for group in groups]
         for config in self.trainer.lr_scheduler_configs:
@@ -227,9 +224,9 @@ def _mirrored(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 
 def convert_to_channels_last(net: nn.Module, strategy: Any) -> None:
-    """Converts the convolution weights of `net`, in place, to channels_last, the memory format of the images, so that
-    no step has to convert them. This is done only on a GPU, under strategies that neither shard nor flatten the
-    weights. FSDP2 accepts only torch's default format."""
+    """Converts the convolution weights of `net`, in place, to the memory format of the images, so that no step has to.
+    This is done only on a GPU, under strategies that neither shard nor flatten the weights. FSDP2 accepts only torch's
+    default format."""
     if type(strategy) in (SingleDeviceStrategy, DDPStrategy) and strategy.root_device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 

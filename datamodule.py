@@ -34,8 +34,8 @@ class CIFARDataModule(LightningDataModule):
 
     Args:
         settings: The options of the run.
-        expected_identity: `Dataset.identity` of the images that the resumed run had when its checkpoint was saved (see
-            `starting.check_checkpoint`). `setup` refuses other images. None for a new run.
+        expected_identity: `Dataset.identity` of the images on which the resumed run was trained; `setup` refuses other
+            images. None for a new run.
     """
 
     dataset: Dataset  # all images, after `setup`

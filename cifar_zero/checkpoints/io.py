@@ -33,16 +33,16 @@ class AtomicCheckpointIO(CheckpointIO):
         self.conclude(final, failure_of(write))
 
     def conclude(self, final: Path, failure: str) -> None:
-        """Ends an attempt to write the checkpoint `final` on rank 0, and sets `self.failure`. `failure` is the error
-        message, or "" if there was no error. After an error, prints the message and removes what was written."""
+        """Ends an attempt to write the checkpoint `final` on rank 0, and sets `self.failure`. After an error, whose
+        message is `failure`, prints it and removes what was written."""
         self.failure = f"{final} could not be written: {failure}" if failure else ""
         if failure:
             failure_of(lambda: atomic.discard(atomic.staged(final)))
             say(f"{self.failure}. The training continues; earlier checkpoints are complete.")
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of any strategy, with its tensors on the CPU. Lightning calls this method on every rank.
-        The checksums in the file were compared at the start of the run, and are not compared again."""
+        """Reads a checkpoint of any strategy, with its tensors on the CPU. The checksums in the file were compared at
+        the start of the run, and are not compared again. Lightning calls this method on every rank."""
         return read(Path(path), self.trust, verify=False)
 
     def remove_checkpoint(self, path: Any) -> None:

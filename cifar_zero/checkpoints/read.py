@@ -30,9 +30,9 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
 
 
 def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]:
-    """Checks the record of a checkpoint (see RECORD), and returns the content with defaults for the options that the
-    record lacks. Content without a record is returned unchanged. Raises UsageError, with `name` in the message, if the
-    record is damaged or another version of the program wrote it."""
+    """Returns the content of a checkpoint with defaults for the options that its record (see RECORD) lacks. Content
+    without a record is returned unchanged. Raises UsageError, which names `name`, if the record is damaged or of
+    another version."""
     if RECORD not in content:
         return content
     try:
@@ -46,8 +46,8 @@ def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]
 
 
 def check_resumable(content: Mapping[str, Any], name: object, epochs: int) -> None:
-    """Raises UsageError, with `name` in the message, if a checkpoint lacks the optimizer's state or another entry that
-    a run needs to continue, or if its run has begun more than `epochs` epochs."""
+    """Raises UsageError, which names `name`, if a checkpoint lacks the optimizer's state or another entry that a run
+    needs to continue, or if its run has begun more than `epochs` epochs."""
     lacking = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"} - content.keys()
     optimizer: dict[str, Any] = {}
     if RECORD in content:

@@ -1,5 +1,5 @@
-"""Finds the checkpoint that a run resumes, before anything is launched, and raises UsageError for the checkpoint of a
-run with other options or classes. Imports torch only to read the options in a checkpoint that has no run folder.
+"""Finds the checkpoint that a run resumes, before anything is launched, and refuses the checkpoint of a run with other
+options or classes. Imports torch only to read the options in a checkpoint that has no run folder.
 
 `config/strategy_rules.py` refuses strategies that cannot resume. `training/starting.py` refuses checkpoints with other
 weights and damaged ones.
@@ -29,11 +29,9 @@ IF_ANY = "auto"  # value of --resume: like last, but starts a new run if there i
 
 def saved_config(settings: Settings) -> dict[str, Any] | None:
     """Returns the options of the run that --resume names, keyed by flag, for `command_line.parse`. Returns None for a
-    new run, or if the checkpoint does not have the options of its run.
-
-    If the checkpoint is in this run's own folder, the entries `out` and `name` come from `settings`. Raises UsageError
-    if there is no such checkpoint, if it cannot be read, or if --resume last with --strategy auto lacks --name.
-    """
+    new run, or if the checkpoint does not have them. If it is in this run's own folder, `out` and `name` come from
+    `settings`. Raises UsageError if there is no such checkpoint, if it cannot be read, or if --resume last with
+    --strategy auto lacks --name."""
     if settings.output.resume == "last" and settings.placement.strategy == AUTO and not settings.output.name:
         raise UsageError("--resume last with --strategy auto: also give --name, the name of the run to resume")
     checkpoint = _checkpoint_of(settings)
@@ -49,8 +47,8 @@ def saved_config(settings: Settings) -> dict[str, Any] | None:
 def config_of_checkpoint(
     checkpoint: Path, trust: bool = False, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Returns the options of the run that wrote a checkpoint, keyed by flag. They come from the run folder, or else
-    from the checkpoint itself. Returns None if neither has them. Raises UsageError if they cannot be read.
+    """Returns the options of the run that wrote a checkpoint, keyed by flag: those in the run folder or else in the
+    checkpoint, or None if neither has them. Raises UsageError if they cannot be read.
 
     Args:
         trust: see `safe_load.load_safely`.
@@ -69,9 +67,9 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. If it is in a run
-    folder, removes unfinished files that killed processes left next to it. The checkpoint is not read here, but later
-    by rank 0 (`training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
+    """Returns the path of the checkpoint that --resume names, or "" for a new run. If it is in a run folder, removes
+    unfinished files that killed processes left next to it. The checkpoint is not read here, but later by rank 0
+    (`training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -84,9 +82,8 @@ def _checkpoint_of(settings: Settings) -> Path | None:
     """Returns the checkpoint that --resume names, or None for a new run, also if `auto` finds no checkpoint. First
     completes interrupted renames (see `atomic.recover`). Raises UsageError if there is no such checkpoint.
 
-    A job that SLURM has requeued resumes the newest checkpoint that it has written itself, whatever --resume names.
-    This includes a checkpoint on the digits if the job fell back to them. Before the job has written a checkpoint, it
-    starts as it did the first time.
+    A job that SLURM has requeued resumes the newest checkpoint that it has written itself, also on the digits if it
+    fell back to them, whatever --resume names. If it has written none, it starts as it did the first time.
     """
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures
@@ -114,7 +111,7 @@ def _checkpoint_of(settings: Settings) -> Path | None:
 
 def newest_of(launchers: Collection[str], out: str, name: str) -> Path | None:
     """Returns the newest checkpoint that earlier ranks of the same torchrun processes or the same SLURM job wrote into
-    runs named `name` under `out`, or None if there is none.
+    runs named `name` under `out`, or None.
 
     `launchers` are the names of torchrun's processes (see `rank_environment.torchrun_agent`) or the job's number.
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
@@ -137,9 +134,9 @@ def newest_of(launchers: Collection[str], out: str, name: str) -> Path | None:
 
 
 def command_to_resume(run: Run, checkpoint: Path | str) -> str:
-    """Returns the command that resumes a run from `checkpoint`, a checkpoint or a run folder. It repeats the flags with
-    which the user consents to run code, because no file can give this consent. If another launcher started the ranks,
-    the command is followed by a note that the same launcher must start them."""
+    """Returns the command that resumes a run from a checkpoint or run folder. It repeats the flags with which the user
+    consents to run code, because no file can give this consent. If another launcher started the ranks, a note on the
+    launcher follows the command."""
     model, transform, flags = run.recipe.model.name, run.recipe.augment.transform, [*run.consent.callbacks]
     if issubclass(MODELS[model], UserModel):
         flags += ["--model", model]
@@ -155,7 +152,7 @@ def command_to_resume(run: Run, checkpoint: Path | str) -> str:
 
 def command_to_resume_newest(run: Run, run_dir: Path) -> str:
     """Returns the command that resumes a run from the newest checkpoint in its folder `run_dir`, or else from the
-    checkpoint that the run itself resumed. Returns "" if there is neither."""
+    checkpoint that it resumed itself, or "" if there is neither."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
     if checkpoint:
         return command_to_resume(run, checkpoint)

@@ -40,8 +40,7 @@ def claim(out: str, name: str) -> Path:
 @contextmanager
 def removed_on_failure(folder: Path | None, kind: type[BaseException] = BaseException) -> Iterator[None]:
     """Removes the folder of a run if the `with` block raises an exception of this kind and the folder has no
-    checkpoint. Also removes <out>/<name> if it is then empty. The exception is raised again. Does nothing if `folder`
-    is None."""
+    checkpoint. Also removes <out>/<name> if it is then empty."""
     try:
         yield
     except kind:
@@ -60,12 +59,9 @@ def keep_code(folder: Path, name: str) -> None:
 
 
 def newest(candidates: list[Path]) -> Path:
-    """Returns the newest of several checkpoints.
-
-    First selects the run name of the checkpoint that was written last. Then selects the highest version among the runs
-    of this name. Returns the last.ckpt of this run, or else its checkpoint that was written last. Times alone are not
-    enough, because copying a folder changes them.
-    """
+    """Returns the newest of several checkpoints: of the run name that was written last, of its highest version, the
+    last.ckpt, or else the checkpoint that was written last. Times alone are not enough, because copying a folder
+    changes them."""
     name, _ = _run_of(max(candidates, key=written))
     of_name = [path for path in candidates if _run_of(path)[0] == name]
     return max(of_name, key=lambda path: (_run_of(path)[1], path.name == LAST, written(path)))
@@ -84,7 +80,7 @@ def _version(folder: Path) -> int:
 
 
 def newest_run(folder: Path) -> Path:
-    """Returns the run folder with the highest version in `folder`, or `folder` itself if it contains no run folder."""
+    """Returns the run folder with the highest version in `folder`, or `folder` itself if it contains none."""
     return max(folder.glob("version_*"), key=_version, default=folder)
 
 
@@ -114,9 +110,9 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
 
 
 def find_checkpoint(path: str) -> Path:
-    """Returns the checkpoint that a path on the command line names, such as the value of `--resume`. The path may be a
-    checkpoint (a file or DeepSpeed's folder), a file or folder inside DeepSpeed's folder, or any other folder, whose
-    newest checkpoint is returned. Raises UsageError if there is none."""
+    """Returns the checkpoint that a path on the command line names. The path may be a checkpoint (a file or DeepSpeed's
+    folder), a file or folder inside DeepSpeed's folder, or any other folder, whose newest checkpoint is returned.
+    Raises UsageError if there is none."""
     named = Path(path)
     if not named.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")

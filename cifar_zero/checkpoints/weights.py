@@ -1,6 +1,5 @@
-"""Reads the weights of a model from any file, compares them with a model and loads them. Also writes and applies
-deltas: safetensors files with only the weights that a run has trained, which need the weights that the run started
-from."""
+"""Reads, compares and loads the weights of a model. Also writes and applies deltas: safetensors files with only the
+weights that a run has trained, which need the weights that the run started from."""
 
 import hashlib
 import json
@@ -26,9 +25,8 @@ from cifar_zero.core.errors import UsageError, short
 PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 BASE, DTYPES, RECIPE = "base", "base_dtypes", "recipe"
-"""Additional keys of a delta's metadata. BASE is the `checksum` of the frozen tensors. DTYPES is a JSON object with the
-dtype of each frozen tensor in the run, because DeepSpeed's mixed precision rounds them. RECIPE is a JSON object with
-the run's configuration."""
+"""Additional keys of a delta's metadata: the `checksum` of the frozen tensors, a JSON object with the dtype of each of
+them in the run (DeepSpeed's mixed precision rounds them), and a JSON object with the run's configuration."""
 
 FILE = "weights.txt"  # file in the run folder with all names that were loaded, initialised or not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
@@ -50,8 +48,7 @@ def merged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
     """Loads weights into a model. If both are on torch's meta device, only compares names and shapes. Raises
-    UsageError, with `checkpoint` in the message, if weights are missing, unknown or of another shape than in the
-    model."""
+    UsageError, which names `checkpoint`, if weights are missing, unknown or of another shape than in the model."""
     try:
         net.load_state_dict(dict(weights))
     except RuntimeError as error:
@@ -60,13 +57,13 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str)
 
 
 def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Returns the metadata of an exported file, which describes the checkpoint's model. All values are strings, because
-    safetensors allows no others. Raises UsageError if cifar-zero train did not write the checkpoint.
+    """Returns the metadata of an exported file. All values are strings, because safetensors allows no others. Raises
+    UsageError if cifar-zero train did not write the checkpoint.
 
-    `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is the side
-    of its images in pixels. `mean` and `std` normalise images with pixels from 0 to 1. Each is one number, or three for
-    red, green and blue with commas between them. `dtype` is the dtype of the weights in the file. `checkpoint` and
-    `step` are their origin. transformers and other programs require `format`.
+    `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is in pixels.
+    `mean` and `std` normalise images with pixels from 0 to 1. Each is one number, or three for red, green and blue with
+    commas between them. `dtype` is the dtype of the weights in the file. `checkpoint` and `step` are their origin.
+    transformers and other programs require `format`.
     """
     if RECORD not in checkpoint:
         raise UsageError(f"{name} does not name its model, because cifar-zero train did not write it")
@@ -156,8 +153,8 @@ def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
-    """Compares weights with the tensors of `net` by name and shape. Raises UsageError, with `file` in the message, if
-    no weight fits."""
+    """Compares weights with the tensors of `net`. Raises UsageError, which names `file`, if none has a fitting name and
+    shape."""
     expected = net.state_dict()
     loaded = {
         name: value for name, value in weights.items() if name in expected and value.shape == expected[name].shape
@@ -175,9 +172,9 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 
 def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
-    """Loads full tensors, keyed by the model's own names, into a model whose tensors may be sharded. Tensors of the
-    model that `weights` lacks stay as they are. `write` overwrites a parameter or buffer with a full tensor. Every rank
-    must call this function."""
+    """Loads full tensors, keyed by the model's own names, into a model whose tensors may be sharded. `weights` may lack
+    tensors of the model. `write` overwrites a parameter or buffer with a full tensor. Every rank must call this
+    function."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             write(tensor, weights[name])
@@ -204,8 +201,8 @@ def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
     """Writes a delta with the weights that the checkpoint's run trained, averaged if the checkpoint has averages, and
-    returns their names. `name` names the checkpoint in the metadata and in messages. Raises UsageError if the run froze
-    nothing, or cifar-zero train did not write the checkpoint."""
+    returns their names. Raises UsageError, which names the checkpoint as `name`, if the run froze nothing, or
+    cifar-zero train did not write the checkpoint."""
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
@@ -225,9 +222,9 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
 
 
 def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
-    """Reconstructs, bit for bit, the weights that were stored as a delta. Returns them in the form of `read.read`,
-    without what is needed to resume. `base` is the file from which the run started. Raises UsageError if one of the
-    files is damaged, if `base` would need `trust`, or if the two files do not belong together."""
+    """Reconstructs, bit for bit, the weights that were stored as a delta of `base`, the file from which the run
+    started. Returns them in the form of `read.read`, without what is needed to resume. Raises UsageError if a file is
+    damaged, if `base` would need `trust`, or if the files do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by cifar-zero export --to delta")

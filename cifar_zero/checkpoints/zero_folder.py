@@ -1,19 +1,19 @@
 """Assembles a folder of DeepSpeed's files, from all ranks, into the form of Lightning's plain checkpoints. Imports
 torch only when a file is read.
 
-DeepSpeed's own tools do not suffice. zero_to_fp32 loads files that could run code, and drops the optimizer's state.
-Universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files into the folder TAG:
+DeepSpeed's own tools do not suffice: zero_to_fp32 loads files that could run code, and drops the optimizer's state, and
+universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files into the folder TAG:
 
-- `mp_rank_00_model_states.pt` at stages 0 to 2, with the model in the dtype in which it computes. At stage 0 it also
-  contains the optimizer.
-- `zero_pp_rank_<rank>_mp_rank_00_model_states.pt` of each rank at stage 3, without the sharded parameters.
-- `[bf16_]zero_pp_rank_<rank>_mp_rank_00_optim_states.pt` of each rank at stages 1 to 3, with the rank's shard of the
-  float32 weights and of the optimizer's state. Each parameter group (at stage 3 each sub-group) is one flat tensor. A
-  group of experts is sharded over the ranks that have the same experts.
-- `layer_<mixture>_expert_<number>_mp_rank_00_model_states.pt` for each expert of a mixture of experts.
-- `expp_rank_<index>_mp_rank_00_optim_states.pt` at stage 0 with experts, with the optimizer of one rank. There is one
-  file for each of the ep_size ranks that together have all experts.
-- `offloaded_tensors/rank<rank>/` for an optimizer on NVMe, with the flat tensors that are empty in the other files, in
+- `mp_rank_00_model_states.pt` at stages 0 to 2: the model in the dtype in which it computes, and at stage 0 also the
+  optimizer.
+- `zero_pp_rank_<rank>_mp_rank_00_model_states.pt` at stage 3: the model without the sharded parameters.
+- `[bf16_]zero_pp_rank_<rank>_mp_rank_00_optim_states.pt` at stages 1 to 3: the rank's shard of the float32 weights and
+  of the optimizer's state. Each parameter group (at stage 3 each sub-group) is one flat tensor. A group of experts is
+  sharded over the ranks that have the same experts.
+- `layer_<mixture>_expert_<number>_mp_rank_00_model_states.pt`: an expert of a mixture of experts.
+- `expp_rank_<index>_mp_rank_00_optim_states.pt` at stage 0 with experts: the optimizer of one of the ep_size ranks that
+  together have all experts.
+- `offloaded_tensors/rank<rank>/` for an optimizer on NVMe: the flat tensors that are empty in the other files, in
   float32. `<group>.tensor.swp` are the weights and `<key>-<group>.tensor.swp` is the state.
 
 To each file, except the experts' files, the strategy adds PARTS, TIED and PROGRESS, and for NVMe also ON_DISK. A folder
@@ -48,8 +48,8 @@ ON_DISK = "zero_on_disk"  # key of the names of this rank's groups in DeepSpeed'
 
 AVERAGE = "average"
 """Key under which training/callbacks/averaging.py adds `count`, `weights` and `sharded` to the checkpoints of every
-strategy. `count` is the number of averaged steps. `weights` are the averages over these steps, keyed by the names in
-state_dict. If `sharded` is set, the averages of parameters are this rank's shards (stage 3), without padding."""
+strategy. `weights` are the averages over `count` steps, keyed as in state_dict. If `sharded` is set, the averages of
+parameters are this rank's shards (stage 3), without padding."""
 
 TIED = "zero_tied"
 """Key of a dict that maps each additional plain name of a tied weight to its first plain name, under which the shards
@@ -78,12 +78,9 @@ def is_checkpoint_folder(path: Path) -> bool:
 
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
     """Returns the content of the folder TAG as Lightning's plain strategies write it: state_dict, optimizer_states and
-    the entries of PROGRESS.
-
-    If DeepSpeed keeps float32 master weights in addition to the model's own weights, the state_dict has the master
-    weights. For the arguments see `safe_load.load_safely`. Raises UsageError if a file is missing, damaged, of another
-    program or would need `trust`.
-    """
+    the entries of PROGRESS. The state_dict has DeepSpeed's float32 master weights, if there are any. For the arguments
+    see `safe_load.load_safely`. Raises UsageError if a file is missing, damaged, of another program or would need
+    `trust`."""
     paths = files_of(folder)
     files = [[load_safely(file, trust, verify, device) for file in kind] for kind in paths]
     models, experts, shards, of_expert_ranks = files
@@ -130,9 +127,8 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> tuple[list[Path], ...]:
-    """Returns four lists of files: the model's files, its experts' files, the optimizer's shards, and the `expp_rank`
-    files, which exist only at stage 0 with experts. Each list is sorted by the numbers in the names, such as the rank.
-    Raises UsageError if no file of the model exists."""
+    """Returns the files of the model, its experts, the optimizer's shards, and the `expp_rank` files. Each list is
+    sorted by the numbers in the names. Raises UsageError if no file of the model exists."""
 
     def sorted_files(pattern: str) -> list[Path]:
         return sorted(folder.glob(pattern), key=lambda file: [*map(int, re.findall(r"\d+", file.stem))])
@@ -189,7 +185,7 @@ def _flat_weights(optimizer: Mapping[str, Any], stage: int) -> Sequence[Tensor]:
 
 
 def _base_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state_dict of the optimizer that DeepSpeed's optimizer wraps, or the given one if it wraps none."""
+    """Returns the state_dict of the optimizer that DeepSpeed's optimizer wraps, if it wraps one."""
     return optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or optimizer
 
 
@@ -277,7 +273,7 @@ def _as_torch(
     """Returns an optimizer state in the form of torch's `state_dict`, with the names of the parameters in each group.
 
     Args:
-        full: the state of all parameters, keyed by the state's key and then by the parameter's name.
+        full: see `_unshard`.
         names: the names of the parameters in each flat tensor.
         groups: DeepSpeed's parameter groups, whose `params` are indices of flat tensors.
     """

@@ -86,10 +86,9 @@ UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was ch
 def _may_depend_on_split(one: FinishedRun, other: FinishedRun, weights: Sequence[Weights | None]) -> bool:
     """Returns whether the losses of two runs may differ because the runs split a batch differently into micro-batches.
 
-    The loss of a model depends on the split with an option of BY_SPLIT, or with batch norms, which use the statistics
-    of a micro-batch. It may also depend on it if the weights of neither run could be read, or if the model is not the
-    project's, because such a model may have dropout without an option. `weights` are those of both runs, whose names
-    are equal.
+    The loss depends on the split with an option of BY_SPLIT, or with batch norms, which use the statistics of a
+    micro-batch. It may depend on it if the weights of neither run could be read, or if the model is not the project's,
+    which may have dropout without an option. `weights` are those of both runs, whose names are equal.
     """
     split = ("micro_batch_size", "accumulate", "world_size")
     if all(one.metrics.get(key) == other.metrics.get(key) for key in split):

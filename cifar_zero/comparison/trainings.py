@@ -130,10 +130,10 @@ def _failure(log: Path, code: int) -> str:
 def plan_variants(
     strategies: Sequence[str], devices: Sequence[str], accumulate: Sequence[str], rest: Sequence[str]
 ) -> list[Planned]:
-    """Returns a variant for each combination of `strategies`, `devices` and `accumulate`. An empty argument stands for
-    the default of train. The first variant is the reference; its strategy is baseline, if that is among `strategies`.
-    Raises UsageError if a variant cannot run on this machine, if `rest` has an option that does not work with compare,
-    or if there is nothing to compare.
+    """Returns a variant for each combination of `strategies`, `devices` and `accumulate`, of which an empty one stands
+    for the default of train. The first variant is the reference; its strategy is baseline, if that is among
+    `strategies`. Raises UsageError if a variant cannot run on this machine, if `rest` has an option that does not work
+    with compare, or if there is nothing to compare.
 
     Args:
         strategies: Names of strategies, or DeepSpeed configurations. All variants train the recipe of a configuration.

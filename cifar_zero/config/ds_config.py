@@ -1,6 +1,6 @@
 """Reads the DeepSpeed configuration of DeepSpeedExamples, and a user's own configuration (`--ds_config FILE.json`).
 Global batch size, accumulation, clipping, precision, optimizer and scheduler of the user's file become options of
-train. `for_engine` returns what goes to the engine.
+train, and `for_engine` returns the rest for the engine.
 
 Names, defaults and meanings are DeepSpeed's (0.19.8). The value "auto" leaves an option to the flags, as in Hugging
 Face's Trainer.
@@ -21,8 +21,8 @@ from cifar_zero.core.usage import nearest
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
+# The configuration of DeepSpeedExamples (training/cifar/cifar10_deepspeed.py).
 EXAMPLES = Path(__file__).with_name("deepspeed_examples.json")
-"""The configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py)."""
 
 KEYS = Path(__file__).with_name("deepspeed_keys.json")
 """A file with DeepSpeed's release and the keys that it reads, by section. null stands for a value, or for a section
@@ -116,7 +116,7 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
 def options_of(file: str) -> dict[str, Any]:
     """Returns the options of train that a DeepSpeed configuration file sets, keyed by flag. For an optimizer or
     scheduler, they include the options whose default in DeepSpeed is not this project's. Raises UsageError if the file
-    is refused (see `_read`), or if its optimizer or scheduler has no counterpart in this project."""
+    is refused (see `_read`), or if its optimizer or scheduler has no counterpart."""
     raw = _read(file)
     content = _without_auto(raw)
     options = {option: content[key] for key, option in RENAMED.items() if key in content}
@@ -163,8 +163,7 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 
 def check_flags(settings: Settings) -> None:
     """Raises UsageError for the first option whose value differs from the DeepSpeed configuration file. Call it only if
-    the flag --ds_config names the file: then another flag has changed the value. Flags may override a file that a
-    recipe names."""
+    the flag --ds_config names the file, because flags may override a file that a recipe names."""
     chosen, file = flat(settings), settings.placement.ds_config
     for option, value in options_of(file).items():
         if chosen[option] != value:
@@ -175,10 +174,9 @@ def check_flags(settings: Settings) -> None:
 
 
 def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a DeepSpeed configuration that the engine gets. The keys of RENAMED, optimizer and scheduler
-    are left out, because they become options of train. The old keys `cpu_offload` and `cpu_offload_param` become
-    sections. Below ZeRO 3, which is the only stage that offloads parameters, `offload_param` is left out, as DeepSpeed
-    ignores it."""
+    """Returns the part of a DeepSpeed configuration that the engine gets, without the keys of RENAMED, optimizer and
+    scheduler. The old keys `cpu_offload` and `cpu_offload_param` become sections. Below ZeRO 3 `offload_param` is left
+    out, as DeepSpeed ignores it."""
     raw = {key: value for key, value in content.items() if key not in (*RENAMED, "optimizer", "scheduler")}
     zero = raw["zero_optimization"] = {**_section(raw, "zero_optimization")}
     for section, old in zip(OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
@@ -190,9 +188,9 @@ def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spec_of(placement: Placement) -> Spec:
-    """Returns the `Spec` of a placement's strategy, or of the raw configuration that replaces the strategy. Raises
-    UsageError if the file is refused (see `_read`), if its ZeRO stage or an offload device is unknown, or if the stage
-    is too low to offload to that device."""
+    """Returns the `Spec` of a placement's strategy, or of the raw configuration that replaces it. Raises UsageError if
+    the file is refused (see `_read`), if its ZeRO stage or an offload device is unknown, or if the stage is too low to
+    offload to that device."""
     file = placement.ds_config
     if not file:
         return STRATEGIES[placement.strategy]
@@ -311,9 +309,9 @@ def _without_auto(value: Any) -> Any:
 
 def _equivalent(raw: Mapping[str, Any], key: str, what: str) -> dict[str, Any]:
     """Returns the options of the file's optimizer or scheduler (`key`), including its name in this project, or an empty
-    dict if the file has none. An option that is "auto" is left out, so that flags and this project's default decide it,
-    not DeepSpeed's default. Raises UsageError, whose message begins with `what`, if there is no counterpart in this
-    project, or if `params` has the key `name`."""
+    dict. An option that is "auto" is left out, so that flags and this project's default decide it, not DeepSpeed's
+    default. Raises UsageError, whose message begins with `what`, if it has no counterpart in this project, or if
+    `params` has the key `name`."""
     section = _section(raw, key)
     if not section:
         return {}

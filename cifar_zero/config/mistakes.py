@@ -141,8 +141,8 @@ def described(hint: Any) -> str:
 
 def check_plain_type(flag: str, value: Any, hint: Any) -> None:
     """Raises UsageError unless jsonargparse can convert `value` to `hint`. Of a union, only types of plain data
-    (`is_plain`) count, because for a class jsonargparse would import whatever a string in `value` names. A bool is not
-    a number."""
+    (`is_plain`) count, because for a class jsonargparse would import what a string in `value` names. A bool is not a
+    number."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     plain = [kind for kind in kinds if is_plain(kind) and kind is not NoneType]
     if value is None and NoneType in kinds:

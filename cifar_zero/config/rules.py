@@ -1,9 +1,6 @@
 """Refuses a run that cannot work, before anything is launched: values that make no sense on any machine, models that do
 not fit the images, and requirements that this computer does not meet. strategy_rules.py refuses what a strategy cannot
-do. Imports torch only to try out a model.
-
-A check raises UsageError with one line that names what to use instead.
-"""
+do. Imports torch only to try out a model. Each UsageError is one line that names what to use instead."""
 
 import ctypes.util
 import importlib.util
@@ -163,7 +160,7 @@ def ranks_in_memory() -> int:
 
 def check_nvme(path: str, option: str = "--nvme_path") -> None:
     """Raises UsageError if the directory `path` for NVMe offloading, which `option` names, is missing or not writable,
-    or if the computer lacks libaio, against which DeepSpeed compiles its asynchronous I/O."""
+    or if the computer lacks libaio, which DeepSpeed needs for it."""
     refuse(
         {
             f"{option} is missing: offloading to a disk needs a directory on a local disk": not path,

@@ -14,12 +14,10 @@ from cifar_zero.core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Settings):
-    """A run with its open options decided; `training.resolve.resolve` makes it. Among its options, devices is a number,
-    accelerator is cpu or gpu, precision is a number format, and resume and weights are paths.
-
-    Two options may still be open, until `training.starting` decides them: data.source may be auto, and on several nodes
-    or under torchrun resume may be last or auto.
-    """
+    """A run with its open options decided; `training.resolve.resolve` makes it. devices is a number, accelerator is cpu
+    or gpu, precision is a number format, and resume and weights are paths. Two options may still be open, until
+    `training.starting` decides them: data.source may be auto, and on several nodes or under torchrun resume may be last
+    or auto."""
 
     num_classes: int  # width of the model's output
 
@@ -30,8 +28,7 @@ class Run(Settings):
 
     @property
     def micro_batch(self) -> int:
-        """Images per forward pass of one replica. Raises UsageError if the batch size cannot be divided into
-        micro-batches."""
+        """Images per forward pass of one replica. Raises UsageError like `micro_batch_size`."""
         return micro_batch_size(self.recipe.batch_size, self.placement.replicas, self.placement.accumulate)
 
     @property
@@ -47,7 +44,7 @@ class Run(Settings):
 
 
 def run_of_bytes(content: bytes) -> Run:
-    """Returns the run that `Run.to_bytes` has written. The content includes the user's consent to run code, so it must
+    """Returns the run that `Run.to_bytes` has written. It includes the user's consent to run code, so `content` must
     come from this program itself and never from a user's file."""
     tree, consent, named, num_classes = marshal.loads(content)
     settings = replace(settings_of(tree), consent=Consent(*consent), named=named)

@@ -83,8 +83,8 @@ class Settings:
         return self.changed(data=replace(self.data, source=source), name=name)
 
     def changed(self, **options: Any) -> Self:
-        """Returns the settings with some options changed, for example `changed(devices=2, seed=1)`. Raises TypeError
-        for an unknown option."""
+        """Returns the settings with some options changed: `changed(devices=2, seed=1)`. Raises TypeError for an unknown
+        option."""
         parts: dict[Owner, Any] = {}
         for owner, part in OWNERS.items():
             given = {name: options.pop(name) for name in _names(part) & options.keys()}
@@ -108,14 +108,14 @@ def settings_of(tree: Mapping[str, Any]) -> Settings:
 
 
 def tree_of(given: Settings) -> dict[str, Any]:
-    """Returns all options of recipe, placement and output, keyed by name, with sections as dictionaries. A checkpoint
-    records this dictionary, and config.yaml has the same options."""
+    """Returns all options of recipe, placement and output, keyed by name, with sections as dictionaries, as a
+    checkpoint records them."""
     return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output)}
 
 
 def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of all options, keyed by flag, for example data.root, optimizer.lr and seed. The value of
-    `model` is the model's name. Accepts settings, the content of a recipe, or the options that a checkpoint records."""
+    """Returns the values of all options, keyed by flag, such as data.root, optimizer.lr and seed. The value of `model`
+    is the model's name. Accepts settings, the content of a recipe, or the options that a checkpoint records."""
     options: dict[str, Any] = {}
     if isinstance(given, Settings):
         given = tree_of(given)

@@ -1,7 +1,7 @@
 """The registry of strategies: how each one spreads a run over ranks, what it shards or offloads, and which options it
 supports. Imports no torch, Lightning or DeepSpeed.
 
-Names that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) mean the same as in Lightning. `fsdp` runs torch's
+Names that Lightning has too (ddp, deepspeed_stage_2, ...) mean the same as in Lightning. Only `fsdp` runs torch's
 FSDP2, because torch tells users of FullyShardedDataParallel to migrate to FSDP2. A raw DeepSpeed configuration can
 replace a strategy (ds_config.py).
 """

@@ -48,8 +48,7 @@ def replacing(final: Path) -> Iterator[Path]:
 
 
 def put_in_place(final: Path) -> None:
-    """Flushes the file or folder at `staged(final)` to disk, and renames it to `final`, where it replaces the previous
-    version."""
+    """Flushes the file or folder at `staged(final)` to disk, and renames it to `final`, which it replaces."""
     new, old = staged(final), final.with_name(final.name + ASIDE)
     for path in (*new.rglob("*"), new) if new.is_dir() else (new,):
         flush_to_disk(path)
@@ -75,8 +74,8 @@ def recover(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what a killed process left in a folder while it wrote a checkpoint: the unfinished checkpoint, and the
-    previous one if it was already replaced. Several processes may call this function at the same time."""
+    """Removes what a process that was killed while writing a checkpoint left in a folder: the unfinished checkpoint,
+    and the previous one if it was already replaced. Several processes may call it at the same time."""
     for left in (*folder.glob(f"*.ckpt*{STAGED}"), *folder.glob(f"*.ckpt{ASIDE}")):
         with suppress(OSError):  # another process was faster, or the folder is read-only
             discard(left)

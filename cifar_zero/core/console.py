@@ -89,9 +89,9 @@ def quieten() -> None:
 
 
 def command(name: str, *arguments: object) -> str:
-    """Returns a shell command line that starts a command of this program, such as `cifar-zero compare ...`. The line
-    begins with `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python
-    -m cifar_zero` if `cifar-zero` is not installed. Programs are written as by `next_to_python`."""
+    """Returns a shell command line that starts a command of this program, such as `cifar-zero compare ...`. It begins
+    with `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python -m
+    cifar_zero` if `cifar-zero` is not installed. Programs are written as by `next_to_python`."""
     installed, python = Path(sys.executable).with_name("cifar-zero"), next_to_python(Path(sys.executable).name)
     if name == "train" and _is_script():
         start = [python, _short(SCRIPT)]
@@ -103,8 +103,8 @@ def command(name: str, *arguments: object) -> str:
 
 
 def torchrun(name: str, nodes: object = "N", ranks: object = "M") -> str:
-    """Returns the torchrun command that starts a command of this program on `nodes` nodes with `ranks` ranks each. It
-    must be run on every node."""
+    """Returns the torchrun command, to be run on every node, that starts a command of this program with `ranks` ranks
+    on each."""
     program = shlex.quote(_short(SCRIPT)) if name == "train" and _is_script() else f"-m cifar_zero {name}"
     start = f"{shlex.quote(next_to_python('torchrun'))} --nnodes {nodes} --nproc_per_node {ranks}"
     return f"{start} --rdzv_backend c10d --rdzv_endpoint HOST:PORT {program}"
@@ -117,9 +117,8 @@ def curves(folder: Path) -> str:
 
 
 def next_to_python(name: str) -> str:
-    """Returns what to type in a shell to start the program `name` of this interpreter's environment, even if the
-    environment is not activated: the program's path, or only its name if PATH leads to the same program or the
-    environment lacks the program."""
+    """Returns what to type in a shell to start the program `name` of this interpreter's environment, activated or not:
+    the program's path, or only its name if PATH leads to it or the environment lacks it."""
     program, first = Path(sys.executable).with_name(name), shutil.which(name)
     known = first is not None and os.path.samefile(os.path.dirname(first), program.parent)
     if known or not program.exists():

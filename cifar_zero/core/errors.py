@@ -15,16 +15,16 @@ class RunError(Exception):
 
 
 class FaultFound(Exception):
-    """Raised at the end of a run in which a step check found a fault. It is no RunError, because the run has not
-    failed, and has written all its results."""
+    """Raised at the end of a run in which a step check found a fault. The run itself has not failed, and has written
+    all its results."""
 
     exit_code = 3
 
 
 class Stopped(BaseException):
     """Raised when the user or the cluster stops the run. The message may be empty, or one line such as the command that
-    resumes the run. The exit code is 128 + the number of the signal, as in a shell. The class does not derive from
-    Exception, because libraries catch every Exception and continue."""
+    resumes the run. The exit code is 128 + the number of the signal, as in a shell. It does not derive from Exception,
+    because libraries catch every Exception and continue."""
 
     def __init__(self, number: int, message: str = ""):
         super().__init__(message)

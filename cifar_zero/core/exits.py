@@ -30,8 +30,8 @@ PATH_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EA
 PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTEMPTY)
 
 STARTED = "CIFAR_ZERO_STARTED"
-"""Environment variable that holds the time when the command was given, in seconds since 1970. Ranks inherit it from
-their launcher, and the runs of a benchmark inherit it from the benchmark."""
+"""Environment variable with the time when the command was given, in seconds since 1970. Ranks inherit it from their
+launcher, and the runs of a benchmark from the benchmark."""
 
 RANKS = ("RANK", "SLURM_PROCID")  # environment variables in which launchers give a process its rank
 
@@ -69,8 +69,8 @@ def install() -> None:
     before slow imports.
 
     A signal that the process ignores stays ignored, such as Ctrl-C in a background job and SIGHUP under nohup. A Ctrl-C
-    that `local_launcher.prepare` has blocked is delivered now. The start time is recorded in the environment (STARTED),
-    unless a parent process has recorded it.
+    that `local_launcher.prepare` has blocked is delivered now. Also records the start time in the environment
+    (STARTED), unless a parent process has.
     """
     os.environ.setdefault(STARTED, str(time.time()))
     for number in SIGNALS:
@@ -103,11 +103,11 @@ def interrupt(number: int, frame: object) -> None:
 def run(main: Callable[[], int]) -> NoReturn:
     """Runs a program's `main` and ends the process with the exit code of `guarded`. If this is 0 but standard output
     could not be written, the exit code is 1. Messages on standard error that cannot be written are dropped. Only rank 0
-    prints results, so on the other ranks standard output is treated like standard error.
+    prints results, so on other ranks the same goes for standard output.
 
     If an error has left a process group of torch open, the process ends without the destructors of its libraries. With
-    gloo, the destructors of torch 2.15 abort about one such process in ten, which then has the exit code 134.
-    Destroying the group instead could hang, because other ranks may wait in a collective.
+    gloo, the destructors of torch 2.15 abort about one such process in ten (exit code 134). Destroying the group
+    instead could hang, because other ranks may wait in a collective.
     """
     _open_streams()
     if sys.stderr is sys.__stderr__:  # otherwise it is no file, as in a notebook
@@ -149,10 +149,10 @@ def _unfailing(stream: TextIO) -> TextIO:
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """Runs a program's `main` and returns its exit code. If `main` raises an exception, the code is 2 for a user's
-    mistake, 3 for a fault that a step check has found, 1 for any other failure, and 128 + the number of the signal if a
-    signal stopped the program. Prints the exception in one line, followed by its notes, or its traceback if --debug is
-    given. SystemExit, as after --help, is not caught."""
+    """Runs a program's `main` and returns its exit code, or, if `main` raises an exception, 2 for a user's mistake, 3
+    for a fault that a step check has found, 1 for any other failure, and 128 + the number of the signal if a signal
+    stopped the program. Prints the exception in one line, followed by its notes, or its traceback with --debug.
+    SystemExit, as after --help, is not caught."""
     global _guarded
     _guarded = True
     try:
@@ -206,8 +206,8 @@ def wants_traceback() -> bool:
 
 def _unexplained(error: Exception) -> str:
     """Returns the line to print for an error that `explain` does not recognise: for an OSError the system's message
-    with the file, and otherwise the type and the message, shortened, after the file and line of the user's code that
-    failed, if any."""
+    with the file, otherwise the type and the shortened message, after the place in the user's code that failed, if
+    any."""
     if isinstance(error, OSError):
         if error.filename:
             return f"{error.strerror or error} ({error.filename})"

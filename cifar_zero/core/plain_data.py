@@ -35,9 +35,9 @@ NUMBERS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that reads numbers as NUMBERS describes them. It refuses repeated keys, of which only the last value
-    would count. It refuses aliases, because a few lines with aliases can stand for more values than memory holds, or
-    for values that contain themselves."""
+    """A SafeLoader that reads numbers as in NUMBERS. It refuses repeated keys, of which only the last value would
+    count, and aliases, with which a few lines can stand for more values than memory holds, or for values that contain
+    themselves."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]

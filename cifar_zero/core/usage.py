@@ -43,8 +43,7 @@ def delta_file(path: str) -> str:
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
     """Returns a clause that suggests one of the `known` flags for a misspelled flag, a flag without its section, or a
-    section without its flag. `key` and `known` have no dashes. Without a similar flag, the clause refers to --help
-    all."""
+    section without its flag, and otherwise refers to --help all. `key` and `known` have no dashes."""
     word, flags = f"--{key}", [f"--{flag}" for flag in sorted(known)]
     parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{word}.")]
     if parts:
@@ -83,8 +82,8 @@ def limited(default: Value, may_change_on_resume: bool = False, **limits: float)
 
 @dataclass
 class Options:
-    """Base class for the options of models, optimizers and schedules. The constructor raises ValueError, with the name
-    of the first option at fault, unless all numbers are finite and within their limits."""
+    """Base class for the options of models, optimizers and schedules. The constructor raises ValueError, which begins
+    with the option's name, for a number that is not finite or not within its limits."""
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -1,8 +1,8 @@
 """Augments and normalises blocks of images, on any device.
 
-A block has the shape (n, H, W, 3), in which images are stored. The bytes of a row of pixels are then contiguous and can
-be copied at once. The same draws must give the same bits for every block size and on every device. lerp and addcmul are
-therefore not used, because a processor may fuse their multiplication with their addition.
+A block has the shape (n, H, W, 3), in which images are stored, so that the bytes of a row of pixels are contiguous. The
+same draws must give the same bits for every block size and on every device. lerp and addcmul are therefore not used,
+because a processor may fuse their multiplication with their addition.
 """
 
 from collections.abc import Callable
@@ -83,8 +83,7 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
 
 def filled_like(values: tuple[float, ...], images: Tensor, channels: int) -> Tensor:
     """Returns a float32 image like `images[:1]` in shape and memory layout, filled with one value, or with one value
-    per channel. torch's operations are 5 times as fast with it as with a tensor of three values, over which their inner
-    loop would run."""
+    per channel. torch's operations are 5 times as fast with it as with a tensor of three values."""
     image = torch.empty_like(images[:1], dtype=torch.float32)
     for channel, value in enumerate(values):
         image.movedim(channels, 0)[channel :: len(values)] = value
@@ -96,9 +95,9 @@ def memory_format(device: torch.device) -> torch.memory_format:
     """Returns the memory format of batches (N, 3, H, W): channels_last, except on a CPU without oneDNN's convolutions.
 
     Max-pooling is vectorised only for channels_last. With this format, a training step of Net took 14 % less time for
-    512 images, and 6 % less for 4 images. Without oneDNN, torch's own convolutions take 1.5 times as long in this
-    format. Both were measured in float32 on an AMD EPYC with torch 2.15. On a GPU, cuDNN's tensor core kernels for half
-    precision prefer this format (NVIDIA, Convolutional Layers User's Guide, "Tensor Layouts In Memory").
+    512 images and 6 % less for 4 images, but torch's own convolutions, without oneDNN, took 1.5 times as long (float32,
+    AMD EPYC, torch 2.15). On a GPU, cuDNN's tensor core kernels for half precision prefer this format (NVIDIA,
+    Convolutional Layers User's Guide, "Tensor Layouts In Memory").
     """
     onednn = torch.backends.mkldnn
     if device.type == "cpu" and not (onednn.is_available() and onednn.enabled):
@@ -112,12 +111,10 @@ def flip_and_crop(
     """Returns images uint8 (n, H, W, 3), mirrored where `flip` is true, then padded and cropped as torchvision does.
 
     Args:
-        flip: bool (n,), whether to mirror each image. None mirrors no image.
-        crop: int (n, 2), top left corner of each crop in the padded image. None crops at the top left corner of the
-            padded image.
+        flip: bool (n,), or None to mirror no image.
+        crop: int (n, 2), top left corner of each crop in the padded image. None is the top left corner of that image.
         border: padding in pixels on each side.
-        padding: "black" pads with black pixels, and "reflect" with the image mirrored at its outermost pixels (torch's
-            reflection padding).
+        padding: "black" pads with black pixels, and "reflect" with the image mirrored at its outermost pixels.
     """
     count, height, width, channels = images.shape
     variants = [images]
@@ -144,7 +141,7 @@ def flip_and_crop(
 
 def reflect(canvas: Tensor, border: int, dim: int) -> None:
     """Fills the first and last `border` entries of a dimension, in place, with the mirror image of the entries next to
-    them. The outermost entries of the image are not repeated."""
+    them, without repeating the outermost one."""
     size = canvas.shape[dim]
     canvas.narrow(dim, 0, border).copy_(canvas.narrow(dim, border + 1, border).flip(dim))
     canvas.narrow(dim, size - border, border).copy_(canvas.narrow(dim, size - 2 * border - 1, border).flip(dim))
@@ -182,9 +179,9 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
 
 
 def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two masks for square images (n, W, W, 3), whose product is 1 inside the box of each image and 0 outside.
-    `boxes` is int (n, 4): top, bottom, left, right, where bottom and right are excluded. The first mask has a value per
-    row, float32 (n, W, 1). The second has a value per column and channel, float32 (n, 1, W * 3)."""
+    """Returns two masks for square images (n, W, W, 3), whose product is 1 inside the box of each image and 0 outside:
+    float32 (n, W, 1) for the rows, and (n, 1, W * 3) for the columns and channels. `boxes` is int (n, 4): top, bottom,
+    left, right, where bottom and right are excluded."""
     start, stop = boxes.view(-1, 2, 2, 1).unbind(2)
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)
@@ -230,12 +227,8 @@ def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Ten
 
 
 def check_transform(config: AugmentConfig, side: int) -> None:
-    """Tries the user's transform on a few images.
-
-    Raises:
-        UsageError: if the command line does not name the transform, if it fails, if it changes the shape or dtype of
-            the images, or if its result for an image depends on the other images.
-    """
+    """Tries the user's transform on a few images. Raises UsageError if the command line does not name it, if it fails,
+    if it changes the shape or dtype of the images, or if its result for an image depends on the other images."""
     (transform,) = transforms_of(AugmentConfig(transform=config.transform))
     flag = f"--augment.transform {config.transform}"
     brightness = torch.tensor([64, 128, 192, 255])[:, None, None, None]

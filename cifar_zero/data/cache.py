@@ -1,8 +1,8 @@
 """Stores decoded images in a cache. Images are decoded once, and then memory-mapped by every rank and every later run.
 
 One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
-`meta.json`. The directory is written next to its final place, flushed to the disk and renamed in one step. A reader
-therefore sees a complete cache or none, even if a writer is killed.
+`meta.json`. It is written next to its final place, flushed to the disk and renamed in one step, so that a reader sees a
+complete cache or none, even if a writer is killed.
 """
 
 import errno
@@ -91,8 +91,8 @@ def ensure(
 
 def locked(path: Path, work: str) -> AcquireReturnProxy:
     """Takes the lock file at `path` until the end of a `with` block, or until the process ends. The file is never
-    removed, because two processes could then hold the lock at the same time. `work` says what the holder does, such as
-    "prepares x", for the message to a process that waits."""
+    removed, because two processes could then hold the lock. `work` says what the holder does, such as "prepares x", for
+    the message to a process that waits."""
     lock = FileLock(path)
     try:
         return lock.acquire(timeout=1.0)  # seconds until the user gets a message
@@ -105,8 +105,7 @@ def allocate(
     directory: Path, split: str, count: int, side: int = IMAGE_SHAPE[1]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Creates the arrays of a split ("train" or "test") on the disk: images uint8 (count, side, side, 3) and labels
-    int64 (count,). For train, prints that the images are being prepared. A source calls it when it has the images, so
-    that this message comes after a download."""
+    int64 (count,). For train, prints that the images are being prepared. A source calls it after its download."""
     if split == "train":
         say(f"Preparing the images in {directory.parent} (only once).")
     images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
@@ -141,7 +140,7 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 
 def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], None]) -> None:
     """Builds a new cache with the entries `meta` in META, and replaces the old one. The caller must hold the lock.
-    Raises UsageError if the folder that would be replaced is not a cache."""
+    Raises UsageError if the folder to be replaced is not a cache."""
     temporary = atomic.staged(directory)
     for folder in (directory, temporary):
         _check_only_cache(folder)

@@ -1,9 +1,9 @@
 """Reads the `cifar10` and `cifar100` sources, Krizhevsky's archives of 50,000 + 10,000 labelled images of 32 x 32
 pixels.
 
-The files of an archive are pickled. A file is unpickled from memory, and only if the MD5 of these bytes is the
-published one, so no archive can run code. torchvision's classes have the published sums. They are not used to read the
-files, because torchvision (0.29) reads each file a second time after it has checked it.
+The files of an archive are pickled. A file is unpickled from memory, and only if these bytes have the published MD5
+(from torchvision's classes), so no archive can run code. torchvision (0.29) itself reads each file a second time after
+it has checked it.
 """
 
 import hashlib
@@ -91,8 +91,8 @@ def _decoded(published: type[CIFAR10], files: Mapping[str, bytes]) -> list[list[
 
 
 def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
-    """Returns the archive in the root directory, and downloads it if it is missing or damaged. Several runs may call
-    this at once: one downloads, and the others wait. Raises DownloadError if the download fails."""
+    """Returns the archive in the root directory, and downloads it if it is missing or damaged. If several runs call
+    this at once, one downloads, and the others wait. Raises DownloadError if the download fails."""
     root = Path(config.root)
     root.mkdir(parents=True, exist_ok=True)
     archive = root / published.filename

@@ -20,9 +20,9 @@ MAPPED_SHARE = 0.9  # mapped images stay in memory up to this share of the free 
 
 
 def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
-    """Turns off read-ahead for memory-mapped images that are too many to stay in memory, and returns their memory map.
-    Returns None for other images. By default, the kernel reads 128 kB or more around an image, and these pages leave
-    memory before they are used."""
+    """Turns off read-ahead for memory-mapped images that are too many to stay in memory, and returns their memory map,
+    or None for other images. By default, the kernel reads 128 kB or more around an image, and these pages leave memory
+    before they are used."""
     pages: mmap.mmap | None = getattr(images, "_mmap", None)
     if pages is None or images.nbytes <= free_memory_bytes() * MAPPED_SHARE:
         return None

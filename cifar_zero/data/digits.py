@@ -1,9 +1,9 @@
 """Makes the `digits` source, which renders handwritten digits in CIFAR-10's shape, without a download.
 
-digits.npz holds 1,797 images of 8x8 pixels. They are the test set of UCI's "Optical Recognition of Handwritten Digits"
-(E. Alpaydin and C. Kaynak, 1998, doi.org/10.24432/C50P49, CC BY 4.0), which scikit-learn distributes too. From them,
-50,000 train and 10,000 test colour images of 3x32x32 are rendered, so that every recipe and benchmark for CIFAR-10 runs
-on them unchanged. Train and test images come from different originals.
+digits.npz holds 1,797 images of 8x8 pixels, the test set of UCI's "Optical Recognition of Handwritten Digits" (E.
+Alpaydin and C. Kaynak, 1998, doi.org/10.24432/C50P49, CC BY 4.0), which scikit-learn distributes too. From them, 50,000
+train and 10,000 test colour images of 3x32x32 are rendered, so that every recipe for CIFAR-10 runs on them unchanged.
+Train and test images come from different originals.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Draws the random augmentation of each image of an epoch, as a table that is looked up by position in the split.
 
-The table depends only on the seed and the epoch. An image therefore gets the same augmentation on every rank and in
-every micro-batch, and a run that is resumed in the middle of an epoch continues as if it had never stopped.
+The table depends only on the seed and the epoch. An image therefore gets the same augmentation on every rank, in every
+micro-batch, and in a run that is resumed in the middle of an epoch.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Defines the loaders of --data.loader. The memory loader cuts micro-batches from blocks of images that a GPU or the
-host stores, and runs Python code per image only for images on the disk. The torch loader applies the PyTorch tutorial's
-transforms image by image, in a DataLoader with worker processes."""
+"""Defines the loaders of --data.loader. The memory loader cuts micro-batches from blocks of images, and runs Python
+code per image only for images on the disk. The torch loader applies the PyTorch tutorial's transforms image by image,
+in a DataLoader with worker processes."""
 
 import math
 import mmap
@@ -26,9 +26,9 @@ BLOCK_IMAGES = {"cpu": 128, "cuda": 8192}
 """Number of images that are gathered, augmented and normalised at once, by type of device. It is rounded up to whole
 micro-batches. Blocks of images with more than 32 x 32 pixels have fewer images.
 
-The CPU's number was measured on one core of an AMD EPYC with 1 MB of second-level cache, with torch 2.15. Blocks of 128
-and of 256 images are about equally fast. Smaller blocks spend more time on calling each operation, and larger blocks on
-memory access. The GPU's number was not measured. Its 8,192 images of 32 x 32 pixels take 100 MB in float32.
+The CPU's number was measured on one core of an AMD EPYC with 1 MB of second-level cache, with torch 2.15: blocks of 128
+and of 256 images are about equally fast, and smaller and larger ones slower. The GPU's number was not measured. Its
+8,192 images of 32 x 32 pixels take 100 MB in float32.
 """
 
 GROUPED_BLOCK_IMAGES = {"cpu": 2048, "cuda": 16384}
@@ -40,8 +40,7 @@ STRETCH_BLOCKS = 64
 does not wait for the copies, and small enough that an epoch starts without delay."""
 
 RESIDENT_SHARE = 1 / 4
-"""Largest share of a GPU's free memory that stored images may take. The model's memory is allocated later. CIFAR-10
-takes 184 MB."""
+"""Largest share of a GPU's free memory that stored images may take, before the model's memory is allocated."""
 
 
 class ImageStore:
@@ -112,7 +111,7 @@ class MemoryLoader(Resumable):
     """Yields (images, labels) in the order of `order`, on the device of `stored`.
 
     Images are float32 (m, 3, H, W), normalised, in `memory_format`. Labels are int64 (m,) as in `Split`, or float32 (m,
-    classes) with mixup or cutmix. Several micro-batches are made at once, as views of one block.
+    classes) with mixup or cutmix. Several micro-batches are views of one block.
 
     Args:
         stored: all stored images of `split`, by default on the CPU.
@@ -192,11 +191,8 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
 class TorchLoader(Resumable, DataLoader[Any]):
     """A DataLoader that can continue in the middle of an epoch. It yields (images float32 (m, 3, H, W), labels int64
-    (m,)).
-
-    It reads the order only at the first batch. Lightning (2.6.6) creates the iterator of a resumed run before it sets
-    the epoch, so DataLoader's own iterator would read the order too early.
-    """
+    (m,)). It reads the order only at the first batch, because Lightning (2.6.6) creates the iterator of a resumed run
+    before it sets the epoch."""
 
     batch_sampler: Order
 

@@ -24,8 +24,8 @@ from cifar_zero.launch import local_launcher
 NO_GPU = "no GPU, so ranks run on the CPU"
 
 FREE_BYTES = 1_000_000_000
-"""Least number of free bytes on a disk for images or runs. CIFAR's archive and its decoded images take 0.36 GB, and a
-run also writes checkpoints."""
+"""Least free space for images or runs. CIFAR's archive and its decoded images take 0.36 GB, and a run also writes
+checkpoints."""
 
 NEEDED = "the pinned torch needs driver R580 or newer and a GPU of compute capability 7.5 to 12.0 (no V100)"
 """The requirements of torch 2.15's wheel for CUDA 13.2, from its `torch.cuda.get_arch_list()` and from the oldest
@@ -85,8 +85,8 @@ def out(options: Namespace) -> Finding:
 
 
 def data(options: Namespace) -> Finding:
-    """Checks whether there are images in the dataset's directory, and whether this directory can be written and has
-    enough free space, for the archive and for the decoded images."""
+    """Checks whether the dataset's directory has images, can be written and has enough free space, for the archive and
+    for the decoded images."""
     root = Path(options.data_root)
     disk = _disk(root, "choose another directory with --data.root DIR")
     if disk.status == "failed":

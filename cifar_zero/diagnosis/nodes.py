@@ -1,8 +1,5 @@
 """Checks that the ranks of all nodes can connect, compute the right sum, and run the same software (cifar-zero doctor
---nodes).
-
-A launcher starts the doctor on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
-"""
+--nodes). A launcher starts the doctor on every node, as it will start the run."""
 
 import socket
 from argparse import Namespace
@@ -30,8 +27,7 @@ packets arrive."""
 
 def examine(options: Namespace) -> dict[str, Finding]:
     """Connects to the other ranks, compares the nodes and returns the findings, keyed by the name of the check. Every
-    rank must call this function. Raises RunError, which names the missing ranks, if some ranks do not connect within
-    --timeout."""
+    rank must call it. Raises RunError, which names the missing ranks, if some ranks do not connect within --timeout."""
     rank, limit = rank_environment.global_rank(), timedelta(seconds=options.timeout)
     connect(on_cpu=True, patience=limit)
     hosts, lacks_gpu, software = zip(*gather((socket.gethostname(), _no_gpu(), versions())), strict=True)

@@ -59,7 +59,7 @@ def torchvision_import(options: Namespace) -> Finding:
 
 def package(name: str, options: Namespace) -> Finding:
     """Checks whether a package is installed in a tested version without a known bug. Fails if it is not installed, or
-    if a known bug affects all of it or a strategy with its default options. Warns of other bugs and of untested
+    if a known bug affects all of it or a strategy with its default options, and warns of other bugs and untested
     versions."""
     expected = tested(name)
     try:
@@ -92,9 +92,8 @@ def tested(name: str) -> SpecifierSet:
 
 
 def compiler(options: Namespace) -> Finding:
-    """Checks whether all that torch needs to compile DeepSpeed's operators is installed: the compiler that torch calls
-    ($CXX or c++), Python's header files, and ninja on PATH. NVMe offload also needs libaio (DeepSpeed issues 6972 and
-    7346)."""
+    """Checks what torch needs to compile DeepSpeed's operators: the compiler that torch calls ($CXX or c++), Python's
+    header files, and ninja on PATH. NVMe offload also needs libaio (DeepSpeed issues 6972 and 7346)."""
     program = shlex.split(os.environ.get("CXX", "c++"))[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
     folder = Path(sys.executable).parent
