@@ -59,9 +59,12 @@ def keep_code(folder: Path, name: str) -> None:
 
 
 def newest(candidates: list[Path]) -> Path:
-    """Returns the newest of several checkpoints: of the run name that was written last, of its highest version, the
-    last.ckpt, or else the checkpoint that was written last. Times alone are not enough, because copying a folder
-    changes them."""
+    """Returns the newest of several checkpoints.
+
+    First selects the run name of the checkpoint that was written last. Then selects the highest version among the runs
+    of this name. Returns the last.ckpt of this run, or else its checkpoint that was written last. Times alone are not
+    enough, because copying a folder changes them.
+    """
     name, _ = _run_of(max(candidates, key=written))
     of_name = [path for path in candidates if _run_of(path)[0] == name]
     return max(of_name, key=lambda path: (_run_of(path)[1], path.name == LAST, written(path)))

@@ -25,8 +25,9 @@ from cifar_zero.core.errors import UsageError, short
 PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 BASE, DTYPES, RECIPE = "base", "base_dtypes", "recipe"
-"""Additional keys of a delta's metadata: the `checksum` of the frozen tensors, a JSON object with the dtype of each of
-them in the run (DeepSpeed's mixed precision rounds them), and a JSON object with the run's configuration."""
+"""Additional keys of a delta's metadata. BASE is the `checksum` of the frozen tensors. DTYPES is a JSON object with the
+dtype of each of them in the run, because DeepSpeed's mixed precision rounds them. RECIPE is a JSON object with the
+run's configuration."""
 
 FILE = "weights.txt"  # file in the run folder with all names that were loaded, initialised or not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
