@@ -31,10 +31,9 @@ START = timedelta(minutes=30)
 start minutes apart, and rank 0 downloads and decodes the images while the other ranks wait."""
 
 START_TOGETHER = timedelta(minutes=5)
-"""Time limit for the ranks of one node, and for torchrun's ranks, to form the process group. It is shorter than START,
-because these ranks start together. A --timeout below it replaces it, but the limit is at least LEAST_START. If one of
-torchrun's ranks fails before the rendezvous (no GPU, for example), torchrun ends the other ranks of that node, and this
-limit ends the ranks of the other nodes."""
+"""Time limit to form the process group for ranks that start together: those of a run on one node, and torchrun's. A
+shorter --timeout replaces it, down to LEAST_START. If one of torchrun's ranks fails before the rendezvous (no GPU, for
+example), torchrun ends the other ranks of that node, and this limit ends the ranks of the other nodes."""
 
 LEAST_START = timedelta(minutes=1)  # least limit for the ranks to meet: imports may take that long on a busy machine
 
@@ -76,9 +75,9 @@ def init_process_group(run: Run) -> list[RankInfo]:
 
 
 def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:
-    """Forms the default process group of all ranks, and selects this rank's GPU unless `on_cpu` is set. `patience` is
-    also the time limit of the group's collectives. If some ranks do not connect within `patience`, rank 0 raises
-    RunError, which names them."""
+    """Forms the default process group of all ranks, with gloo if `on_cpu` is set, else with NCCL, and selects this
+    rank's GPU. `patience` is also the time limit of the group's collectives. If some ranks do not connect within
+    `patience`, rank 0 raises RunError, which names them."""
     gpu = None if on_cpu else torch.device(f"cuda:{rank_environment.local_rank()}")
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -91,16 +90,17 @@ def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:
 
 
 def await_training(run: Run) -> None:
-    """Waits until all ranks are ready to train, and sets the time limit of a collective to --timeout."""
+    """Waits until every rank has called this function, and then sets the time limit of collectives to --timeout. Does
+    nothing with one rank."""
     if run.placement.world_size > 1:
         dist.barrier()
         _set_timeout(timedelta(seconds=run.placement.timeout))
 
 
 def _set_timeout(limit: timedelta) -> None:
-    """Sets the time limit of the default process group, and the default limit of groups that Lightning and DeepSpeed
-    create later. The strategies' own `timeout` does not reach those groups, because DeepSpeed 0.19.8 passes no timeout
-    to torch.distributed.new_group."""
+    """Sets the time limit of the default process group, and of groups that Lightning and DeepSpeed create later. The
+    strategies' own `timeout` does not reach those groups, because DeepSpeed 0.19.8 passes none to
+    torch.distributed.new_group."""
     set_pg_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
     set_pg_timeout(limit)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):  # private names in torch 2.15
@@ -108,8 +108,8 @@ def _set_timeout(limit: timedelta) -> None:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns the `value` of each rank of a group, in rank order. The default group is all ranks. Every rank of the
-    group must call this function. Values are pickled."""
+    """Returns the `value` of each rank of a group, in rank order. Without a group, all ranks take part. Every rank of
+    the group must call this function. Values are pickled."""
     if not _has_others():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -118,9 +118,9 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def call_on_rank_0(ask: Callable[[], T]) -> T:
-    """Calls `ask` on rank 0 and returns its result on every rank. Every rank must call this function. If `ask` raises
-    UsageError, every rank raises this error. If it raises another exception, rank 0 raises this exception, and the
-    other ranks raise RunError."""
+    """Calls `ask` on rank 0 and returns its result, which is pickled, on every rank. Every rank must call this
+    function. If `ask` raises UsageError, every rank raises this error. If it raises another exception, rank 0 raises
+    this exception, and the other ranks raise RunError."""
     answer: list[Any] = [None]
     failure: Exception | None = None
     if not _has_others() or dist.get_rank() == 0:
@@ -138,8 +138,9 @@ def call_on_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns the ranks that do not see, within PATIENCE_SECONDS, a file that rank 0 writes into `folder`. The file is
-    removed at the end. Every rank must call this function. `folder` is None on all ranks except rank 0."""
+    """Returns, on every rank, the ranks that do not see within PATIENCE_SECONDS a file that rank 0 writes into
+    `folder`. The file is removed at the end. Every rank must call this function. `folder` is None on all ranks except
+    rank 0."""
     file = call_on_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
     assert file is not None
     call_on_rank_0(file.touch)
@@ -153,8 +154,8 @@ def ranks_on_another_disk(folder: Path | None) -> list[int]:
 
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:
-    """Replaces each tensor by its mean over all ranks. The mean is computed in float32, or in float64 if one of the
-    tensors is float64. Every rank must call this function."""
+    """Replaces each tensor by its mean over all ranks, in place. The mean is computed in float32, or in float64 if one
+    of the tensors is float64. Every rank must call this function."""
     if not values or not _has_others():
         return
     wide = [value.to(torch.promote_types(value.dtype, torch.float32)).flatten() for value in values]

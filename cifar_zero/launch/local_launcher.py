@@ -1,8 +1,8 @@
 """Starts the ranks of a run on this computer, watches them, and ends all of them when one fails. Does not import torch.
 
-All ranks start at once, each with its share of the cores. If a rank hangs, the ranks that wait for it fail when a
-collective takes longer than --timeout. torch's elastic launcher is not used. It takes 3 s and 500 MB to import (torch
-2.15) while the ranks need the cores, and it starts its ranks in separate sessions, which Ctrl-C does not reach.
+If a rank hangs, the ranks that wait for it fail when a collective takes longer than --timeout. torch's elastic launcher
+is not used. It takes 3 s and 500 MB to import (torch 2.15) while the ranks need the cores, and it starts its ranks in
+separate sessions, which Ctrl-C does not reach.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ _LIBC = ctypes.CDLL(None)  # loaded here, because it is too late after a fork
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl that kills a process with its parent (linux/prctl.h)
 
 LOOPBACK = "GLOO_SOCKET_IFNAME"
-"""Environment variable that names the network interface of gloo. By default, gloo listens on the address that this
-computer's name has, which other computers may reach."""
+"""Environment variable that names the network interface of gloo. By default, gloo listens on the address that belongs
+to this computer's name, which other computers may reach."""
 
 POLL_SECONDS = 0.05  # time between two checks for ended ranks
 GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
@@ -50,7 +50,7 @@ ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ran
 @dataclass
 class Rank:
     """The process of a rank, and the file that receives its output. The file of rank 0 stays empty, because rank 0
-    prints."""
+    writes to the launcher's own output."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -133,8 +133,7 @@ def prepare(cores: Collection[int], blocks_ctrl_c: bool = False) -> None:
 
     Args:
         cores: Cores to which the process is bound. If empty, the process may use all cores.
-        blocks_ctrl_c: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any
-            Python program.
+        blocks_ctrl_c: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise it has its default effect.
     """
     if blocks_ctrl_c:  # blocked, not ignored, so that the kernel keeps a signal that comes early
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -168,7 +167,7 @@ def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
 
     def pass_on(number: int, frame: object) -> None:
         received.append(number)
-        if number != signal.SIGINT:  # the terminal sends Ctrl-C to the ranks directly
+        if number != signal.SIGINT:
             for rank in ranks:
                 rank.process.send_signal(number)
 
@@ -227,9 +226,9 @@ def _broken(ranks: Sequence[Rank], received: Collection[int]) -> list[Rank]:
 
 
 def _code(rank: Rank, received: Collection[int]) -> int | None:
-    """Returns the exit code of a rank, or None while the rank runs. A rank that a signal killed has minus the number of
-    the signal as its code. If that signal is Ctrl-C or is in `received`, the rank could not handle it in time, and the
-    code is 128 + the number, as in a shell."""
+    """Returns the exit code of a rank, or None while the rank runs. The code of a rank that a signal killed is minus
+    the signal's number. If this signal is Ctrl-C or in `received`, the rank was asked to end but could not handle the
+    signal yet. Its code is then 128 + the number, as in a shell."""
     code = rank.process.poll()
     if code is not None and (-code == signal.SIGINT or -code in received):
         return 128 - code
@@ -244,8 +243,8 @@ def how_ended(code: int) -> str:
 
 
 def _report(rank: Rank) -> None:
-    """Prints how a rank failed, with the last lines of its output, or all lines with --debug. Prints nothing if rank 0
-    exited with an error, because it has printed its own message."""
+    """Prints how a rank failed, with the last lines of its output, or all lines with --debug. Prints nothing for rank 0
+    if it exited with an error, because it has printed its own message."""
     code = rank.process.returncode
     if rank.number == 0 and code > 0:
         return

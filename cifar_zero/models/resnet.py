@@ -19,8 +19,7 @@ DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
 }
-"""Type of the blocks, and number of blocks in each stage. The key is the number of layers with weights in the
-network."""
+"""Type of the blocks, and number of blocks in each stage, keyed by the network's number of layers with weights."""
 
 
 class ResNet(nn.Module):
@@ -54,8 +53,8 @@ class ResNet(nn.Module):
 def _stage(
     block: type[BasicBlock] | type[Bottleneck], before: int, channels: int, blocks: int, stride: int
 ) -> nn.Sequential:
-    """Returns a stage of `blocks` blocks. The first block maps (N, before, H, W) to (N, channels x expansion, H/stride,
-    W/stride)."""
+    """Returns a stage that maps (N, before, H, W) to (N, channels x expansion, H/stride, W/stride). Its first block has
+    the stride."""
     after = channels * block.expansion
     first = block(before, channels, stride)
     if stride != 1 or before != after:  # a convolution of 1 x 1 as the shortcut (the paper's option B)

@@ -15,11 +15,9 @@ from cifar_zero.optimizers import Muon, MuonSGD, OptimizerOptions
 def parameter_groups(
     optimizer: OptimizerOptions, parameters: Mapping[str, Any], shape: Callable[[Any], Sequence[int]] = Tensor.size
 ) -> list[dict[str, Any]]:
-    """Returns the parameter groups for an optimizer. They are in the model's order, except that groups with a separate
-    learning rate come last. Frozen parameters are in no group.
-
-    Each group lists the names of its parameters as `param_names`, a key of torch's optimizers. A checkpoint therefore
-    records which index belongs to which parameter.
+    """Returns the parameter groups for an optimizer, in the model's order, except that groups with a separate learning
+    rate come last. Frozen parameters are in no group. Each group lists the names of its parameters as `param_names`, a
+    key of torch's optimizers, so that a checkpoint records which index belongs to which parameter.
 
     Args:
         parameters: the model's parameters in the model's order, keyed by name.
@@ -60,10 +58,10 @@ def parameter_groups(
 
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a saved optimizer state, adapted to the options and groups of the optimizer that will load it. The saved
-    state may come from another implementation, device or grouping. The options are those of `optimizer`, except that
-    the learning rates are the saved ones, because a schedule has changed them. If a group has no `param_names`, the
-    saved groups are assumed to match the optimizer's groups in order and content."""
+    """Returns a saved optimizer state, which may come from another implementation, device or grouping, adapted to the
+    options and groups of the optimizer that will load it. The options are those of `optimizer`, except that the
+    learning rates (`lr` and `initial_lr`) are the saved ones, because a schedule has changed them. If a group has no
+    `param_names`, the saved groups are assumed to match the optimizer's groups in order and content."""
     own_groups = optimizer.param_groups
     expected_names: list[Any] = [group.get("param_names") for group in own_groups]
     saved_names = [group.get("param_names") for group in state["param_groups"]]
@@ -78,7 +76,7 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def match_strides(optimizer: Optimizer) -> None:
-    """Gives each tensor in an optimizer's loaded state the strides that torch gives to the state of a new optimizer.
+    """Gives each tensor in an optimizer's loaded state the strides of its parameter, as in a new optimizer, because
     torch's fused updates read parameter and state in memory order. Tensors of another shape than their parameter stay
     as they are."""
     for parameter, state in optimizer.state.items():
@@ -98,7 +96,8 @@ def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, 
 
 
 def _regrouped(state: dict[str, Any], new_names: list[list[str]]) -> dict[str, Any]:
-    """Returns a saved optimizer state with its parameters divided into the groups that `new_names` lists."""
+    """Returns a saved optimizer state with its parameters divided into the groups that `new_names` lists. A group has
+    the options that its first parameter's group had."""
     saved = by_name(state)
     groups: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []

@@ -36,8 +36,7 @@ float16 takes as much memory as bfloat16."""
 
 
 FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
-"""torch's mode in which operations make tensors without values. It is configured to accept a model on the meta
-device."""
+"""torch's mode in which operations make tensors without values, configured to accept a model on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,10 @@ class ActivationTracker(TorchDispatchMode):
 
 def count_activations(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the peak bytes of one forward and backward pass of a micro-batch of images of side x side pixels.
+    Temporary tensors of operations are counted, but parameters and gradients are not.
 
-    Temporary tensors of operations are counted, but parameters and gradients are not. `net` must be built in the
-    FakeTensorMode in which this function is called, and already cast if `computes` is "cast". At the end its gradients
-    are None.
+    `net` must be built in the FakeTensorMode in which this function is called, and already cast if `computes` is
+    "cast". At the end its gradients are None.
     """
     tracker = ActivationTracker(net)
     batch, labels = torch.empty(images, IMAGE_SHAPE[0], side, side), torch.zeros(images, dtype=torch.int64)
@@ -124,7 +123,7 @@ def measure(run: Run, computes: Computes) -> LinearFit:
 
 def fake(net: nn.Module) -> nn.Module:
     """Returns a copy of `net`, a model on the meta device. torch treats the copy's tensors as CPU tensors, but they
-    have no values. Must be called in the mode FAKE. Tied weights stay tied, which `to_empty` would not ensure."""
+    have no values. Must be called in the mode FAKE. Tied weights stay tied, whereas `to_empty` would separate them."""
     tensors = (*net.parameters(), *net.buffers())
     return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 
@@ -132,8 +131,8 @@ def fake(net: nn.Module) -> nn.Module:
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
     """Returns what `count_activations` returns. If the model has more than three blocks and all are identical, it
     counts only two and then three blocks, because each further block adds the same bytes. This is exact to the byte for
-    vit_13b, and counting all 41 of its blocks would take 15 times as long. A user's model may need all of its
-    blocks."""
+    vit_13b, and counting all 41 of its blocks would take 15 times as long. If the model fails with fewer blocks, as a
+    user's model may, all are counted."""
     blocks = getattr(net, "blocks", None)
     if isinstance(blocks, nn.Sequential) and len(blocks) > 3 and len({*map(_kind, blocks)}) == 1:
         try:
@@ -150,7 +149,8 @@ def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Returns a key that is equal for two blocks if they hold the same activations."""
+    """Returns a key that is equal for two blocks with the same modules and parameters, which are taken to hold the same
+    activations."""
     modules = tuple((type(module), module.extra_repr()) for module in block.modules())
     return modules, tuple((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
 

@@ -30,9 +30,8 @@ PLANNED = sorted(
     (name for name, spec in STRATEGIES.items() if not spec.one_replica and name != "fsdp"),  # fsdp is fsdp2
     key=lambda name: ("", "cpu", "nvme").index(STRATEGIES[name].offload_optimizer),
 )
-"""The strategies with a formula, in the order of recommendation. Strategies without offload come first, then strategies
-that offload to the host, then strategies that offload to a disk. Within each group, the strategy that shards least
-comes first."""
+"""The strategies with a formula, in the order of recommendation: without offload, with offload to the host, with
+offload to a disk. Within each group, the strategy that shards least comes first."""
 
 RULE = "the first row that fits; rows that keep states in the host's memory or on a disk come last, as they are slower"
 
@@ -51,17 +50,17 @@ class MemoryBudget:
     host: int | None  # None if it is unknown and not checked
     shared: bool = False  # whether the device is the CPU, so that offloaded tensors stay in the same memory
     elsewhere: bool = False
-    """Whether the plan is for another machine. The plan then does not check whether this machine has a compiler
-    and --nvme_path, because the other machine may have them."""
+    """Whether the plan is for another machine. Then it is not checked whether this machine has a compiler and
+    --nvme_path."""
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
-    """Returns the memory that is available to a rank. On a GPU, it is the GPU's memory times USABLE. On the CPU, it is
-    the rank's memory minus CPU_RANK_BYTES. The host memory of a rank is the node's memory divided by the number of its
-    ranks, minus CPU_RANK_BYTES.
+    """Returns the memory that is available to a rank. On a GPU, it is the GPU's memory times USABLE. The host memory of
+    a rank is the node's memory divided by the number of its ranks, minus CPU_RANK_BYTES. A rank on the CPU has its host
+    memory or, if `device_memory` is given, this minus CPU_RANK_BYTES.
 
     Args:
-        device_memory: Memory of one device (--device_memory). The default is the memory of this machine's devices.
+        device_memory: Memory of one device (--device_memory). The default is what this machine has.
         host_memory: Memory of a node (--host_memory). The default is the memory that is free on this machine, or
             unknown if `device_memory` is given.
 
@@ -152,7 +151,8 @@ class MemoryEstimate:
 def estimate_all(
     run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]
 ) -> list[MemoryEstimate]:
-    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names.
+    """Returns the memory that a run needs under each strategy of PLANNED, in this order, whatever strategy the run
+    names.
 
     `fits_by_format` is a cache that maps a compute format to the run's activations. Missing formats are added. Raises
     UsageError if the batch size cannot be divided, if a model is split over ranks (--tensor_parallel_size,
@@ -193,8 +193,6 @@ def _estimate(run: Run, network: Network, budget: MemoryBudget, fits_by_format: 
 
 
 def _activations(run: Run, fits_by_format: dict[str, LinearFit]) -> LinearFit:
-    """Returns the activations of a run as a function of the images in a micro-batch. They are counted once for each
-    compute format, and then kept in `fits_by_format`."""
     from cifar_zero.planning.activations import format_of, measure
 
     computes = format_of(run.spec, run.placement.precision)
@@ -217,8 +215,7 @@ def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tu
     the order of PLANNED.
 
     Raises:
-        UsageError: if `train` would refuse every strategy. The message says why it refuses the first strategy of
-            PLANNED.
+        UsageError: if `train` would refuse every strategy. The message says why it refuses the first of `estimates`.
     """
     accepted = [estimate for estimate in estimates if not estimate.refused]
     if not accepted:

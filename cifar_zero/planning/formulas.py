@@ -31,8 +31,8 @@ FLOAT32 = 4
 REUSE_ELEMENTS = 10**9
 """Default of DeepSpeed's stage3_max_reuse_distance. ZeRO 3 keeps a gathered parameter if it is used again within this
 number of elements (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). The backward pass goes
-through the model in the opposite direction. At the end of the forward pass, the last REUSE_ELEMENTS / 2 elements are
-therefore used again within this distance."""
+through the model in the opposite direction, so at the end of the forward pass the last REUSE_ELEMENTS / 2 elements are
+kept."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class Weight:
         return self.elements // self.ranks_that_share
 
     def shard(self, ranks: int) -> int:
-        """Returns the number of elements in the largest shard of ZeRO. Experts are sharded among the ranks that have
-        the same experts. A shard has as many elements as with all ranks."""
+        """Returns the number of elements in the largest shard of ZeRO on `ranks` ranks. This holds for experts too: a
+        rank keeps 1 / `ranks_that_share` of them, and shards these among the ranks / `ranks_that_share` ranks that have
+        the same ones."""
         return math.ceil(self.elements / ranks)
 
     def shard_of_rows(self, ranks: int) -> int:
@@ -190,8 +191,8 @@ def parameter_size(spec: Spec, precision: str) -> int:
 
 
 def _state_tensors(optimizer: OptimizerOptions, by_muon: bool) -> int:
-    """Returns how many numbers an optimizer keeps for each element of a parameter, which Muon updates if `by_muon`.
-    torch's optimizers and DeepSpeed's C++ versions keep the same."""
+    """Returns how many numbers an optimizer keeps for each element of a parameter. `by_muon` is whether Muon updates
+    the parameter. torch's optimizers and DeepSpeed's C++ versions keep the same."""
     if isinstance(optimizer, Muon | MuonSGD):  # all other parameters are updated by AdamW, or by SGD with momentum
         return 2 if isinstance(optimizer, Muon) and not by_muon else 1
     more = sum(bool(getattr(optimizer, option, 0)) for option in ("momentum", "centered"))
@@ -200,10 +201,10 @@ def _state_tensors(optimizer: OptimizerOptions, by_muon: bool) -> int:
 
 def buckets(run: Run, network: Network) -> int:
     """Returns the bytes that the backward pass holds in addition to activations: buckets and temporarily gathered
-    parameters.
+    parameters, and at stage 1 the full gradients.
 
-    Stage 1 also holds full gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
-    without overlap_comm). They are counted in addition to all activations, which is more than stage 1 ever holds.
+    Stage 1 reduces the gradients at the end of the last backward pass (zero/stage_1_and_2.py, without overlap_comm).
+    They are counted in addition to all activations, which is more than stage 1 ever holds.
     """
     size = parameter_size(run.spec, run.placement.precision)
     if run.spec.family == "fsdp2":
@@ -252,8 +253,8 @@ def update(run: Run, network: Network) -> int:
 
 
 def _temporaries(run: Run) -> int:
-    """Returns how many temporary numbers the optimizer's update takes for each element (OptimizerOptions.temporaries).
-    They are 0 where torch's fused optimizer is used (`optimizer_implementation` of the hooks in strategies/)."""
+    """Returns how many temporary numbers the optimizer's update takes for each element (OptimizerOptions.temporaries),
+    or 0 where torch's fused optimizer is used (`optimizer_implementation` of the hooks in strategies/)."""
     optimizer = OPTIMIZERS[run.recipe.optimizer.name](**run.recipe.optimizer.options)
     if run.on_cpu:
         return 0 if optimizer.loops_on_cpu else optimizer.temporaries
@@ -300,7 +301,7 @@ def built_on_host(run: Run, network: Network) -> int:
     for strategies that build it on the device.
 
     The model is built in float32, or in bfloat16 with bf16-true. fsdp2 builds it on the host. Stage 3 shards each layer
-    right after it is built (deepspeed/strategy.py), but builds full models of other packages on the host. Where stage 3
+    right after it is built (deepspeed/strategy.py), but builds full models of other packages on the host. If stage 3
     keeps the shards in the host's memory, the bytes are those of the rank's shard.
     """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:

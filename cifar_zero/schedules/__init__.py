@@ -1,8 +1,8 @@
 """Defines the registry of learning-rate schedules. Each entry is a dataclass whose fields are the `--schedule.<option>`
 flags.
 
-The registry has the schedules of torch and transformers, DeepSpeed's schedules with a warm-up, and a range test. A
-schedule is a closed formula for the learning rate of optimizer step k (from 0), so a resumed run needs only k.
+The registry has schedules of torch and transformers, DeepSpeed's schedules with a warm-up, and a range test. A schedule
+is a closed formula for the learning rate of optimizer step k (from 0), so a resumed run needs only k.
 """
 
 import math
@@ -212,7 +212,7 @@ class WarmupLR(Schedule):
     def _share(self, step: float) -> float:
         """Returns how much of the rise from warmup_min_lr to the optimizer's learning rate is done at a step, from 0 to
         1, bit for bit as in DeepSpeed (deepspeed/runtime/lr_schedules.py, 0.19.8). DeepSpeed's counter starts at -1 and
-        is read before a step, so that steps 0 and 1 have the lowest learning rate."""
+        is read before a step, so steps 0 and 1 both have the lowest learning rate."""
         iteration, warmup_num_steps = step - 1, max(2, self.warmup_num_steps)
         if iteration >= warmup_num_steps:
             return self._after(step)

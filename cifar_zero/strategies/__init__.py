@@ -1,6 +1,6 @@
 """Builds Lightning's strategy for a run. The strategies of plain PyTorch are built in this file. Each other family of
-strategies is a file or folder of this package, and only the family that a run needs is imported. hooks.py defines what
-other packages read from a strategy."""
+strategies is a file or folder of this package, which is imported only if a run needs it. hooks.py defines what other
+packages read from a strategy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | str:
-    """Returns the strategy with which Lightning's Trainer trains a run. Clipping and accumulation are left to the
-    Trainer.
+    """Returns the strategy with which Lightning's Trainer trains a run, or Lightning's name for it. Clipping and
+    accumulation are left to the Trainer.
 
     Args:
         num_parameters: Number of elements of all parameters. It limits DeepSpeed's communication buckets.

@@ -32,8 +32,8 @@ def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Non
     place. If mesh["tensor_parallel"] has several ranks, the layers are first split over them.
 
     The parameters of a block are gathered just before it computes, and the gathered copy is freed right after. A model
-    without blocks is gathered in full. Under mixed precision, parameters are gathered and used in the low precision,
-    while gradients are reduced and weights are updated in float32.
+    without blocks is gathered in full. Under mixed precision, parameters are gathered and used in bfloat16, while
+    gradients are reduced and weights are updated in float32.
     """
     if policy.param_dtype is not None:
         cast_buffers(net, policy.param_dtype)

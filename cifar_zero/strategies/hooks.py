@@ -33,13 +33,13 @@ class Hooks:
         self.strategy = strategy
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
-        """Returns which implementation of an optimizer to use on a device type, cuda or cpu.
+        """Returns which implementation of an optimizer to use on a device type, cuda or cpu. It is torch's fused one on
+        CUDA, which updates all parameters in one call.
 
-        torch's fused optimizer updates all parameters in one call and is used on CUDA. It is not used on the CPU, where
-        it rounds an element at the end of a tensor differently from one in the middle (torch 2.15), so that sharding
-        would change the weights. Under autocast it is used only without a gradient scaler and without clipping
-        (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under autocast, not even
-        in bfloat16.
+        On the CPU the fused one rounds an element at the end of a tensor differently from one in the middle (torch
+        2.15), so that sharding would change the weights. Under autocast it is used only without a gradient scaler and
+        without clipping (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under
+        autocast, not even in bfloat16.
         """
         precision = self.strategy.precision_plugin
         refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
@@ -121,8 +121,7 @@ class Hooks:
         return parameter.dtype
 
     def rewriting(self) -> AbstractContextManager[None]:
-        """Returns a context in which the tensors of `local` may be overwritten in place during a fit. All ranks must
-        enter it."""
+        """Returns a context in which the tensors of `local` may be overwritten in place during a fit. Collective."""
         return nullcontext()
 
     def ends_step(self) -> bool:
@@ -131,8 +130,9 @@ class Hooks:
         return True
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns over how many ranks the gradient of a parameter is sharded or, if each rank has whole layers of its
-        own, over how many ranks these layers are distributed. Returns 1 if all ranks have the same full gradient."""
+        """Returns over how many ranks the gradient of a parameter is sharded or, if ranks hold different layers
+        (experts, pipeline blocks), over how many ranks these layers are distributed. Returns 1 if all ranks have the
+        same full gradient."""
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             return 1
@@ -146,8 +146,8 @@ class Hooks:
         return self.norm(parameters)
 
     def norm(self, parameters: Iterable[Any]) -> Tensor:
-        """Returns the L2 norm of all gradients as they are stored, in float32. Each shard and each expert counts once.
-        Collective."""
+        """Returns the L2 norm of all gradients as they are stored, a float32 scalar. Each shard and each expert counts
+        once. Collective."""
         total, divided = torch.zeros((), device=self.strategy.root_device), False
         for parameter in parameters:
             ranks = self.ranks_of(parameter)
@@ -161,8 +161,8 @@ class Hooks:
         return total.sqrt()
 
     def clip(self, parameters: Iterable[Any], limit: float) -> None:
-        """Clips gradients so that `norm` is at most `limit`. Collective. torch's clip_grad_norm_ (2.15) does not accept
-        DTensors of several meshes."""
+        """Scales gradients in place so that `norm` is at most `limit`. Collective. torch's clip_grad_norm_ (2.15) does
+        not accept DTensors of several meshes."""
         given = [*parameters]
         gradients = [local_of(parameter.grad) for parameter in given if parameter.grad is not None]
         scale = (limit / (self.norm(given) + 1e-6)).clamp(max=1)
@@ -170,8 +170,8 @@ class Hooks:
             _foreach_mul_(gradients, scale)
 
     def step_gradient_norm(self) -> float | None:
-        """Returns the gradient norm that the strategy computed in its last step, or None if it computes no norm in a
-        step. In that case, `gradient_norm` returns the norm before the step."""
+        """Returns the gradient norm that the strategy computed in its last step, or None if steps compute no norm and
+        `gradient_norm` returns it before the step."""
         return None
 
     def loss_scale(self) -> float | None:
@@ -184,7 +184,8 @@ class Hooks:
         return 0
 
     def state_bytes(self, module: Module, optimizer: Any) -> tuple[int, int, int]:
-        """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device or in host memory.
+        """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device and in host memory
+        together.
 
         Memory that several tensors share is counted once. Padding is counted, but communication buffers, activations
         and tensors on disk are not. Float32 master weights count as optimizer state. Call it while gradients exist.
@@ -199,9 +200,9 @@ class Hooks:
 
 
 def shard_like(full: Any, like: Any) -> Any:
-    """Returns this rank's shard of an unsharded tensor, sharded like `like`. The value is returned unchanged if `like`
-    is not sharded, or if the value has another shape, such as an optimizer's step count. If `like` is empty, because
-    another rank of the pipeline has it, `like` itself is returned. Nothing is communicated."""
+    """Returns this rank's shard of an unsharded tensor, sharded like `like`, without communication. If `like` is not
+    sharded, or if the value has another shape, such as an optimizer's step count, the value itself is returned. If
+    `like` is empty, because another rank of the pipeline has it, `like` itself is returned."""
     if not like.numel():  # in a block of another rank of the pipeline
         return like
     if not isinstance(like, DTensor) or not isinstance(full, Tensor) or full.shape != like.shape:

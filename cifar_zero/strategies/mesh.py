@@ -23,8 +23,6 @@ Shard = Callable[[nn.Module, DeviceMesh], None]
 
 
 class MeshHooks(Hooks):
-    """Implements `Hooks` for a `MeshStrategy`."""
-
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         return "torch"
 
@@ -43,8 +41,8 @@ class MeshStrategy(ModelParallelStrategy):
     The module's attribute `net`, which holds all parameters, is split just before the optimizer is made. To write a
     checkpoint, rank 0 gets the full tensors one at a time, so that no GPU holds the whole model.
 
-    The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`, the
-    only name that Lightning has for the ranks of one model.
+    The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
+    which is Lightning's only name for the ranks of one model, in a pipeline too.
 
     Args:
         casts: Whether `shard` makes the model compute in bfloat16.

@@ -37,8 +37,8 @@ def build(placement: Placement) -> "PipelineStrategy":
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Removes the weights of all blocks but this rank's share from a model. Ranks that compute different images average
-    their gradients, as under DDP."""
+    """Removes from a model, in place, the weights of all blocks except this rank's share. Ranks that compute different
+    images average their gradients, as under DDP."""
     net.blocks = Stage(net.blocks, mesh["tensor_parallel"].get_group())  # pyright: ignore[reportArgumentType]
     if (others := mesh["data_parallel"]).size() > 1:
         replicate(net, mesh=others)  # not per block, because a block computes several chunks
@@ -71,9 +71,9 @@ class Stage(nn.Sequential):
 
     @contextmanager
     def _own_random_numbers(self, tokens: Tensor) -> Iterator[None]:
-        """Context manager in which each rank has random numbers of its own, for the dropout in its blocks. They start
-        from a number that all ranks draw. Afterwards the random states of the ranks are equal again, as the layers
-        outside of the blocks need it."""
+        """Context manager in which each rank has random numbers of its own, for the dropout in its blocks. Their seed
+        comes from a number that is the same on all ranks of the model. Afterwards the random states of these ranks are
+        equal again, as the layers outside of the blocks need it."""
         if not self.training:
             yield
             return
@@ -107,8 +107,8 @@ class Stage(nn.Sequential):
         return tensor
 
     def _broadcast(self, tensor: Tensor, rank: int) -> Tensor:
-        """Returns a copy of `tensor`, overwritten with the values of one rank. Waits first until all sent tensors have
-        arrived."""
+        """Returns a copy of `tensor`, overwritten with the values of the rank `rank`. Waits first until all tensors
+        that this rank has sent have arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent = []
@@ -118,7 +118,7 @@ class Stage(nn.Sequential):
 
 
 def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Calls `hook` with the gradient of `tokens` in the backward pass. A tensor that it returns replaces the
+    """Has `hook` called with the gradient of `tokens` in the backward pass. A tensor that it returns replaces the
     gradient."""
     if tokens.requires_grad:
         tokens.register_hook(hook)
@@ -129,8 +129,8 @@ class PipelineHooks(MeshHooks):
     `stage`, which the strategy sets: the process group of the ranks among which the blocks are distributed."""
 
     def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
-        """Returns the tensor from the rank that has the parameter's block. Other ranks pass an empty tensor. A
-        parameter outside of the blocks is on every rank."""
+        """Returns the tensor on every rank. For a block's parameter it comes from the rank that has the block, and the
+        other ranks pass an empty tensor. A parameter outside of the blocks is on every rank."""
         own = super().unshard(parameter, shard)
         if not hasattr(parameter, "stage"):
             return own

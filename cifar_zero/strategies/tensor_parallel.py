@@ -1,8 +1,7 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al. 2019): torch's DTensor splits the layers of a transformer over ranks.
 
-Every rank gets the same images and computes its share of the attention heads and of each MLP's hidden units. A block
-sums the ranks' results twice in the forward pass and twice in the backward pass. Every rank computes the remaining
-operations in full.
+Every rank gets the same images, and computes its share of the attention heads and of each MLP's hidden units, and all
+other operations in full. A block sums the ranks' results twice in the forward pass and twice in the backward pass.
 """
 
 from functools import partial
@@ -38,12 +37,12 @@ class ColwiseQKV(ColwiseParallel):
     """Splits a linear layer that outputs queries, keys and values, so that each rank has its heads of all three.
 
     A split into contiguous rows would give the queries to one rank and the values to another. The queries, the keys and
-    the values are therefore split separately, by a placement that is private in torch (2.15): `_StridedShard`, which
-    torch uses for FSDP combined with tensor parallelism. The weight stays one DTensor with its rows in the plain order,
-    so that it is written to a checkpoint like any other weight.
+    the values are therefore split separately, by `_StridedShard`, a private placement of torch (2.15) for FSDP combined
+    with tensor parallelism. The weight stays one DTensor with its rows in the plain order, so that a checkpoint needs
+    no conversion.
 
-    FSDP cannot split the rows again, and splits the columns (see `data_dimension`). The bias has no second dimension
-    that FSDP could split, so tensor parallelism does not split the bias.
+    FSDP cannot split the rows again, and splits the columns (see `data_dimension`). The bias has no columns, so tensor
+    parallelism does not split it, and FSDP can.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def data_dimension(parameter: nn.Parameter) -> Shard | None:
-    """Returns the dimension along which FSDP shards a parameter that tensor parallelism may already have split. None
-    stands for the first dimension."""
+    """Returns the dimension along which FSDP shards a parameter that tensor parallelism may already have split: the
+    second for `ColwiseQKV`'s weight, else None, which stands for the first."""
     if isinstance(parameter, DTensor) and isinstance(parameter.placements[0], _StridedShard):
         return Shard(1)
