@@ -22,14 +22,14 @@ from cifar_zero.strategies.deepspeed.hooks import rewriting
 from stepcheck.engines.deepspeed import flat_groups, stage_3_part
 
 MOVED = ("lr", "momentum", "betas")
-"""Options of a parameter group that a schedule in a user's module may change. They are restored from the checkpoint.
-The schedules of cifar_zero/schedules change only the learning rate, so `optimizers.groups.keep_own_options` takes only
-the learning rate from a checkpoint."""
+"""Options of a parameter group that are restored from the checkpoint, because a schedule in a user's module may change
+them. The schedules of cifar_zero/schedules change only the learning rate, so `optimizers.groups.keep_own_options`
+restores no other option."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files. The first error while writing is stored in `failure`. No error while writing
-    is raised, because the other ranks would wait for this one.
+    """Writes and reads DeepSpeed's files. The first error while writing is stored in `failure`. It is not raised,
+    because the other ranks would wait for this one.
 
     Args:
         trust: See `safe_load.load_safely`.
@@ -51,7 +51,7 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
         self._try(lambda: save(state_dict, Path(path)))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Reads a file, whose checksums were compared at the start. Raises UsageError if the file is damaged or
+        """Reads a file, whose checksums were compared when the run started. Raises UsageError if the file is damaged or
         `safe_load.load_safely` refuses it."""
         return load_safely(Path(path), self._trust, verify=False)
 
@@ -88,7 +88,8 @@ def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dic
 
 
 def _parts_of_groups(engine: Any) -> list[Parts]:
-    """Returns the parts of parameters in each tensor that this rank's optimizer updates."""
+    """Returns a dict for each flat tensor that this rank's optimizer updates. It maps the plain name of each parameter
+    to the part of the parameter that the tensor has."""
     names = names_of_parameters(engine)
     of_groups: list[Any] = []
     for _, parts in flat_groups(engine):
@@ -105,8 +106,8 @@ def _tied_names(engine: Any) -> dict[str, str]:
 
 
 def with_names(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns an optimizer's state in which each group has the names of its parameters. The names come from
-    `group_names` if the state lacks them, because the optimizers of other programs do not store names."""
+    """Returns an optimizer's state in which each group has the names of its parameters. If a group lacks them, as in
+    checkpoints of other programs, all groups get the names in `group_names`."""
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):
         return state
@@ -148,7 +149,7 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
 
 
 def _fill(target: Tensor, parts: Parts, full: Mapping[str, Tensor]) -> Tensor:
-    """Copies into `target`, a flat tensor, the `parts` of the unsharded tensors `full`, which are keyed by name.
+    """Copies into the flat tensor `target` the `parts` of the unsharded tensors `full`, which are keyed by name.
     Returns `target`."""
     flat = target.view(-1)
     for name, (_, start, offset, length) in parts.items():
@@ -158,8 +159,8 @@ def _fill(target: Tensor, parts: Parts, full: Mapping[str, Tensor]) -> Tensor:
 
 def _set_state(base: Any, target: Tensor, parts: Parts, states: Mapping[str, dict[str, Any]]) -> None:
     """Sets the base optimizer's state of the flat tensor `target`. `states` has the unsharded state of each parameter
-    of which `target` may have a part, keyed by name. The state is empty if the parameter never had a gradient, and then
-    it is zero in `target`, as if DeepSpeed had trained from the start."""
+    of which `target` may have a part, keyed by name. If the state of a parameter is empty, because it never had a
+    gradient, its part in `target` is zero, as if DeepSpeed had trained from the start."""
     states = {name: each for name, each in states.items() if each}
     parts = {name: part for name, part in parts.items() if name in states}
     state: dict[str, Any] = {}
@@ -176,8 +177,8 @@ def _set_state(base: Any, target: Tensor, parts: Parts, states: Mapping[str, dic
 
 
 def _step(base: Any, target: Tensor, step: float) -> Tensor | int:
-    """Returns the step count in the form in which the base optimizer keeps it. DeepSpeed's Adam keeps an int, and
-    torch's optimizers keep a tensor."""
+    """Returns the step count in the form in which the base optimizer keeps it: an int in DeepSpeed's Adam, a tensor in
+    torch's optimizers."""
     if isinstance(base, DeepSpeedCPUAdam):
         return int(step)
     counted = torch.tensor(step)

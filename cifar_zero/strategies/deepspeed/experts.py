@@ -20,8 +20,8 @@ from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 class DistributedGate(Gate):
     """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice in
-    an evaluation, and drops no random tokens there. With DeepSpeed's gate, a training step waits for the device to
-    return the capacity. With this gate it does not."""
+    an evaluation and drops no random tokens there, and a training step does not wait for the device to return the
+    capacity."""
 
     def __init__(self, gate: Gate):
         super().__init__(gate.wg.in_features, gate.num_experts, gate.options)
@@ -86,8 +86,8 @@ class DistributedMixture(MoE):
 
 
 def distribute(model: nn.Module, rank: int) -> None:
-    """Replaces each plain mixture of experts in a model with DeepSpeed's MoE layer, which keeps only this rank's share
-    of the experts. `rank` is the rank's index among all ranks."""
+    """Replaces each plain mixture of experts in a model, in place, with DeepSpeed's MoE layer, which keeps only this
+    rank's share of the experts. `rank` is the rank's index among all ranks."""
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):
@@ -95,7 +95,8 @@ def distribute(model: nn.Module, rank: int) -> None:
 
 
 def ep_size(model: nn.Module) -> int:
-    """Returns the number of ranks that share the experts of a mixture, or 1 if the model has no mixture."""
+    """Returns the number of ranks over which the experts of a mixture are distributed, or 1 if the model has no
+    mixture."""
     return next((module.ep_size for module in model.modules() if isinstance(module, MoE)), 1)
 
 

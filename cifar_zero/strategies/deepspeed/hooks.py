@@ -36,15 +36,13 @@ class EngineHooks(Hooks):
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         """Returns DeepSpeed's C++ implementation for an offloaded optimizer, else torch's, fused on CUDA. DeepSpeed's
-        own fused one would need a compiler, and torch's needs none. `clips` has no effect, because DeepSpeed's engine
-        clips."""
+        own fused one would need a compiler. `clips` has no effect, because DeepSpeed's engine clips."""
         zero = self.strategy.config.get("zero_optimization", {})
         if zero.get("offload_optimizer", {}).get("device", "none") != "none":
             return "deepspeed_cpu"
         return "torch" if device_type == "cpu" else "torch_fused"
 
     def split_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the given parameter groups of an optimizer, split so that experts are in separate groups."""
         return experts.split_groups(module, groups)
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
@@ -97,9 +95,9 @@ class EngineHooks(Hooks):
         return rewriting(self.engine)
 
     def ends_step(self) -> bool:
-        """Returns whether the engine is at an accumulation boundary. Lightning calls `on_before_optimizer_step` for
-        every micro-batch, because DeepSpeed's `step` must be called for every micro-batch, although it updates the
-        weights only at a boundary."""
+        """Returns whether the engine is at an accumulation boundary. Under DeepSpeed, Lightning calls
+        `on_before_optimizer_step` for every micro-batch, because the engine's `step` must be called for every
+        micro-batch."""
         return self.engine.is_gradient_accumulation_boundary()
 
     def ranks_of(self, parameter: Any) -> int:
@@ -139,11 +137,11 @@ class EngineHooks(Hooks):
             optimizer.bit16_groups = groups
 
     def clip_experts_too(self) -> None:
-        """Makes ZeRO 0 clip by the norm over all experts.
+        """Makes ZeRO 0 clip by the norm over all experts. ZeRO 1 and 2 do so already.
 
         In float32 DeepSpeed 0.19.8 uses the mean of the norms of the ranks, which have different experts (DeepSpeed
         issue 8475). In a lower precision it ignores the experts (DeepSpeed pull request 8613). This method can be
-        removed with a release that fixes both. ZeRO 1 and 2 are correct.
+        removed with a release that fixes both.
         """
         engine, optimizer = self.engine, self.engine.optimizer
         limit = engine.gradient_clipping()

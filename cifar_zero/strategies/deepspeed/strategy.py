@@ -28,12 +28,12 @@ from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
 from stepcheck.replay.plain_copy import cast_batch_norm_weights
 
 LINEAR = torch.nn.functional.linear
-"""torch's own linear function. ZeRO 3 replaces it for the lifetime of the process, for other models too (DeepSpeed
-0.19.8, `_enable_mem_efficient_linear`). It is restored at the end of a fit or a test."""
+"""torch's own linear function. ZeRO 3 replaces it for all models of the process (DeepSpeed 0.19.8,
+`_enable_mem_efficient_linear`). It is restored at the end of a fit or a test."""
 
 ENGINE = "_deepspeed_engine"
-"""Attribute of a module that holds the engine that trained it. The engine's gradient hooks must be removed before a
-second fit."""
+"""Attribute of a module that holds the engine that trained it. A second fit destroys this engine first, to remove its
+gradient hooks."""
 
 
 class ZeROStrategy(CPUDeepSpeedStrategy):
@@ -46,9 +46,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
     """
 
     shards_while_building = False
-    """Whether ZeRO 3 shards each layer as it is made. If not, the engine shards the whole model. Models of other
-    packages initialise their layers again at the end, which has no effect on weights that zero.Init has already
-    sharded."""
+    """Whether ZeRO 3 shards each layer as it is made. If not, the engine shards the whole model, as models of other
+    packages need it. They initialise their layers again at the end, which has no effect on weights that zero.Init has
+    already sharded."""
 
     operators: tuple[str, ...] = ()
     """DeepSpeed's operators that the run needs. They are compiled when they are first used."""
@@ -77,8 +77,8 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`, with
-        a line that says so. Also switches off marks for NVIDIA's profiler and the compilation of Muon, which no run
+        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`, each
+        with a printed line. Also switches off marks for NVIDIA's profiler and the compilation of Muon, which no run
         needs."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
             self.checkpoint_io = AtomicCheckpointIO()
@@ -111,9 +111,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Casts the shards of ZeRO 3 under mixed precision, makes the parameters contiguous, distributes experts over
-        the ranks, keeps batch norms in float32 and starts the engine. Raises UsageError for a parameter that DeepSpeed
-        cannot train."""
+        """Prepares the model for DeepSpeed and starts the engine: casts the shards of ZeRO 3 under mixed precision,
+        makes the parameters contiguous, distributes experts over the ranks and keeps batch norms in float32. Raises
+        UsageError for a parameter that DeepSpeed cannot train."""
         assert self.model is not None
         if self._casts_shards and self._training_engine is None:
             dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
@@ -255,7 +255,8 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             super()._initialize_deepspeed_inference(model)
 
     def teardown(self) -> None:
-        """Ends a fit or a test. The model stays on the engine's device."""
+        """Ends a fit or a test, and restores torch's linear function. After a fit, the model stays on the engine's
+        device."""
         torch.nn.functional.linear = LINEAR
         if self._training_engine is None:
             super().teardown()
@@ -269,11 +270,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
 
 
 def import_muon_uncompiled() -> None:
-    """Imports DeepSpeed's Muon optimizer without compiling its kernels.
-
-    Every ZeRO stage imports Muon in its first step, whatever the optimizer is. The import calls torch.compile, which
-    takes 1.2 s to load torch's compiler (DeepSpeed 0.19.8, zero/muon/original_muon.py).
-    """
+    """Imports DeepSpeed's Muon optimizer without compiling its kernels. Every ZeRO stage imports it in its first step,
+    whatever the optimizer is, and the import would load torch's compiler, which takes 1.2 s (DeepSpeed 0.19.8,
+    zero/muon/original_muon.py)."""
     compile = torch.compile
     torch.compile = lambda function: function
     try:

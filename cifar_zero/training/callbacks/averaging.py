@@ -25,9 +25,9 @@ class BatchNormStatistics(Callback):
     checkpoint.
 
     In training, a rank normalises with the statistics of its own micro-batch, and no step reads the running statistics.
-    A rank's running statistics cover only the images that this rank has seen. Only their average over the ranks covers
-    all images. Without this callback, torch's DistributedDataParallel would send the statistics of rank 0 to all other
-    ranks in every step. DeepSpeed (0.19.8) would evaluate a different model on each rank and save the model of rank 0.
+    A rank's running statistics cover only its own images, and only their average covers all images. Without this
+    callback, torch's DistributedDataParallel would send the statistics of rank 0 to all other ranks in every step.
+    DeepSpeed (0.19.8) would evaluate a different model on each rank and save the model of rank 0.
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -49,11 +49,11 @@ class Averaging(Callback):
     """Averages the trained parameters and the buffers, such as batch norm statistics, over the steps of the training,
     in float32 (see `averaged_tensors`). Each rank averages its own shards.
 
-    The training continues with the unaveraged weights, and a checkpoint has both the averages and the unaveraged
-    weights. In validation and test the model has the averages. The exponential average (Polyak and Juditsky 1992;
-    Tarvainen and Valpola 2017) is updated after each optimizer step. The decay of a step, counted from 0, is min(1 - 1
-    / (step + 1), ema), as in the code of Mean Teacher. The first 1 / (1 - ema) steps therefore count equally, and the
-    model's initial weights do not contribute to the average.
+    In validation and test the model has the averages. The training continues with the unaveraged weights, and a
+    checkpoint has both. The exponential average (Polyak and Juditsky 1992; Tarvainen and Valpola 2017) is updated after
+    each optimizer step. The decay of a step, counted from 0, is min(1 - 1 / (step + 1), ema), as in the code of Mean
+    Teacher. The first 1 / (1 - ema) steps therefore count equally, and the model's initial weights do not contribute to
+    the average.
 
     A callback may freeze and unfreeze parameters at the start of an epoch. A parameter that is trained only later joins
     with its value after its first step. A parameter that is frozen later is still averaged.
@@ -98,7 +98,6 @@ class Averaging(Callback):
         checkpoint[AVERAGE] = {"count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the averages from the checkpoint."""
         saved = checkpoint.get(AVERAGE)
         if saved is None:
             return

@@ -52,7 +52,7 @@ class IntervalCallback(Callback):
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
-    """Writes one point of each curve to all loggers. `scalars` has the values by the tag of their curve. The
+    """Writes one point of each curve to all loggers. `scalars` has the values, keyed by the tag of their curve. The
     x-coordinate is the number of optimizer steps done. Only rank 0 has loggers."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), trainer.global_step)
@@ -60,8 +60,8 @@ def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
 
 class TrainingCurves(IntervalCallback):
     """Writes the train/* curves. With `writes_losses`, also writes the loss of each optimizer step, averaged over its
-    micro-batches and all ranks, into the file `losses.csv`. Between two points of the curves, the callback only keeps
-    the losses on the device, so that no step waits for a value to reach the host."""
+    micro-batches and all ranks, into the file `losses.csv`. The losses stay on the device until the next point of the
+    curves, so that no step waits for a value to reach the host."""
 
     def __init__(self, writes_losses: bool = True):
         # The newest point, by tag. train/loss is the mean over the micro-batches of the interval and over all ranks,
@@ -98,8 +98,8 @@ class TrainingCurves(IntervalCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Keeps the learning rate and the gradient norm of a step at which the curves have a point. Under DeepSpeed
-        this hook is called for every micro-batch, and each call overwrites the values of the call before. The last call
-        sees the summed gradients of all micro-batches."""
+        this hook is called for every micro-batch. The last call sees the summed gradients of all micro-batches, and its
+        values replace those of the calls before."""
         if not self.is_point(trainer, trainer.global_step + 1):
             return
         self._learning_rate = float(optimizer.param_groups[0]["lr"])

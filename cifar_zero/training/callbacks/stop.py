@@ -23,8 +23,8 @@ from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
 EXCHANGE_SECONDS = 1.0
-"""Approximate time between two exchanges. In an exchange, each rank learns which signal any rank has received. An
-exchange all-reduces two numbers, which takes less than a thousandth of this time."""
+"""Approximate time between two exchanges, in which each rank learns which signal any rank has received. An exchange
+all-reduces two numbers, which takes less than a thousandth of this time."""
 
 
 class Interrupt(Callback):
@@ -47,7 +47,6 @@ class Interrupt(Callback):
         self._exchanged = 0.0  # when the last exchange was, in seconds of the monotonic clock
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs the signal handlers that record a request to stop."""
         self._exchange_step, self._exchanged = trainer.global_step, time.monotonic()
         signals = [*exits.SIGNALS]
         if "SLURM_JOB_ID" in os.environ:
@@ -58,7 +57,6 @@ class Interrupt(Callback):
         self.has_started = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops the training after an optimizer step if a rank has received a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if number := self._agreed_signal(trainer):
@@ -71,9 +69,9 @@ class Interrupt(Callback):
                 trainer.limit_val_batches = 0
 
     def _agreed_signal(self, trainer: Trainer) -> int:
-        """Returns the signal by which any rank has requested a stop, or 0. It is the same on all ranks, because rank 0
-        requeues a SLURM job, and another rank may get the signal first. With several ranks, the result is always 0
-        between two exchanges. Every rank must call it after each optimizer step."""
+        """Returns the signal by which any rank has requested a stop, or 0. With several ranks, the result is always 0
+        between two exchanges. It is the same on all ranks, because rank 0 requeues a SLURM job, and another rank may
+        get the signal first. Every rank must call it after each optimizer step."""
         step, own = trainer.global_step, self._requested or 0
         if trainer.world_size == 1:
             return own
@@ -89,9 +87,8 @@ class Interrupt(Callback):
         return int(number)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """If no signal has stopped the training, restores the signal handlers, then asks all ranks whether one has come
-        since the last exchange (see EXCHANGE_SECONDS). If there is a signal, earlier or now, ignores all further
-        ones."""
+        """If no signal has stopped the training, restores the signal handlers, then asks all ranks whether a signal has
+        come since the last exchange. If there is a signal, earlier or now, ignores all further ones."""
         self.has_ended = True
         if self.signal is None:
             for number, handler in self._previous.items():
@@ -136,8 +133,8 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
-    """Raises Stopped if a signal has stopped the training. Before this, waits for all ranks, checks that the checkpoint
-    was written (see `check_saved`), and shuts the ranks down. Rank 0 also requeues a SLURM job that was stopped by
+    """If a signal has stopped the training, waits for all ranks, checks that the checkpoint was written (see
+    `check_saved`), shuts the ranks down and raises Stopped. Rank 0 also requeues a SLURM job that was stopped by
     SLURM_REQUEUE."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:

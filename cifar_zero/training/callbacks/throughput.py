@@ -5,9 +5,9 @@ FLOPs are counted on a copy of the model that has shapes but no values (torch's 
 not depend on whether the strategy shards, casts or offloads the model.
 
 The model FLOPs utilisation (MFU) is relative to the dense peak of the GPU, which PEAKS lists for NVIDIA's GPUs.
-Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) is not used. For the H100 NVL and the H200 it has
-figures with sparsity, twice what a dense model can reach (Lightning's issue 21677). It also lacks the name "NVIDIA
-H200" and the tensor cores of GeForce cards.
+Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) has figures with sparsity for the H100 NVL and the
+H200, twice what a dense model can reach (Lightning's issue 21677). It also lacks the name "NVIDIA H200" and the tensor
+cores of GeForce cards.
 """
 
 import os
@@ -183,10 +183,10 @@ class ProgressLines(IntervalCallback):
 
 
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
-    """Returns the number of FLOPs in a forward and backward pass of a batch. A multiply-add counts as two FLOPs. Only
-    matrix products and convolutions are counted, as by torch's FlopCounterMode. Activations that activation
-    checkpointing recomputes are not counted again. `side` is the height and width of an image in pixels. A user's model
-    that needs values is built and run on the CPU."""
+    """Returns the number of FLOPs in a forward and backward pass of a batch of images of `side` x `side` pixels. A
+    multiply-add counts as two FLOPs. Only matrix products and convolutions are counted, as by torch's FlopCounterMode.
+    Activations that activation checkpointing recomputes are not counted again. A user's model that needs values is
+    built and run on the CPU."""
 
     def count(net: torch.nn.Module) -> int:
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
@@ -251,8 +251,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
     """Returns the dense peak of one GPU in FLOP/s, or None if it is unknown. `device_name` is the name that
-    torch.cuda.get_device_name returns. For the precision 32-true, the peak of TF32 is returned if
-    torch.get_float32_matmul_precision() allows TF32. This setting does not apply to convolutions. For them cuDNN uses
+    torch.cuda.get_device_name returns. For the precision 32-true, it is the peak of TF32 if
+    torch.get_float32_matmul_precision() allows TF32. This setting does not apply to convolutions, for which cuDNN uses
     TF32 unless torch.backends.cudnn.allow_tf32 is off."""
     peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
     if peak is None or " MIG " in device_name:
