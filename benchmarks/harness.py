@@ -31,7 +31,7 @@ class Case:
 
     name: str  # what is compared
     measured: Mapping[str, Callable[[], Figures]]  # functions by name; each makes one run in a fresh process
-    references: Mapping[str, Callable[[], Figures]]  # the same; each measured one is divided by each of these
+    references: Mapping[str, Callable[[], Figures]]  # functions by name; `measured` is divided by each
 
     @property
     def contenders(self) -> Mapping[str, Callable[[], Figures]]:
@@ -87,9 +87,10 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
 
 
 def rows(runs: Mapping[str, Sequence[Figures]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns the rows of a comparison's table: texts by the row's name and the column's heading. `runs` has the
-    figures of each contender in each round. `ratios` has pairs of contenders. The images per second of the first are
-    divided by those of the second within each round, because the machine was in the same state for both runs."""
+    """Returns the rows of a comparison's table: texts, keyed by the row's name and then by the column's heading. `runs`
+    has the figures of each contender in each round. `ratios` has pairs of contenders. The images per second of the
+    first are divided by those of the second within each round, because the machine was in the same state for both
+    runs."""
     table: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         table[name] = {UNITS[key]: summary([one[key] for one in rounds]) for key in UNITS if key in rounds[0]}

@@ -74,8 +74,8 @@ def main() -> int:
 
 
 def tested(release: str, folder: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """Installs a release, trains the cases with it, and returns its entry of results.json. Raises RunError if the
-    release cannot be installed, or the acceptance writes no report."""
+    """Installs a release unless its folder exists, trains the cases with it, and returns its entry of results.json.
+    Raises RunError if the release cannot be installed, or the acceptance writes no report."""
     if not (target := folder / release).exists():
         install(release, target)
     report = folder / "reports" / f"{release}.json"

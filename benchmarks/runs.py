@@ -32,8 +32,8 @@ from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
 data.prepare(DataConfig(source="synthetic", cache=sys.argv[1]))
 """
-"""Program that decodes the synthetic images into the folder that is its argument. It runs in the code that is
-measured, whose layout of decoded images may differ from this code's."""
+"""Program that decodes the synthetic images into the folder that is its argument. It runs with the code that is
+measured, which may lay out decoded images differently from this code."""
 
 TAIL_LINES = 30  # number of lines that are shown of a failed run's output
 
@@ -94,7 +94,8 @@ def run(
     seconds: float = TIMEOUT_SECONDS,
     root: Path = ROOT,
 ) -> str:
-    """Runs `python <arguments>` from a root of the repository and returns what it wrote to standard output and error.
+    """Runs `python <arguments>` in `root`, a checkout of the repository, and returns what it wrote to standard output
+    and error.
 
     Args:
         extra_env: Environment variables of the run, in addition to the inherited ones.
@@ -133,7 +134,7 @@ def run(
 
 
 def last_json(output: str) -> Any:
-    """Returns the last line that is a JSON object, parsed, because libraries print lines too. Raises RunFailed if there
+    """Returns the last line that is a JSON object, parsed. Other lines come from libraries. Raises RunFailed if there
     is none."""
     for line in reversed(output.splitlines()):
         if line.startswith("{") and line.endswith("}"):

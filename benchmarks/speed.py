@@ -134,7 +134,7 @@ def audit(benches: Benches, arguments: Namespace) -> list[Case]:
 
 
 def epoch(cache: Path, loader: str) -> Any:
-    """Runs benchmarks.loops.loaders with a loader that it names, and returns the figures that it measured."""
+    """Runs benchmarks.loops.loaders with the loader of this name, and returns the figures that it measured."""
     program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(cache))
     return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as in torch's worker processes
 
@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Callable[[Benches, Namespace], list[Case]], tuple[str, ..
     "data": (data, ()),
     "audit": (audit, ("steps",)),
 }
-"""The comparisons by name, with their options."""
+"""The comparisons by name, each with the options that it accepts."""
 
 if __name__ == "__main__":
     exits.run(main)

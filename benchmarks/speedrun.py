@@ -47,17 +47,16 @@ class Result:
 
 
 class Clock(Callback):
-    """Times the training and the test. On a GPU, each reading of the clock waits until all queued work is done."""
+    """Times the training and the test, in sum. On a GPU, each reading of the clock waits until all queued work is
+    done."""
 
     seconds = 0.0
     _started = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock."""
         self._started = now(pl_module.device)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adds the time since the start."""
         self.seconds += now(pl_module.device) - self._started
 
     on_test_start = on_train_start

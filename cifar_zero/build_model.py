@@ -1,10 +1,9 @@
 """Builds the model of a run, and selects which of its parameters are trained: all, some, or only LoRA adapters.
 
 An adapter trains the product of two small matrices next to a frozen linear layer (Hu et al. 2022). Hugging Face's peft
-is not used, because it renames every weight of a plain model (`base_model.model.<layer>.base_layer.weight`,
-`lora_A.default.weight`). No checkpoint would then fit the model, be it for --weights, an evaluation or an export. With
-the adapters of this module, the weights of a layer keep their names, and the two matrices of an adapter are named
-`<layer>.lora_a` and `<layer>.lora_b`.
+is not used, because it renames every weight of a plain model (`base_model.model.<layer>.base_layer.weight`), so that no
+checkpoint would fit the plain model. Here the weights of a layer keep their names, and the two matrices of an adapter
+are named `<layer>.lora_a` and `<layer>.lora_b`.
 """
 
 import math
@@ -93,16 +92,16 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def blocks_of(net: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a model, which are the modules in its attribute `blocks`. Other models have none, nor has a
-    user's model in which `blocks` is a number or a list of Python."""
+    """Returns the modules in a model's attribute `blocks`. Returns an empty list if the model has no such attribute, or
+    if it is not a module, such as a number or a Python list in a user's model."""
     blocks = getattr(net, "blocks", None)
     return [*blocks.children()] if isinstance(blocks, nn.Module) else []
 
 
 def freeze_statistics(net: nn.Module) -> None:
-    """Sets the batch norms that `frozen_batch_norms` returns to evaluation mode. In training they then normalise with
-    their running statistics and do not change them, like torchvision's FrozenBatchNorm2d, until `net.train()` is
-    called."""
+    """Sets the batch norms that `frozen_batch_norms` returns to evaluation mode, until `net.train()` is called. In
+    training they then normalise with their running statistics and do not change them, like torchvision's
+    FrozenBatchNorm2d."""
     for norm in frozen_batch_norms(net):
         norm.eval()
 
@@ -132,8 +131,8 @@ class LoRALinear(nn.Linear):
     """A linear layer with an adapter: x W^T + bias + alpha / rank * (dropout(x) A^T) B^T.
 
     A has the shape (rank, in). It is drawn as torch draws the weights of a linear layer (Kaiming-uniform with a =
-    sqrt(5)), as in Microsoft's loralib and peft. B has the shape (out, rank). It is zero, so that before the first step
-    the output equals the output of the linear layer. W and the bias are the parameter objects of the given linear
+    sqrt(5)), as in Microsoft's loralib and peft. B has the shape (out, rank). It starts at zero, so that before the
+    first step the layer computes what the given linear layer computes. W and the bias are the parameter objects of this
     layer, whether ZeRO 3 has sharded them or not.
     """
 
@@ -154,8 +153,7 @@ class LoRALinear(nn.Linear):
 
 def adapt(net: nn.Module, lora: LoRAConfig) -> None:
     """Adds an adapter, in place, to each linear layer of `net` that can have one and that a pattern in `lora.target`
-    matches. Does nothing if `lora.rank` is 0. Raises UsageError if a pattern matches no linear layer that can have an
-    adapter."""
+    matches. Does nothing if `lora.rank` is 0. Raises UsageError if a pattern matches no such layer."""
     if not lora.rank:
         return
     # Linear layers of a gate or of torch's attention (a subclass) cannot have an adapter. It would have no effect,

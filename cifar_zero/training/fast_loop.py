@@ -1,15 +1,14 @@
 """Replaces Lightning's epoch loop and fit loop.
 
-Lightning's epoch loop has an overhead per batch, which is a third of the step time of a small model. The class
-`EpochLoop` avoids this overhead. `--fast_loop false` runs Lightning's own epoch loop, with the same results bit for
-bit. The class `FitLoop`, which iterates over epochs, corrects three faults of Lightning's fit loop in resumed runs. It
-also prevents that an epoch or a training ends within an optimizer step.
-
 For each batch, Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy. It does so
 through a profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and
-waits for its value (Lightning's issues 6196, 7093 and 8857). `EpochLoop` looks up the implemented hooks once per epoch,
-and calls them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two
-epoch loops.
+waits for its value (Lightning's issues 6196, 7093 and 8857). This takes a third of the step time of a small model.
+`EpochLoop` looks up the implemented hooks once per epoch, and calls them in the same order. `--fast_loop false` runs
+Lightning's own epoch loop, with the same results bit for bit. tests/training/test_fast_loop.py compares weights,
+checkpoints and counters of the two.
+
+`FitLoop`, which iterates over epochs, corrects three faults of Lightning's fit loop in resumed runs. It also keeps an
+epoch or a training from ending within an optimizer step.
 """
 
 import math
@@ -72,7 +71,6 @@ class EpochLoop(_TrainingEpochLoop):
     _hooks: dict[str, list[Callable[..., Any]]]
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Decides whether the fast loop trains this epoch, and looks up the implemented hooks."""
         super().on_run_start(data_fetcher)
         self._is_fast = self._applies()
         if self._is_fast:
@@ -80,8 +78,7 @@ class EpochLoop(_TrainingEpochLoop):
         self._hooks = {name: self._implemented(name) for name in HOOKS}
 
     def advance(self, data_fetcher: Any) -> None:
-        """Trains on one micro-batch. Runs the forward pass, the backward pass and, at an accumulation boundary, the
-        optimizer step, and calls the hooks."""
+        """Trains on one micro-batch, and calls the hooks."""
         resumes_at_validation = self.restarting and self._should_check_val_fx(data_fetcher)
         if resumes_at_validation or not self._is_fast:
             super().advance(data_fetcher)
@@ -109,11 +106,9 @@ class EpochLoop(_TrainingEpochLoop):
 
     def _step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Runs the forward and backward pass of a micro-batch and, at an accumulation boundary, the optimizer step.
-        Returns the outputs of the module's training step, with the detached loss.
-
-        DeepSpeed's engine accumulates, clips and zeroes the gradients itself, so engine.step() is called after every
-        micro-batch.
-        """
+        Returns the outputs of the module's training step, with the detached loss, which is divided by
+        accumulate_grad_batches. DeepSpeed's engine accumulates, clips and zeroes the gradients itself, so engine.step()
+        is called after every micro-batch."""
         trainer: Any = self.trainer
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
         engine = strategy.model if isinstance(strategy.precision_plugin, DeepSpeedPrecision) else None
@@ -190,23 +185,22 @@ class FitLoop(_FitLoop):
 
     The first fault: if `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from
     the middle of the epoch. The resumed run counts that epoch twice, and either skips the images of the next epoch or
-    ends at once. With this loop, the run resumes as if `max_steps` were not set. The correction can be removed when
-    Lightning's issue 19617 is fixed.
+    ends at once. The correction can be removed when Lightning's issue 19617 is fixed.
 
-    The second fault: a user's own ModelCheckpoint may save at the last batch of an epoch. From this checkpoint,
-    Lightning continues with the next epoch as if the next epoch had already begun. It does not count the start of the
-    next epoch. If a later checkpoint is saved in the middle of that epoch, the run resumes from it at the first image
-    of the epoch. No upstream issue is known; tests/distributed/test_resume.py shows the fault.
+    The second fault: a user's own ModelCheckpoint may save at the last batch of an epoch. A run that resumes from this
+    checkpoint does not count the start of the next epoch. From a later checkpoint in the middle of that epoch, it then
+    resumes at the first image of the epoch. No upstream issue is known; tests/distributed/test_resume.py shows the
+    fault.
 
     The third fault: `Trainer.estimated_stepping_batches` creates the training loader, and a schedule or callback may
-    read it before the state of the run is restored. Lightning then keeps this loader, which starts the epoch again,
-    and never gives it the position in the checkpoint (Lightning's issue 20550).
+    read it before the state of the run is restored. Lightning then keeps this loader, which starts the epoch again, and
+    never gives it the position in the checkpoint (Lightning's issue 20550).
     """
 
     def setup_data(self) -> None:
-        """Creates the training loader. Raises UsageError if a validation would come within an optimizer step, or if an
-        epoch would end there. An epoch can end there if its batches are limited or come from a user's loader, and if
-        the run reaches its end."""
+        """Creates the training loader. Raises UsageError if an epoch has fewer batches than --accumulate, or if a
+        validation or the end of an epoch would come within an optimizer step. This can happen if batches are limited or
+        come from a user's loader. The end of an epoch does not count if `max_steps` ends the run before it."""
         super().setup_data()
         parts, batches, steps = self.trainer.accumulate_grad_batches, self.max_batches, self.trainer.max_steps
         if 0 < batches < parts:
@@ -229,7 +223,7 @@ class FitLoop(_FitLoop):
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Keeps the loaders' positions in the checkpoint for `setup_data`, and drops a loader that exists already, so
-        that `setup_data` creates a loader at the saved position."""
+        that `setup_data` creates one at the saved position."""
         super().on_load_checkpoint(state_dict)
         self._combined_loader = None
 
@@ -243,8 +237,8 @@ class FitLoop(_FitLoop):
 
     @property
     def _can_stop_early(self) -> bool:
-        """Whether `Trainer.should_stop` ends the training now. Both epoch loops read it. A Timer (--trainer.max_time)
-        or a user's callback may ask to stop within an optimizer step, and the step is finished then."""
+        """Whether `Trainer.should_stop` ends the training now, for both epoch loops. If a Timer (--trainer.max_time) or
+        a user's callback asks to stop within an optimizer step, the step is finished first."""
         return super()._can_stop_early and not self._should_accumulate()
 
     def _iteration_based_training(self) -> bool:

@@ -74,17 +74,16 @@ def loss(
 
 
 class SplitMetrics:
-    """Computes the metrics of one pass through a split, over the images of all ranks. They are loss, accuracy
-    (with more than 5 classes also top-5), precision, recall, F1, calibration error and confusion matrix.
+    """Computes the metrics of one pass through a split, over the images of all ranks: loss, accuracy (with more than 5
+    classes also top-5), precision, recall, F1, calibration error and confusion matrix.
 
     Counts are int64 and the loss is summed in float32, whatever the precision of the run. Images with the label IGNORED
-    do not count. This class is not an nn.Module. Otherwise DeepSpeed would visit its instances several times per step,
-    as it visits all layers.
+    do not count. This class is not an nn.Module, because DeepSpeed would visit its instances several times per step.
 
     `curves` adds the ROC and precision-recall curves of each class against the rest (one-vs-rest), over all thresholds.
-    The curves are exact. Every rank therefore keeps the probabilities of its images, and gathers the probabilities of
-    all ranks at the end. The gathered probabilities take 8 bytes x images x classes, which is 8 MB for CIFAR-100. They
-    are float64, because in float32 the probabilities of a confident model would round to 1 and tie.
+    They are exact, so every rank keeps the probabilities of its images, and gathers those of all ranks at the end. The
+    gathered probabilities take 8 bytes x images x classes, which is 8 MB for CIFAR-100. They are float64, because in
+    float32 the probabilities of a confident model would round to 1 and tie.
     """
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy", curves: bool = False):
@@ -160,9 +159,9 @@ class SplitMetrics:
         return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
-        """Returns the values to log, keyed by the tag of their curve. The tag is <split>/<metric> for the full split
-        (val or test). For each class with images, acc and, with at most 30 classes, precision and f1 have the tag
-        <split>/<metric>_class/<name>. Every rank must call it."""
+        """Returns the values to log, keyed by the tag of their curve. The metrics of `overall` have the tag
+        <split>/<metric>, with the split val or test. For each class with images, acc and, with at most 30 classes,
+        precision and f1 have the tag <split>/<metric>_class/<name>. Every rank must call it."""
         per_class = self.per_class()
         curves = ["acc"]  # metrics with a curve for each class
         if self.num_classes <= 30:

@@ -38,7 +38,7 @@ null."""
 
 FALLBACK = "fallback"
 """Key of metrics.json that exists only if the run fell back to the embedded digits because CIFAR-10 was not available.
-Its value is a line that states this."""
+Its value is a sentence that states this."""
 
 SHOWN = {
     "precision": "macro precision",
@@ -55,9 +55,9 @@ MOST_ROWS = 25  # the most classes for which a test table has rows; metrics.json
 
 
 def collect(trainer: Any, module: Any, datamodule: Any, run: Run) -> dict[str, Any]:
-    """Returns the content of metrics.json after fit and test, with its keys in the order of the file. Values that the
-    run does not have, for example without a test, are None. The `totals_of_run` of the callbacks are included. Every
-    rank must call it."""
+    """Returns the content of metrics.json after fit and test, with the keys of MEASURED in the order of the file.
+    Values that the run does not have, for example without a test, are None. The `totals_of_run` of the callbacks are
+    included. Every rank must call it."""
     metrics = {"schema": SCHEMA, **dict.fromkeys(MEASURED), "versions": versions(), "git_commit": git_commit()}
     metrics |= {
         "dataset": datamodule.dataset.name,

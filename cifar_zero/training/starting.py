@@ -50,13 +50,13 @@ def agree_on_checkpoint(run: Run, rank_infos: Sequence[RankInfo]) -> Run:
 
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
-    """Checks the checkpoint to resume, and returns the `Dataset.identity` of the images on which its run was trained.
-    The data module compares this identity with the identity of its own images. Returns None for a new run, or if
-    another program wrote the checkpoint.
+    """Checks the checkpoint to resume, and returns the `Dataset.identity` of the images on which its run was trained,
+    which the data module compares with that of its own images. Returns None for a new run, or if another program wrote
+    the checkpoint.
 
-    Every rank must call it. Only rank 0 reads the checkpoint. Rank 0 verifies the checksums, and reads the names and
-    shapes of tensors but not their values. Raises UsageError if the checkpoint is damaged, incomplete or not trusted,
-    or if its version, recipe, model or classes differ.
+    Every rank must call it. Only rank 0 reads the checkpoint. It verifies the checksums, and reads the names and shapes
+    of tensors but not their values. Raises UsageError if the checkpoint is damaged, incomplete or not trusted, or if
+    its version, recipe, model or classes differ.
     """
 
     def checked_identity() -> Mapping[str, int] | None:
@@ -77,10 +77,10 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
 
 def agree_on_images(run: Run) -> Run:
     """Returns the run with a fixed image source instead of --data.source auto. If the source is already fixed, returns
-    the run unchanged.
+    the run unchanged. Every rank must call it.
 
-    Rank 0 prepares CIFAR-10 or, if CIFAR-10 is not available, the embedded digits. The recipe then names this source.
-    If the source is the digits, the name of the run gets a suffix. Every rank must call it.
+    Rank 0 prepares CIFAR-10 or, if CIFAR-10 is not available, the embedded digits. The recipe of the returned run names
+    this source. With the digits, the name of the run gets a suffix.
     """
     if run.data.source != "auto":
         return run
@@ -109,8 +109,8 @@ def pretrained_weights(run: Run) -> Match | None:
 
 
 def _check_size(model: nn.Module, run: Run) -> None:
-    """Raises UsageError if the weights of a model are larger than the memory of the nodes, so that no strategy can
-    train it. The weights count in 16 bits, although most runs need more. They may be larger with NVMe offload."""
+    """Raises UsageError if the weights of a model, counted in 16 bits, are larger than the memory of the nodes, so that
+    no strategy can train it. With NVMe offload, any size is allowed."""
     elements, nodes = sum(parameter.numel() for parameter in model.parameters()), run.placement.num_nodes
     weights_bytes = 2 * elements
     if weights_bytes <= nodes * memory_bytes() or run.spec.offload_parameters == "nvme":

@@ -40,7 +40,7 @@ Verdict = tuple[int, str]  # exit code, line
 
 
 def main() -> int:
-    """Prints whether answers are right; returns the exit code."""
+    """Prints whether answers are right, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="exercises.py", description="Checks answers to docs/course/exercises.md.")
     numbers = [str(number) for number in range(1, len(CHECKS) + 1)]
     parser.add_argument("exercise", choices=[*numbers, "all"], metavar="N|all", help="number of the exercise, or all")
@@ -65,8 +65,8 @@ def main() -> int:
 
 
 def grade(files: Sequence[Path], submission: Path | None = None) -> int:
-    """Checks all exercises of each file, and prints the verdicts and points. After each file, writes them to
-    `submission`. Returns 0 if everything is right, else 1."""
+    """Checks all exercises of each file, and prints the verdicts and points. After each file, writes the results of the
+    files so far to `submission`. Returns 0 if everything is right, else 1."""
     reports: list[dict[str, Any]] = []
     for file in files:
         results: list[dict[str, Any]] = []
@@ -101,8 +101,10 @@ def _name(check: Callable[..., str]) -> str:
 
 
 def judged(jobs: Sequence[Job], seconds: float | None = None, patience: timedelta = PATIENCE) -> list[Verdict]:
-    """Runs all jobs in the same new processes, as many as the first needs; the first to find a mistake decides. Raises
-    RunError: the ranks do not meet."""
+    """Runs all jobs, one after the other, in new processes: two if the first job's exercise needs two ranks, else one.
+    Returns the verdict of each job. If ranks disagree, the first that found a mistake decides. If the processes end or
+    take longer than `seconds` (by default, PROGRAM_SECONDS or SECONDS), all jobs are wrong. Raises RunError if the
+    ranks do not meet within `patience`."""
     check = CHECKS[jobs[0][0] - 1]
     ranks, verdicts = 2 if check.__module__ == two_ranks.__name__ else 1, []
     if seconds is None:
@@ -136,7 +138,7 @@ def _rank(rank: int, ranks: int, place: str, jobs: Sequence[Job], patience: time
 
 
 def judge(exercise: int, file: str) -> Verdict:
-    """Returns exit code and line of an answer, run in this process."""
+    """Runs an answer in this process, and returns its exit code and line."""
     check = CHECKS[exercise - 1]
     name = _name(check)
     try:
@@ -192,7 +194,8 @@ CHECKS: list[Callable[..., str]] = [
     one_process.bytes_sent,
     program.broken,
 ]
-"""The checks of exercises 1 to 17: each returns what is right, or raises Wrong. An answer has the name of its check."""
+"""The checks of exercises 1 to 17: each returns what is right, or raises Wrong. An answer has the name of its check,
+except that the answer to `broken` is the class `Broken`."""
 WITHOUT_AUTOGRAD = range(1, 7)  # exercises
 POINTS = dict.fromkeys(range(1, 18), 1) | {5: 2, 10: 2, 15: 4, 17: 2}
 
