@@ -71,13 +71,8 @@ def create_classifier(
     weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
 ) -> tuple[nn.Module, Classifier]:
     """Returns the model with these weights, in float32 and in evaluation mode, and the classifier that runs this model
-    on the CPU. Raises UsageError if the model is unknown, or if model, weights and metadata do not fit together.
-
-    Args:
-        weights: The weights, keyed by their names in the model's state dict.
-        metadata: Describes the model and its images, as `weights.metadata_of` returns it.
-        file: The file that contains the weights, for error messages.
-    """
+    on the CPU. `metadata` describes the model and its images, as `weights.metadata_of` returns it. `file` is named in
+    error messages. Raises UsageError if the model is unknown, or if model, weights and metadata do not fit together."""
     if "model" not in metadata:
         raise UsageError(f"{file} does not name its model: give a checkpoint of cifar-zero train, or an export of it")
     try:
@@ -157,19 +152,17 @@ def _load_onnx(file: Path) -> Classifier:
 
 
 def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: str = "") -> None:
-    """Writes an export, reads it back, and compares its scores for random images with the checkpoint's scores, exactly
-    for safetensors and within ONNX_TOLERANCE for ONNX. The file is renamed to `output` only if the scores agree. Prints
-    a line that describes it.
+    """Writes an export in the format `to`, safetensors or onnx, reads it back, and compares its scores for random
+    images with the checkpoint's scores, exactly for safetensors and within ONNX_TOLERANCE for ONNX. The file is renamed
+    to `output` only if the scores agree. Prints a line that describes it.
 
     Args:
         checkpoint: A checkpoint from any strategy. If `delta` is given, it may be any file of weights.
-        to: The format, safetensors or onnx.
         trust: Whether to load a checkpoint that could run code.
         delta: A file of `export --to delta` that is applied to the weights, or an empty string.
 
     Raises:
-        UsageError: If the checkpoint is damaged or would need `trust`, does not fit the model that it names, or
-            does not belong to `delta`.
+        UsageError: If the checkpoint is damaged or needs `trust`, or does not fit its model or `delta`.
         RunError: If the file does not compute what the checkpoint computes.
         OSError: If the file cannot be written.
     """

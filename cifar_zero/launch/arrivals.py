@@ -25,9 +25,9 @@ def open_store(patience: timedelta) -> Store:
     """Returns the store of torchrun's agents, or a store that rank 0 opens. Waits up to `patience` for a connection to
     it, and prints a note after FIRST_NOTE_SECONDS. Raises UsageError if the environment lacks the address of the store.
 
-    torch's "env://" is not used, because rank 0 would wait in it for all ranks, and could not name the missing ones. If
-    `local_launcher` started the ranks, rank 0 listens on a local address only. torch (2.15) would listen on all
-    addresses, where other computers can change what the ranks exchange.
+    In torch's "env://", rank 0 would wait for all ranks, and could not name the missing ones. If `local_launcher`
+    started the ranks, rank 0 listens on a local address only. torch (2.15) would listen on all addresses, where other
+    computers can change what the ranks exchange.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:

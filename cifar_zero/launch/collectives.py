@@ -38,9 +38,9 @@ example), torchrun ends the other ranks of that node, and this limit ends the ra
 LEAST_START = timedelta(minutes=1)  # least limit for the ranks to meet: imports may take that long on a busy machine
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Environment variable that makes torchrun create a new store for restarted ranks if it is 1. By default (torch 2.15,
-dynamic_rendezvous.py) restarted ranks find the keys of the previous start in the agents' store, and may connect to an
-address where no process listens any more."""
+"""Environment variable that, if it is 1, makes torchrun create a new store for restarted ranks. By default (torch 2.15,
+dynamic_rendezvous.py) they find the keys of the previous start, and may connect to an address where no process listens
+any more."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Starts the ranks of a run on this computer, watches them, and ends all of them when one fails. Does not import torch.
 
-If a rank hangs, the ranks that wait for it fail when a collective takes longer than --timeout. torch's elastic launcher
-is not used. It takes 3 s and 500 MB to import (torch 2.15) while the ranks need the cores, and it starts its ranks in
-separate sessions, which Ctrl-C does not reach.
+torch's elastic launcher is not used. It takes 3 s and 500 MB to import (torch 2.15) while the ranks need the cores, and
+Ctrl-C does not reach its ranks, because it starts them in separate sessions.
 """
 
 import ctypes
@@ -63,18 +62,15 @@ def run_ranks(ranks: int, on_cpu: bool, run: bytes = b"", how_to_resume: Callabl
 
     Returns 0 if all ranks succeeded. Otherwise returns the exit code of the first rank that failed, or 1 if a signal
     killed it. If no rank failed, returns 128 + the number of the signal on which the ranks ended, or 1 if some had to
-    be killed.
+    be killed. Raises Stopped if a signal of REQUESTS comes while ranks are being started, or if Ctrl-C comes twice and
+    rank 0 does not end.
 
     Args:
         on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores, unless OMP_NUM_THREADS is
             set.
-        run: The resolved run, for the ranks to read from RUN_FILE instead of parsing their command line.
+        run: The resolved run, which the ranks read from RUN_FILE.
         how_to_resume: Returns the command that resumes a run from its folder, or an empty string if there is no
             checkpoint. The command is printed if rank 0 was killed. Otherwise rank 0 prints it itself.
-
-    Raises:
-        Stopped: If one of the signals in REQUESTS comes while ranks are being started, or if Ctrl-C comes twice and
-            rank 0 does not end.
     """
     started: list[Rank] = []
     received = _pass_requests_on(started)
@@ -160,9 +156,9 @@ def free_port() -> int:
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Installs a handler for each signal of REQUESTS. It appends the signal to the returned list, and forwards it to
-    the ranks that `ranks` holds when the signal comes. Ctrl-C is not forwarded, because the terminal sends it to the
-    ranks too. No handler is installed for signals that this process ignores, or for SIGUSR1 outside of a SLURM job."""
+    """Installs a handler for each signal of REQUESTS that this process does not ignore, but for SIGUSR1 only in a SLURM
+    job. It appends the signal to the returned list and, except for Ctrl-C, which the terminal sends to the ranks too,
+    forwards it to the ranks that `ranks` holds at that time."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -179,9 +175,8 @@ def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
 
 
 def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
-    """Waits until all ranks have ended. Kills ranks that do not end soon after one rank has failed or ended on request.
-    The exit code that it returns and the exceptions are described in `run_ranks`. `received` holds the signals that the
-    handlers have recorded."""
+    """Waits until all ranks have ended, and kills those that do not end soon after one has failed or ended on request.
+    Returns and raises what `run_ranks` does. `received` holds the signals that the handlers have recorded."""
     failed: Rank | None = None
     killed: list[Rank] = []
     kill_at = math.inf

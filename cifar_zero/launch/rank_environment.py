@@ -24,11 +24,11 @@ of a step."""
 MOST_PORT = 65_535  # the largest port of TCP
 
 RUN_FILE, FOLDER_FILE = "CIFAR_ZERO_RUN_FILE", "CIFAR_ZERO_FOLDER_FILE"
-"""Environment variables that `local_launcher` sets for its ranks, to the descriptors of two open files. The launcher
-has written the resolved run into the first file, and rank 0 writes the path of the run folder into the second one.
+"""Environment variables in which `local_launcher` gives its ranks the descriptors of two open files. It has written the
+resolved run into the first file, and rank 0 writes the path of the run folder into the second one.
 
-The resolved run holds the user's consent to run code, so only the launcher may write it. The files have no name and are
-inherited, so no other user can open them, and no option in a user's file can name them."""
+The resolved run holds the user's consent to run code. The files have no name, so no other user can open them, and no
+option in a user's file can name them."""
 
 ADDRESS = "127.0.0.1"
 """Address of the ranks that `local_launcher` starts, which other computers cannot reach."""
@@ -106,9 +106,9 @@ def by_torchrun() -> bool:
 
 
 def torchrun_agent() -> str:
-    """Returns a name that identifies this node's torchrun process and stays the same when torchrun restarts its ranks,
-    or an empty string without torchrun. It is the name of the temporary folder that each torchrun process makes, in
-    which every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
+    """Returns a name that identifies this node's torchrun process, over restarts of its ranks too, or an empty string
+    without torchrun. It is the name of that process's temporary folder, in which each start has a file
+    `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
     parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     if len(parts) > 4:
         return parts[-4]

@@ -1,11 +1,9 @@
 """Counts the bytes of a training step's activations exactly, without computing their values.
 
 The step runs on tensors that have shapes but no values (torch's FakeTensorMode), so the model may be larger than any
-memory. The kernels are torch's CPU kernels. GPU kernels may need more or less memory.
-
-torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but visits all modules after each
-operation. To count the activations of vit_large at one size of the micro-batch, it takes 24 seconds, and this module
-takes 2 seconds.
+memory. The kernels are torch's CPU kernels. GPU kernels may need more or less memory. torch's own MemTracker
+(torch.distributed._tools, 2.15) counts the same bytes, but takes 12 times as long for vit_large, because it visits all
+modules after each operation.
 """
 
 import weakref
@@ -52,8 +50,8 @@ class LinearFit:
 
 
 class ActivationTracker(TorchDispatchMode):
-    """Counts the bytes that operations have allocated and not yet freed while the mode is on. The memory of the model
-    and of its gradients is not counted. The constructor sets the gradient of each trained parameter to zeros."""
+    """Counts the bytes that operations have allocated and not yet freed while the mode is on, without the model and its
+    gradients. The constructor sets the gradient of each trained parameter to zeros."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
@@ -82,12 +80,9 @@ class ActivationTracker(TorchDispatchMode):
 
 
 def count_activations(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
-    """Returns the peak bytes of one forward and backward pass of a micro-batch of images of side x side pixels.
-    Temporary tensors of operations are counted, but parameters and gradients are not.
-
-    `net` must be built in the FakeTensorMode in which this function is called, and already cast if `computes` is
-    "cast". At the end its gradients are None.
-    """
+    """Returns the peak bytes of one forward and backward pass of a micro-batch of images of side x side pixels, without
+    parameters and gradients. `net` must be built in the FakeTensorMode in which this function is called, and already
+    cast if `computes` is "cast". At the end its gradients are None."""
     tracker = ActivationTracker(net)
     batch, labels = torch.empty(images, IMAGE_SHAPE[0], side, side), torch.zeros(images, dtype=torch.int64)
     if computes == "cast":
@@ -105,9 +100,9 @@ def count_activations(net: nn.Module, images: int, computes: Computes, side: int
 
 
 def measure(run: Run, computes: Computes) -> LinearFit:
-    """Returns the peak bytes of a run's activations as a function of the images in a micro-batch. They are counted with
-    the run's micro-batch, of two images at least, and with a micro-batch of twice the size. Raises UsageError if
-    activation checkpointing finds no blocks."""
+    """Returns the peak bytes of a run's activations as a function of the images in a micro-batch. It is fitted to the
+    run's micro-batch, of two images at least, and to one of twice the size. Raises UsageError if activation
+    checkpointing finds no blocks."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
     net = create_meta_model(run.recipe, run.num_classes)
@@ -129,10 +124,9 @@ def fake(net: nn.Module) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns what `count_activations` returns. If the model has more than three blocks and all are identical, it
-    counts only two and then three blocks, because each further block adds the same bytes. This is exact to the byte for
-    vit_13b, and counting all 41 of its blocks would take 15 times as long. If the model fails with fewer blocks, as a
-    user's model may, all are counted."""
+    """Returns what `count_activations` returns. If the model has more than three blocks, all identical, only two and
+    then three are counted, because each further block adds the same bytes. This is exact to the byte for vit_13b, and
+    15 times faster. If the model fails with fewer blocks, as a user's model may, all are counted."""
     blocks = getattr(net, "blocks", None)
     if isinstance(blocks, nn.Sequential) and len(blocks) > 3 and len({*map(_kind, blocks)}) == 1:
         try:

@@ -1,5 +1,5 @@
-"""Adds up the parts of the memory that a rank needs under each strategy, and compares them with the memory that is
-available to the rank. Recommends a strategy, both for `cifar-zero plan` and for `--strategy auto`."""
+"""Adds up the memory that a rank needs under each strategy, compares it with the available memory, and recommends a
+strategy, both for `cifar-zero plan` and for `--strategy auto`."""
 
 from __future__ import annotations
 
@@ -57,15 +57,12 @@ class MemoryBudget:
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
     """Returns the memory that is available to a rank. On a GPU, it is the GPU's memory times USABLE. The host memory of
     a rank is the node's memory divided by the number of its ranks, minus CPU_RANK_BYTES. A rank on the CPU has its host
-    memory or, if `device_memory` is given, this minus CPU_RANK_BYTES.
+    memory or, if `device_memory` is given, this minus CPU_RANK_BYTES. Raises UsageError if a text is not a size.
 
     Args:
         device_memory: Memory of one device (--device_memory). The default is what this machine has.
         host_memory: Memory of a node (--host_memory). The default is the memory that is free on this machine, or
             unknown if `device_memory` is given.
-
-    Raises:
-        UsageError: If one of the texts is not a size.
     """
     assert settings.placement.devices != "auto"
     on_cpu = settings.placement.accelerator == "cpu"
@@ -116,8 +113,8 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """The peak of the memory on the device. It is reached either in the backward pass, with activations and
-        buckets, or in the optimizer's update, without activations and buckets."""
+        """The peak of the memory on the device, either in the backward pass or in the optimizer's update. Activations
+        and buckets are freed before the update."""
         return self.states.device.total + self.average + max(self.buckets + self.activations, self.update)
 
     @property
@@ -126,8 +123,8 @@ class MemoryEstimate:
 
     @property
     def host(self) -> int:
-        """The rank's peak host memory, without the memory of the bare process. `available` subtracts CPU_RANK_BYTES for
-        the bare process."""
+        """The rank's peak host memory, without the memory of the bare process, which `available` subtracts as
+        CPU_RANK_BYTES."""
         return max(self.built_on_host, self._host_in_training)
 
     def bytes_to_compare(self, budget: MemoryBudget) -> int:
@@ -152,12 +149,9 @@ def estimate_all(
     run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]
 ) -> list[MemoryEstimate]:
     """Returns the memory that a run needs under each strategy of PLANNED, in this order, whatever strategy the run
-    names.
-
-    `fits_by_format` is a cache that maps a compute format to the run's activations. Missing formats are added. Raises
+    names. `fits_by_format`, a cache that maps a compute format to the run's activations, is completed. Raises
     UsageError if the batch size cannot be divided, if a model is split over ranks (--tensor_parallel_size,
-    --pipeline_parallel_size), or if activation checkpointing finds no blocks.
-    """
+    --pipeline_parallel_size), or if activation checkpointing finds no blocks."""
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
     return [_estimate(run.changed(strategy=name, ds_config=""), network, budget, fits_by_format) for name in PLANNED]
@@ -212,11 +206,7 @@ def _most_images(estimate: MemoryEstimate, activation_fit: LinearFit, budget: Me
 def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tuple[MemoryEstimate | None, str]:
     """Returns the estimate of the strategy that RULE recommends, and a sentence with its figures. SuperOffload is never
     recommended. If no other strategy fits, returns None and a sentence that says what is missing. `estimates` are in
-    the order of PLANNED.
-
-    Raises:
-        UsageError: if `train` would refuse every strategy. The message says why it refuses the first of `estimates`.
-    """
+    the order of PLANNED. Raises UsageError if `train` would refuse every strategy, with the reason for the first."""
     accepted = [estimate for estimate in estimates if not estimate.refused]
     if not accepted:
         raise UsageError(estimates[0].refused)
@@ -242,13 +232,10 @@ def gigabytes(size: int) -> str:
 
 
 def without_auto(settings: Settings) -> Settings:
-    """Returns the settings with the recommended strategy if their strategy is auto, or else unchanged. Prints the
-    recommended strategy and the reason for it.
-
-    Raises:
-        UsageError: if no strategy fits, or `train` would refuse every strategy. Also if torchrun, srun or DeepSpeed's
-            launcher started this process, because each rank would then choose separately, and the choices could differ.
-    """
+    """Returns the settings with the recommended strategy, and prints it and the reason, if their strategy is auto.
+    Otherwise returns them unchanged. Raises UsageError if no strategy fits, if `train` would refuse every strategy, or
+    if another launcher started this process, because each rank would then choose separately, and the choices could
+    differ."""
     if settings.placement.strategy != AUTO:
         return settings
     if rank_environment.is_rank():

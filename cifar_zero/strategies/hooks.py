@@ -1,8 +1,6 @@
 """Defines what other packages read from a strategy: unsharded tensors, this rank's shards, norms and sizes in bytes.
-`strategies.hooks_of` returns the hooks of a strategy.
-
 How a parameter is sharded, and where its gradient and the optimizer's copy of it are stored, depends on the strategy.
-"""
+`strategies.hooks_of` returns the hooks of a strategy."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -33,13 +31,12 @@ class Hooks:
         self.strategy = strategy
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
-        """Returns which implementation of an optimizer to use on a device type, cuda or cpu. It is torch's fused one on
-        CUDA, which updates all parameters in one call.
+        """Returns which implementation of an optimizer to use on a device type, cuda or cpu: torch's fused one on CUDA.
 
-        On the CPU the fused one rounds an element at the end of a tensor differently from one in the middle (torch
-        2.15), so that sharding would change the weights. Under autocast it is used only without a gradient scaler and
-        without clipping (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under
-        autocast, not even in bfloat16.
+        On the CPU it rounds an element at the end of a tensor differently from one in the middle (torch 2.15), so that
+        sharding would change the weights. Under autocast it is used only without a gradient scaler and without clipping
+        (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under autocast, not even
+        in bfloat16.
         """
         precision = self.strategy.precision_plugin
         refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
@@ -69,8 +66,8 @@ class Hooks:
         return {name: name for name in names}
 
     def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's tensors together with the tensors of weights that only other ranks have. The keys of the
-        result are the names in the plain model, and the keys of `tensors` are the names on this rank. Collective."""
+        """Returns this rank's tensors together with those of weights that only other ranks have. `tensors` is keyed by
+        the names on this rank, and the result by the names in the plain model. Collective."""
         return dict(tensors)
 
     def gradients(self, module: Module) -> dict[str, Tensor]:
@@ -87,12 +84,10 @@ class Hooks:
         return parameter.shape
 
     def full_gradient(self, parameter: Any) -> Tensor:
-        """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none.
-
-        The gradient is summed over micro-batches, averaged over ranks, divided by the loss scale and not yet clipped.
-        For a parameter of an expert, it is the gradient of this rank's own expert. Collective; call it only in
-        `on_before_optimizer_step` when `ends_step` returns true.
-        """
+        """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none. It is summed over
+        micro-batches, averaged over ranks, divided by the loss scale and not yet clipped. For a parameter of an expert,
+        it is the gradient of this rank's own expert. Collective; call it only in `on_before_optimizer_step` when
+        `ends_step` returns true."""
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return self.unshard(parameter, gradient)
 
@@ -140,9 +135,8 @@ class Hooks:
         return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
     def gradient_norm(self, parameters: Iterable[Any]) -> Tensor | None:
-        """Returns the global L2 norm of the gradients before clipping, as a float32 scalar on the rank's device that is
-        equal on all ranks. Returns None if only the step computes the norm. Collective; call it only in
-        `on_before_optimizer_step`."""
+        """Returns the L2 norm of all gradients before clipping, a float32 scalar that is equal on all ranks, or None if
+        only the step computes the norm. Collective; call it only in `on_before_optimizer_step`."""
         return self.norm(parameters)
 
     def norm(self, parameters: Iterable[Any]) -> Tensor:
@@ -185,11 +179,8 @@ class Hooks:
 
     def state_bytes(self, module: Module, optimizer: Any) -> tuple[int, int, int]:
         """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device and in host memory
-        together.
-
-        Memory that several tensors share is counted once. Padding is counted, but communication buffers, activations
-        and tensors on disk are not. Float32 master weights count as optimizer state. Call it while gradients exist.
-        """
+        together. Shared memory is counted once. Padding is counted, but communication buffers, activations and tensors
+        on disk are not. Float32 master weights count as optimizer state. Call it while gradients exist."""
         parameters = [*module.parameters()]
         return count_bytes(parameters, [parameter.grad for parameter in parameters], optimizer.state)
 

@@ -36,10 +36,9 @@ class MeshHooks(Hooks):
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Extends Lightning's ModelParallelStrategy: `shard` splits the model, and checkpoints are plain files.
-
-    The module's attribute `net`, which holds all parameters, is split just before the optimizer is made. To write a
-    checkpoint, rank 0 gets the full tensors one at a time, so that no GPU holds the whole model.
+    """Extends Lightning's ModelParallelStrategy: `shard` splits the module's attribute `net`, which holds all
+    parameters, just before the optimizer is made, and checkpoints are plain files. To write one, rank 0 gets the full
+    tensors one at a time, so that no GPU holds the whole model.
 
     The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
     which is Lightning's only name for the ranks of one model, in a pipeline too.
@@ -82,8 +81,8 @@ class MeshStrategy(ModelParallelStrategy):
         return {**state, "state": self.gathered(state["state"])}
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Returns weights or optimizer states with full tensors on rank 0, and an empty dict on the other ranks.
-        Weights are keyed by name, and optimizer states by parameter index. Every rank must call it."""
+        """Returns weights, keyed by name, or optimizer states, keyed by parameter index, with full tensors on rank 0,
+        and an empty dict on the other ranks. Every rank must call it."""
         return on_host(states, self.is_global_zero)
 
     load_checkpoint = Strategy.load_checkpoint  # reads a checkpoint of any strategy on every rank

@@ -1,12 +1,11 @@
 """Pipeline parallelism (GPipe, Huang et al. 2019): each rank holds a contiguous share of a transformer's blocks.
 
 A batch goes through the ranks in chunks, so that the ranks work on different chunks at the same time. In the backward
-pass autograd takes the chunks in the opposite order. The layers before and after the blocks are less than a hundredth
-of the model. Every rank holds and computes them, so that a LightningModule can call the model as usual, with images,
-and gets scores.
+pass autograd takes the chunks in the opposite order. Every rank holds and computes the layers before and after the
+blocks, less than a hundredth of the model, so that a LightningModule can call the model as usual.
 
 torch.distributed.pipelining (2.15) does not fit, because it runs the forward and the backward pass in one call. Between
-the two passes, Lightning (2.6.6) computes the loss, calls hooks and zeroes the gradients.
+the two, Lightning (2.6.6) computes the loss, calls hooks and zeroes the gradients.
 """
 
 from collections import OrderedDict
@@ -72,8 +71,8 @@ class Stage(nn.Sequential):
     @contextmanager
     def _own_random_numbers(self, tokens: Tensor) -> Iterator[None]:
         """Context manager in which each rank has random numbers of its own, for the dropout in its blocks. Their seed
-        comes from a number that is the same on all ranks of the model. Afterwards the random states of these ranks are
-        equal again, as the layers outside of the blocks need it."""
+        comes from a number that is the same on all ranks of the model. Afterwards the random states are equal again, as
+        the layers outside of the blocks need it."""
         if not self.training:
             yield
             return
@@ -125,8 +124,8 @@ def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
 
 
 class PipelineHooks(MeshHooks):
-    """Reads the tensors of a block from the rank that computes the block. Each parameter of a block has the attribute
-    `stage`, which the strategy sets: the process group of the ranks among which the blocks are distributed."""
+    """Reads the tensors of a block from the rank that computes it. The strategy sets the attribute `stage` of each
+    parameter of a block to the process group over which the blocks are distributed."""
 
     def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
         """Returns the tensor on every rank. For a block's parameter it comes from the rank that has the block, and the
@@ -148,8 +147,8 @@ class PipelineStrategy(MeshStrategy):
     hooks = PipelineHooks
 
     def setup(self, trainer: Trainer) -> None:
-        """Splits the model, and makes a group over which `gathered` sends tensors on the CPU. Then marks the parameters
-        that only some ranks hold. This comes last, because moving the model to the device would drop the marks."""
+        """Splits the model, makes a group over which `gathered` sends tensors on the CPU, and marks the parameters of
+        the blocks. The marks come last, because moving the model to the device would drop them."""
         super().setup(trainer)
         self._hosts: Any = dist.new_group(backend="gloo")
         for stage in trainer.lightning_module.modules():

@@ -27,22 +27,19 @@ def build(placement: Placement) -> MeshStrategy:
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
     """Splits the layers inside each block over the ranks of mesh["tensor_parallel"], in place. The ranks of
-    mesh["data_parallel"] average their gradients, as under DDP. `replicate` is applied even with one replica. Without
-    it, the gradient of `ColwiseQKV`'s bias would have a different placement from the bias."""
+    mesh["data_parallel"] average their gradients, as under DDP. `replicate` is applied even with one replica, because
+    the gradient of `ColwiseQKV`'s bias would otherwise have a different placement from the bias."""
     split_layers(net, mesh)
     by_block(net, partial(replicate, mesh=mesh["data_parallel"]))
 
 
 class ColwiseQKV(ColwiseParallel):
     """Splits a linear layer that outputs queries, keys and values, so that each rank has its heads of all three.
+    Contiguous rows would give the queries to one rank and the values to another.
 
-    A split into contiguous rows would give the queries to one rank and the values to another. The queries, the keys and
-    the values are therefore split separately, by `_StridedShard`, a private placement of torch (2.15) for FSDP combined
-    with tensor parallelism. The weight stays one DTensor with its rows in the plain order, so that a checkpoint needs
-    no conversion.
-
-    FSDP cannot split the rows again, and splits the columns (see `data_dimension`). The bias has no columns, so tensor
-    parallelism does not split it, and FSDP can.
+    `_StridedShard`, a private placement of torch (2.15), splits the three separately. The weight stays one DTensor with
+    its rows in the plain order, so that a checkpoint needs no conversion. FSDP cannot split the rows again, and splits
+    the columns (see `data_dimension`). The bias has no columns, so tensor parallelism does not split it, and FSDP can.
     """
 
     def __init__(self) -> None:

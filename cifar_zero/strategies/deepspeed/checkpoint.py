@@ -60,12 +60,11 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
 
 def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dict[str, Any]) -> str:
-    """Writes a checkpoint folder under a temporary name. Each rank writes its own files. If none failed, rank 0 then
-    renames the folder to `final`. Returns the first error of any rank, or an empty string. An error of the rename is
-    returned on rank 0 only. Every rank must call it.
+    """Writes a checkpoint folder under a temporary name, each rank its own files. If none failed, rank 0 then renames
+    the folder to `final`. Returns the first error of any rank, or an empty string. An error of the rename is returned
+    on rank 0 only. Every rank must call it.
 
     Args:
-        final: Path of the folder.
         progress: What Lightning and the callbacks save in addition to the weights and the optimizer's state.
         layout: What a shard depends on. Only an engine with an equal layout can load a shard as it is.
     """

@@ -1,8 +1,6 @@
-"""Expert parallelism: distributes the experts of a model over ranks with DeepSpeed's own layer.
-
-Each rank keeps its share of a mixture's experts, and an all-to-all sends tokens to the experts and back. DeepSpeed
-0.19.8 needs its own layer in the model, the experts in separate parameter groups, and ZeRO 0, 1 or 2.
-"""
+"""Expert parallelism: distributes the experts of a model over ranks with DeepSpeed's own layer. An all-to-all sends
+tokens to the experts and back. DeepSpeed 0.19.8 needs its own layer in the model, the experts in separate parameter
+groups, and ZeRO 0, 1 or 2."""
 
 from collections.abc import Iterable
 from contextlib import redirect_stdout

@@ -115,7 +115,7 @@ class EngineHooks(Hooks):
 
         At ZeRO 0, DeepSpeed 0.19.8 computes no norm in float32 (DeepSpeed issue 7255), and in float16 a norm that is
         not divided by the loss scale. With experts in a low precision its norm leaves the experts out (DeepSpeed pull
-        request 8613), and `clip_experts_too` does not use it.
+        request 8613).
         """
         if self.engine.has_moe_layers and not self.engine.zero_optimization():
             return None
@@ -196,7 +196,7 @@ def rewriting(engine: Any) -> Generator[None, None, None]:
 
 
 def forget_second_copies(module: Module) -> None:
-    """Drops the secondary copies of the parameters, which ZeRO 3 keeps with zero_hpz_partition_size. Call it after the
+    """Drops the secondary copies of the parameters, which ZeRO 3 keeps with zero_hpz_partition_size, after the
     parameters were overwritten. Otherwise the old copies would be gathered until the next step (DeepSpeed 0.19.8,
     partition_parameters.py)."""
     for parameter in module.parameters():

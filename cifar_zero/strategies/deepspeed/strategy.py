@@ -37,12 +37,12 @@ gradient hooks."""
 
 
 class ZeROStrategy(CPUDeepSpeedStrategy):
-    """Runs DeepSpeed's engine under Lightning, on GPUs or CPU ranks.
+    """Runs DeepSpeed's engine under Lightning, on GPUs or CPU ranks. Any LightningModule trains with it in a plain
+    Trainer (docs/migrate.md). `options` are the options of Lightning's strategy.
 
-    Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are the options of Lightning's
-    strategy. Unlike Lightning's strategy (2.6.6), the class can `test` after `fit` (Lightning issue 15247). Lightning's
-    strategy would start a second engine on the same model, after which `save_checkpoint` fails or silently leaves the
-    optimizer out. Here the trained engine also runs the test.
+    Unlike that strategy (2.6.6), it can `test` after `fit` (Lightning issue 15247), with the trained engine.
+    Lightning's would start a second engine on the same model, after which `save_checkpoint` fails or silently leaves
+    the optimizer out.
     """
 
     shards_while_building = False
@@ -92,12 +92,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Shards each layer as it is made at ZeRO 3, if `shards_while_building` is set.
-
-        Under mixed precision the initial weights are drawn in float32, as under all other strategies, and `setup` casts
-        the shards afterwards. zero.Init would draw them in the low precision, which gives other weights (DeepSpeed
-        0.19.8).
-        """
+        """Shards each layer as it is made at ZeRO 3, if `shards_while_building` is set. Under mixed precision the
+        initial weights are drawn in float32, as under all other strategies, and `setup` casts the shards. zero.Init
+        would draw other weights, in the low precision (DeepSpeed 0.19.8)."""
         self._init_config_if_needed()
         config = {**self.config}
         if self._casts_shards:
@@ -169,9 +166,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         """Loads a checkpoint that any strategy wrote on any number of ranks, and returns its content. Every rank must
         call it.
 
-        If the model has an engine for training, and the checkpoint has this run's layout, DeepSpeed loads it. Each rank
-        then reads only its own shard, and the returned content lacks the weights and the optimizer's state. Any other
-        checkpoint is assembled from all shards and then sharded again.
+        If the model has an engine for training, and the checkpoint has this run's layout, each rank reads only its own
+        shard, and the returned content lacks the weights and the optimizer's state. Any other checkpoint is assembled
+        from all shards and then sharded again.
         """
         path = Path(checkpoint_path)
         trained = self._training_engine is not None
