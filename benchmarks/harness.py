@@ -88,9 +88,8 @@ def heading(name: str, rounds: int, accelerator: str) -> str:
 
 def rows(runs: Mapping[str, Sequence[Figures]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
     """Returns the rows of a comparison's table: texts, keyed by the row's name and then by the column's heading. `runs`
-    has the figures of each contender in each round. `ratios` has pairs of contenders. The images per second of the
-    first are divided by those of the second within each round, because the machine was in the same state for both
-    runs."""
+    has the figures of each contender in each round. For each pair of contenders in `ratios`, the images per second of
+    the first are divided by those of the second within each round, when the machine was in the same state."""
     table: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         table[name] = {UNITS[key]: summary([one[key] for one in rounds]) for key in UNITS if key in rounds[0]}

@@ -95,16 +95,8 @@ def run(
     root: Path = ROOT,
 ) -> str:
     """Runs `python <arguments>` in `root`, a checkout of the repository, and returns what it wrote to standard output
-    and error.
-
-    Args:
-        extra_env: Environment variables of the run, in addition to the inherited ones.
-        seconds: Time limit.
-
-    Raises:
-        RunFailed: If the exit code is not 0. Also if the time limit is over, after which the run and its child
-            processes are killed.
-    """
+    and error. `extra_env` is added to the environment. Raises RunFailed if the exit code is not 0, or after `seconds`,
+    when the run and its child processes are killed."""
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
         [sys.executable, *arguments],

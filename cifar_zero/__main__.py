@@ -26,9 +26,9 @@ COMMANDS = {
 
 SPINS = "10000"
 """Value of GOMP_SPINCOUNT, which libgomp reads when torch is imported: how often a thread in a parallel loop polls for
-the other threads before it sleeps. With libgomp's default of 300,000, threads that poll while another program runs
-occupy a core that the slowest thread needs, and steps took up to twice as long. A number smaller than 10,000 costs more
-on an idle machine (benchmarks/results/performance.md)."""
+the others before it sleeps. With libgomp's default of 300,000, threads that poll while another program runs take a core
+from the slowest thread, and steps took up to twice as long. A number smaller than 10,000 costs more on an idle machine
+(benchmarks/results/performance.md)."""
 
 
 def main() -> NoReturn:

@@ -26,9 +26,9 @@ from cifar_zero.models.moe import Gate
 
 
 def create_model(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model of a recipe. It has fresh weights (see `initialization.initialize`), the recipe's adapters (see
-    `adapt`), and frozen parameters (see `freeze`). Raises UsageError if a pattern of --lora.target matches no linear
-    layer that can have an adapter."""
+    """Returns the model of a recipe, with fresh weights (see `initialization.initialize`), adapters (see `adapt`) and
+    frozen parameters (see `freeze`). Raises UsageError if a pattern of --lora.target matches no linear layer that can
+    have an adapter."""
     with DrawnOnCPU():
         net = models.build(recipe.model.name, num_classes, **recipe.model.options)
         initialize(net, recipe.init, recipe.seed)
@@ -80,7 +80,7 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
 
 def trained_names(net: nn.Module) -> set[str]:
     """Returns the names of the tensors of `net` that training may change: the parameters that are not frozen, and the
-    buffers except those of layers whose parameters are all frozen."""
+    buffers of layers with such a parameter. If no parameter of `net` is frozen, all buffers are included."""
     names: set[str] = set()
     complete = all(parameter.requires_grad for parameter in net.parameters())
     for prefix, module in net.named_modules():
@@ -130,10 +130,10 @@ A, B = ".lora_a", ".lora_b"  # suffixes of the adapters' names
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter: x W^T + bias + alpha / rank * (dropout(x) A^T) B^T.
 
-    A has the shape (rank, in). It is drawn as torch draws the weights of a linear layer (Kaiming-uniform with a =
-    sqrt(5)), as in Microsoft's loralib and peft. B has the shape (out, rank). It starts at zero, so that before the
-    first step the layer computes what the given linear layer computes. W and the bias are the parameter objects of this
-    layer, whether ZeRO 3 has sharded them or not.
+    A has the shape (rank, in), and is drawn as torch draws the weights of a linear layer (Kaiming-uniform with a =
+    sqrt(5)), as in Microsoft's loralib and peft. B has the shape (out, rank), and starts at zero, so that before the
+    first step the output is that of the given linear layer. W and the bias are the parameter objects of that layer,
+    whether ZeRO 3 has sharded them or not.
     """
 
     def __init__(self, linear: nn.Linear, lora: LoRAConfig):

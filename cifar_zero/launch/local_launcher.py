@@ -156,9 +156,9 @@ def free_port() -> int:
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Installs a handler for each signal of REQUESTS that this process does not ignore, but for SIGUSR1 only in a SLURM
-    job. It appends the signal to the returned list and, except for Ctrl-C, which the terminal sends to the ranks too,
-    forwards it to the ranks that `ranks` holds at that time."""
+    """Installs a handler for each signal of REQUESTS, except signals that this process ignores, and SIGUSR1 outside of
+    a SLURM job. The handler appends the signal to the returned list and forwards it to the ranks that `ranks` holds at
+    that time. Ctrl-C is not forwarded, because the terminal sends it to the ranks too."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:

@@ -22,11 +22,9 @@ def checkpoint_blocks(net: nn.Module) -> None:
     stay the same bit for bit. Raises UsageError if the model has no blocks.
 
     The blocks are those children of the model's outermost lists (nn.Sequential, nn.ModuleList) that have children
-    themselves, as in transformers, ResNets and most models of torchvision. An nn.Sequential of plain layers, such as
-    VGG's, is cut into `_pieces`, because checkpointing single layers would save nothing.
-
-    Only `forward` methods are replaced, not modules, so that parameters keep their names, and layers may be replaced
-    later, for example by synchronized batch norms.
+    themselves. An nn.Sequential of plain layers, such as VGG's, is cut into `_pieces`, because checkpointing single
+    layers would save nothing. Only `forward` methods are replaced, so that parameters keep their names, and layers may
+    be replaced later, for example by synchronized batch norms.
     """
     has_blocks = False
     for layers in _outermost_lists(net):
@@ -82,10 +80,9 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 @contextmanager
 def _leaving_no_trace(block: nn.Module) -> Generator[None]:
-    """Context manager for the forward pass that recomputes a block. The block's batch norms do not update their
-    statistics in it. At its end, the gates of the block's mixtures of experts get back the routing of the first forward
-    pass, whose load-balancing loss is part of the total loss. If the gates kept the second routing, its loss would keep
-    all recomputed activations in memory."""
+    """Context manager for the forward pass that recomputes a block. Its batch norms do not update their statistics. At
+    its end, the gates of its mixtures of experts get back the routing of the first forward pass, whose load-balancing
+    loss is part of the total loss. The loss of the second routing would keep all recomputed activations in memory."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     routings = [(gate, gate.routing) for gate in gates(block)]

@@ -39,14 +39,9 @@ def external(num_classes: int, options: models.External) -> nn.Module:
 
 def pretrained(options: models.External) -> dict[str, Tensor]:
     """Returns torchvision's pretrained weights and buffers, keyed by the names in the model's state_dict. They are read
-    from torch's cache, or downloaded if the cache lacks them. Only tensors are loaded.
-
-    torch compares the hash of a downloaded file with the hash in the file's name. It does not check a file that is
-    already in the cache.
-
-    Raises:
-        UsageError: if there are no weights of that name, if the download fails, or if the file is damaged.
-    """
+    from torch's cache, or downloaded if the cache lacks them. Only tensors are loaded. torch compares the hash of a
+    downloaded file, but not of a cached one, with the hash in the file's name. Raises UsageError if there are no
+    weights of that name, if the download fails, or if the file is damaged."""
     known = torchvision.models.get_model_weights(options.architecture).__members__
     if options.weights not in known:
         raise UsageError(f"--model.weights {options.weights}: {nearest(options.weights, known)}")

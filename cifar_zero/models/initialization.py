@@ -36,11 +36,9 @@ class DrawnOnCPU(TorchDispatchMode):
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
     """Draws the weights of all convolutions and linear layers again by a scheme of SCHEMES, in place, and sets their
-    biases to zero. First seeds torch's generators with `seed`. With the scheme `default`, does nothing.
-
-    `Module.apply` also initialises sharded layers, because DeepSpeed's zero.Init replaces it by a function that gathers
-    each layer first (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
-    """
+    biases to zero. First seeds torch's generators with `seed`. With the scheme `default`, does nothing. Sharded layers
+    are initialised too, because DeepSpeed's zero.Init replaces `Module.apply` by a function that gathers each layer
+    first (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py)."""
     if scheme == "default":
         return
     draw = SCHEMES[scheme]

@@ -1,9 +1,9 @@
-"""Implements mixtures of experts in plain torch. A gate sends each token to one or two of several experts of the same
+"""Implements mixtures of experts in plain torch: a gate sends each token to one or two of several experts of the same
 shape.
 
-The maths is the same as in DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020;
-Switch Transformer, Fedus et al. 2021). Every strategy uses this gate. The layer in this file has all experts on one
-device, and strategies/deepspeed/experts.py distributes them over ranks.
+The maths is that of DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020; Switch
+Transformer, Fedus et al. 2021). Every strategy uses this gate. The layer in this file has all experts on one device,
+and strategies/deepspeed/experts.py distributes them over ranks.
 """
 
 import math
@@ -36,12 +36,12 @@ class Routing:
 
 
 class Gate(nn.Module):
-    """Chooses the experts of each token. It computes in float32 whatever the precision of the model, or in float64 for
-    float64 tokens.
+    """Chooses the experts of each token, in float32 whatever the precision of the model, or in float64 for float64
+    tokens.
 
-    In training, tokens beyond an expert's capacity are dropped. With one expert per token, the dropped tokens are
-    random. With two, they are the last of the batch, and second choices are dropped first. In evaluation nothing is
-    random, and by default nothing is dropped, so that an image's scores do not depend on the other images of its batch.
+    In training, tokens beyond an expert's capacity are dropped: random ones with one expert per token. With two, the
+    last of the batch are dropped, second choices first. In evaluation nothing is random, and by default nothing is
+    dropped, so that an image's scores do not depend on the other images of its batch.
     """
 
     routing: Routing | None = None  # routing of the last forward pass, for the loss and the metrics
@@ -117,9 +117,9 @@ class Gate(nn.Module):
         return self._largest(masks.sum((0, 1)).max())
 
     def run(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Calls `layer`, the forward pass of the mixture of experts that has this gate, on x and returns the result. If
-        shapes in the layer depend on values, torch.compile leaves the layer out of its graphs, because each new shape
-        would recompile it."""
+        """Returns the result of `layer`, the forward pass of the mixture of experts that has this gate, for x. If
+        shapes in the layer depend on values, torch.compile leaves it out of its graphs, because each new shape would
+        recompile it."""
         known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
         if torch.compiler.is_compiling() and not known:
             disable: Any = torch.compiler.disable
@@ -134,9 +134,8 @@ class Gate(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """A layer of experts on one device that maps tokens (..., hidden_size) to the same shape. The tokens of each expert
-    are padded with zeros up to its capacity, so that every expert gets a gradient in each step. Each call of
-    `make_expert` draws different initial weights, whereas DeepSpeed starts all experts of a layer from the same
-    weights."""
+    are padded with zeros up to its capacity, so that every expert gets a gradient in each step. The experts start from
+    different weights, whereas DeepSpeed starts all experts of a layer from the same ones."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, make_expert: Callable[[], nn.Module], options: MixtureOptions

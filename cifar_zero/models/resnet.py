@@ -2,8 +2,8 @@
 blocks.
 
 The first layer is a 3 x 3 convolution without stride, and no max-pooling follows, as in the paper's own networks for
-CIFAR (section 4.2). A stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are the
-same as in torchvision. torchvision's bottleneck block has its stride in the 3 x 3 convolution.
+CIFAR (section 4.2). A stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are
+torchvision's. Its bottleneck block has the stride in the 3 x 3 convolution.
 """
 
 from torch import Tensor, nn

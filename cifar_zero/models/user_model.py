@@ -39,12 +39,12 @@ class UserModel(ThirdParty):
 
 def register_user_model(name: str) -> None:
     """Adds a model of the user to the registry: the class or function FILE.py:NAME or PACKAGE.MODULE:NAME, which makes
-    a module that maps images (N, 3, H, W) to scores (N, classes).
+    a module that maps images (N, 3, H, W) to scores (N, classes). Only the command line may name it, because loading it
+    runs code.
 
-    An argument becomes an option if its default is a bool, number, string, list, tuple, dict or None. `num_classes` is
-    no option and receives the number of classes. Only the command line may name a user's model, because loading it runs
-    code. Raises UsageError if the model cannot be imported, or if an argument other than `num_classes`, *args and
-    **kwargs has no default or is called `name`.
+    An argument becomes an option if its default is a bool, number, string, list, tuple, dict or None. `num_classes`
+    receives the number of classes. Raises UsageError if the model cannot be imported, or if an argument other than
+    `num_classes`, *args and **kwargs has no default or is called `name`.
     """
     make = user_code.load(name, "--model")
     arguments = dict(inspect.signature(make).parameters)

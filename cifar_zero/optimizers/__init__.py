@@ -1,9 +1,6 @@
 """Defines the registry of optimizers. Each entry is a dataclass. Its fields are the `--optimizer.<option>` flags, and
-its method `build` makes the optimizer.
-
-The strategy chooses the implementation: torch's optimizer, or DeepSpeed's optimizer for the CPU if the optimizer is
-offloaded. Importing the registry imports neither torch nor DeepSpeed.
-"""
+its method `build` makes the optimizer in the implementation that the strategy chooses. Importing the registry imports
+neither torch nor DeepSpeed."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

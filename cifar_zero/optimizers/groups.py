@@ -1,6 +1,5 @@
-"""Divides a model's parameters into the parameter groups of an optimizer. Groups differ in whether their parameters
-decay, are updated by Muon, or have a separate learning rate. This module also adapts a checkpoint's optimizer state,
-which may have other groups, to these groups."""
+"""Divides a model's parameters into the parameter groups of an optimizer, by weight decay, Muon and separate learning
+rates. Also adapts a checkpoint's optimizer state, which may have other groups, to these groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,12 +16,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Returns the parameter groups for an optimizer, in the model's order, except that groups with a separate learning
     rate come last. Frozen parameters are in no group. Each group lists the names of its parameters as `param_names`, a
-    key of torch's optimizers, so that a checkpoint records which index belongs to which parameter.
-
-    Args:
-        parameters: the model's parameters in the model's order, keyed by name.
-        shape: returns the unsharded shape of a parameter.
-    """
+    key of torch's optimizers, so that a checkpoint records which index belongs to which parameter. `shape` returns the
+    unsharded shape of a parameter."""
     dimensions = {name: len(shape(each)) for name, each in parameters.items()}
     # The weights of linear and convolution layers, in the model's order.
     weights = [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]

@@ -255,12 +255,8 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 def with_total_steps(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
     """Returns a copy of the schedule in which `total_steps` is the number of optimizer steps of the run, if the
-    schedule has this option and its value is 0. Otherwise returns the schedule itself. Raises ValueError if the
-    schedule needs this number and the run has no end.
-
-    Args:
-        steps: returns the optimizer steps of the run. It is called only if the schedule needs them.
-    """
+    schedule has this option and its value is 0. Otherwise returns the schedule itself, without calling `steps`, which
+    returns the number. Raises ValueError if the schedule needs the number and the run has no end."""
     if not isinstance(schedule, FiniteSchedule) or schedule.total_steps:
         return schedule
     total: Any = steps()

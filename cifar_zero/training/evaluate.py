@@ -85,10 +85,10 @@ def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = 
 
 
 def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Tests a checkpoint, prints its test table and returns the test/* metrics of metrics.json.
+    """Tests a checkpoint of any strategy, prints its test table and returns the test/* metrics of metrics.json. The
+    recipe is read from the checkpoint's run folder, or from the checkpoint itself.
 
     Args:
-        checkpoint: A checkpoint of any strategy. Its recipe is read from its run folder, or from the checkpoint itself.
         given: Flags of `cifar-zero train`, which override the checkpoint's data options and recipe, and the placement.
         content: The content of the checkpoint, if it has been read already.
     """

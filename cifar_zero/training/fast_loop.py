@@ -1,11 +1,10 @@
 """Replaces Lightning's epoch loop and fit loop.
 
-For each batch, Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy. It does so
-through a profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and
-waits for its value (Lightning's issues 6196, 7093 and 8857). This takes a third of the step time of a small model.
-`EpochLoop` looks up the implemented hooks once per epoch, and calls them in the same order. `--fast_loop false` runs
-Lightning's own epoch loop, with the same results bit for bit. tests/training/test_fast_loop.py compares weights,
-checkpoints and counters of the two.
+For each batch, Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy through a
+profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and waits for
+its value (Lightning's issues 6196, 7093 and 8857). This takes a third of the step time of a small model. `EpochLoop`
+calls only the implemented hooks, in the same order, with the same results bit for bit
+(tests/training/test_fast_loop.py). `--fast_loop false` runs Lightning's own epoch loop.
 
 `FitLoop`, which iterates over epochs, corrects three faults of Lightning's fit loop in resumed runs. It also keeps an
 epoch or a training from ending within an optimizer step.
@@ -106,9 +105,9 @@ class EpochLoop(_TrainingEpochLoop):
 
     def _step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Runs the forward and backward pass of a micro-batch and, at an accumulation boundary, the optimizer step.
-        Returns the outputs of the module's training step, with the detached loss, which is divided by
-        accumulate_grad_batches. DeepSpeed's engine accumulates, clips and zeroes the gradients itself, so engine.step()
-        is called after every micro-batch."""
+        Returns the outputs of the module's training step, with the detached loss divided by accumulate_grad_batches.
+        DeepSpeed's engine accumulates, clips and zeroes the gradients itself, so its `step` is called after every
+        micro-batch."""
         trainer: Any = self.trainer
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
         engine = strategy.model if isinstance(strategy.precision_plugin, DeepSpeedPrecision) else None
@@ -183,18 +182,17 @@ class EpochLoop(_TrainingEpochLoop):
 class FitLoop(_FitLoop):
     """Trains epoch after epoch, and corrects three faults of Lightning 2.6.6 in resumed runs.
 
-    The first fault: if `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from
-    the middle of the epoch. The resumed run counts that epoch twice, and either skips the images of the next epoch or
-    ends at once. The correction can be removed when Lightning's issue 19617 is fixed.
+    1. If `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from the middle. The
+    resumed run counts that epoch twice, and either skips the images of the next epoch or ends at once (Lightning's
+    issue 19617).
 
-    The second fault: a user's own ModelCheckpoint may save at the last batch of an epoch. A run that resumes from this
-    checkpoint does not count the start of the next epoch. From a later checkpoint in the middle of that epoch, it then
-    resumes at the first image of the epoch. No upstream issue is known; tests/distributed/test_resume.py shows the
-    fault.
+    2. A user's own ModelCheckpoint may save at the last batch of an epoch. A run that resumes from this checkpoint does
+    not count the start of the next epoch. From a later checkpoint in the middle of that epoch, it then resumes at the
+    first image of the epoch. No upstream issue is known; tests/distributed/test_resume.py shows the fault.
 
-    The third fault: `Trainer.estimated_stepping_batches` creates the training loader, and a schedule or callback may
-    read it before the state of the run is restored. Lightning then keeps this loader, which starts the epoch again, and
-    never gives it the position in the checkpoint (Lightning's issue 20550).
+    3. `Trainer.estimated_stepping_batches` creates the training loader, and a schedule or callback may read it before
+    the state of the run is restored. Lightning then keeps this loader, which starts the epoch again, and never gives it
+    the position in the checkpoint (Lightning's issue 20550).
     """
 
     def setup_data(self) -> None:

@@ -43,17 +43,15 @@ def loss(
 ) -> Tensor:
     """Returns the mean loss of a batch as a scalar, or the loss of each image (N,) if `reduction` is none.
 
-    mse is the squared difference between the scores and the targets, which are 1 for the class of an image and 0 for
-    the other classes (Hui and Belkin 2021, "Evaluation of Neural Architectures Trained with Square Loss"). bce treats a
-    score as the log odds of its class. The losses mse and bce are summed over the classes.
+    mse and bce are summed over the classes. mse is the squared difference between the scores and the targets, which are
+    1 for the class of an image and 0 for the other classes (Hui and Belkin 2021, "Evaluation of Neural Architectures
+    Trained with Square Loss"). bce treats a score as the log odds of its class.
 
     Args:
-        name: Name of the loss, as in --loss.
         scores: Class scores before the softmax, float32 (N, classes).
         labels: Classes, int64 (N,), or the share of each class in each image, float32 (N, classes). An image with the
             label IGNORED has the loss 0, and the mean leaves it out.
         label_smoothing: Share of each label that is spread evenly over all classes.
-        reduction: Whether to return the mean over the batch (mean) or the loss of each image (none).
     """
     if name == "cross_entropy":
         return F.cross_entropy(
@@ -80,10 +78,9 @@ class SplitMetrics:
     Counts are int64 and the loss is summed in float32, whatever the precision of the run. Images with the label IGNORED
     do not count. This class is not an nn.Module, because DeepSpeed would visit its instances several times per step.
 
-    `curves` adds the ROC and precision-recall curves of each class against the rest (one-vs-rest), over all thresholds.
-    They are exact, so every rank keeps the probabilities of its images, and gathers those of all ranks at the end. The
-    gathered probabilities take 8 bytes x images x classes, which is 8 MB for CIFAR-100. They are float64, because in
-    float32 the probabilities of a confident model would round to 1 and tie.
+    `curves` adds the exact ROC and precision-recall curves of each class against the rest (one-vs-rest). At the end,
+    every rank gathers the probabilities of all images, which take 8 bytes x images x classes (8 MB for CIFAR-100). They
+    are float64, because in float32 the probabilities of a confident model would round to 1 and tie.
     """
 
     def __init__(self, num_classes: int, loss: LossName = "cross_entropy", curves: bool = False):
@@ -140,8 +137,8 @@ class SplitMetrics:
         """Returns the metrics of the full split by name. Every rank must call it.
 
         acc is the accuracy over all images. The other metrics of `per_class` become macro averages, which are means
-        over the classes with images. The *_weighted metrics are means in which each class is weighted by its number of
-        images. There is no weighted recall, because it would equal the accuracy.
+        over the classes with images. In the *_weighted metrics, each class is weighted by its number of images. A
+        weighted recall would equal the accuracy.
         """
         per_class = self.per_class()
         counts = self.confusion.compute().cpu().double()
@@ -174,13 +171,8 @@ class SplitMetrics:
         return logged
 
     def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
-        """Sets all counts to 0 and moves them to `device`.
-
-        Args:
-            device: The device of the scores and labels.
-            group: The ranks over which the counts are summed. Together they must see each image once. The default is
-                all ranks.
-        """
+        """Sets all counts to 0 and moves them to `device`, the device of the scores and labels. They will be summed
+        over the ranks of `group`, by default all ranks, which together must see each image once."""
         for metric in (self.loss_sum, self.confusion, *self.shares.values(), *self.curves):
             metric.process_group = group
             metric.to(device).reset()

@@ -36,11 +36,10 @@ batches of PyTorch's tutorial "Training a Classifier" have this size."""
 def resolve(settings: Settings) -> Run:
     """Resolves the settings for this computer, and returns the run. The strategy must be a name, not auto. Also sets or
     removes the environment variable DS_ACCELERATOR, from which DeepSpeed takes the device type in this process and in
-    the ranks that this process starts.
+    the ranks that it starts. Raises UsageError, with an alternative, if the run is not possible.
 
-    With several nodes, or under torchrun, rank 0 decides later for all ranks which checkpoint is resumed and, for
-    --data.source auto, which images are used; see `training.starting`. Raises UsageError if the run is not possible.
-    The message gives an alternative.
+    With several nodes, or under torchrun, rank 0 decides later which checkpoint is resumed. For --data.source auto, it
+    always decides later which images are used; see `training.starting`.
     """
     run = make_run(resolve_devices(settings))
     if not rank_0_decides(run):
@@ -113,9 +112,8 @@ def _most_devices(settings: Settings, strategies: Sequence[str], gpus: int) -> i
 
     On GPUs, this is the largest number on which the run is possible under one of `strategies`, with micro-batches of at
     least LEAST_MICRO_BATCH images if there are several replicas. If there are several GPUs, prints the number, and why
-    not all are used. On the CPU, it is CPU_RANKS if the strategy shards or splits the model and the run is possible on
-    so many ranks, otherwise 1. For several strategies on the CPU, it is 1 if the run is possible on one rank under one
-    of them, otherwise CPU_RANKS.
+    not all are used. On the CPU, it is CPU_RANKS if possible and if the strategy shards or splits the model, otherwise
+    1. For several strategies on the CPU, it is 1 if one of them is possible on one rank, otherwise CPU_RANKS.
     """
     counts = [*range(gpus, 0, -1)]
     if not gpus:
@@ -172,9 +170,9 @@ def make_run(settings: Settings) -> Run:
 
 
 def with_checkpoint(run: Run, resume: str) -> Run:
-    """Returns the run with the path of the checkpoint that it resumes, and with the absolute path of the weights
-    from which it starts. A resumed run keeps the image source with which it began, even under --data.source auto.
-    Raises UsageError if the strategy cannot resume, or if the weights do not exist. `resume` is empty for a new run."""
+    """Returns the run with the path of the checkpoint that it resumes (empty for a new run), and with the absolute path
+    of the weights from which it starts. A resumed run keeps the image source with which it began, even under
+    --data.source auto. Raises UsageError if the strategy cannot resume, or if the weights do not exist."""
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))

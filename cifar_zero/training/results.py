@@ -139,11 +139,10 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
-    """Prints the test/* metrics in `metrics`, or nothing if there was no test. The metrics in SHOWN come below the
-    table.
+    """Prints the test/* metrics in `metrics`, or nothing if there was no test, and those in SHOWN below the table.
 
-    If there are at most MOST_ROWS classes, each class has a row, with nan for a class without images. The last row has
-    means over the classes, weighted by their numbers of images. The weighted mean of the recall is the accuracy.
+    With at most MOST_ROWS classes, each class has a row, with nan for a class without images. The last row has means
+    over the classes, weighted by their numbers of images. The weighted mean of the recall is the accuracy.
     """
     if metrics.get("test/acc") is None:
         return

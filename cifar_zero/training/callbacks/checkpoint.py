@@ -25,9 +25,8 @@ class RunState(Callback):
     checkpoint, and restores the random states.
 
     If a run begins, or resumes with another number of replicas, each rank derives its random state from the seed, the
-    step and the index of its replica. The ranks of one model, which compute the same images, thus always have the same
-    random state. If a run resumes with another --accumulate, or from within an optimizer step, the counts of
-    micro-batches are converted.
+    step and the index of its replica. The ranks of one model thus always have the same random state. If a run resumes
+    with another --accumulate, or from within an optimizer step, the counts of micro-batches are converted.
     """
 
     _states: Sequence[dict[str, Any]] = ()
@@ -76,11 +75,10 @@ class RunState(Callback):
 
 class LastCheckpoint(Checkpoint):
     """Saves last.ckpt at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in
-    mid-epoch. Also saves in mid-epoch every `steps` optimizer steps, unless `steps` is 0. All ranks use the path of
+    mid-epoch. Also saves every `steps` optimizer steps in mid-epoch, unless `steps` is 0. All ranks use the path of
     rank 0.
 
-    ModelCheckpoint(save_last=True) is not used, because it saves the last state only together with a best checkpoint
-    (Lightning 2.6.6).
+    ModelCheckpoint(save_last=True) saves the last state only together with a best checkpoint (Lightning 2.6.6).
     """
 
     failure = ""  # why last.ckpt could not be written, on rank 0; empty if it was written

@@ -25,13 +25,13 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (ma
 
 
 class CPUKernels(Callback):
-    """Chooses the number of threads and the convolution kernels (torch's or oneDNN's). In training the choice depends
-    on the size of a micro-batch. In evaluation, whose batches are large, all threads and oneDNN are used. At the start
-    of the training, also sets glibc's memory thresholds and calls `demote_network_threads`.
+    """Chooses the number of threads and the convolution kernels (torch's or oneDNN's) for the size of a training
+    micro-batch. In evaluation, whose batches are large, all threads and oneDNN are used. At the start of the training,
+    also sets glibc's memory thresholds and calls `demote_network_threads`.
 
     Args:
         flops: Number of floating-point operations in the forward and backward pass of a training micro-batch.
-        precision: Precision of the run. Below float32, oneDNN is always used, because only oneDNN has kernels for it.
+        precision: Precision of the run.
     """
 
     def __init__(self, flops: int, precision: str):
@@ -66,11 +66,10 @@ def demote_network_threads() -> None:
     """Keeps gloo's network threads from taking the core from the threads for which they send and receive, on Linux and
     if all threads of the process share one core.
 
-    A network thread that finds its connection locked does not wait but retries without end (gloo in torch 2.15,
-    transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as the thread that holds this lock has sent
-    something, and takes the only core from that thread until the next tick of the scheduler (4 ms). With the policy
-    SCHED_BATCH, a thread that wakes up displaces no running thread, not even of another program.
-    benchmarks/results/performance.md has figures.
+    A network thread that finds its connection locked retries without end (gloo in torch 2.15, transport/tcp/pair.cc,
+    `Pair::handleEvents`). It wakes up as soon as the thread that holds the lock has sent something, and takes the only
+    core from that thread until the next tick of the scheduler (4 ms). With the policy SCHED_BATCH, a thread that wakes
+    up displaces no running thread, not even of another program (figures: benchmarks/results/performance.md).
     """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) > 1:
         return

@@ -67,7 +67,6 @@ def curve_figure(curves: Any, areas: Tensor, class_names: Sequence[str], title: 
     Args:
         curves: The x-coordinates of all curves and their y-coordinates, from 0 to 1.
         areas: Area under each curve for the legend, (classes,), NaN for a class without images.
-        class_names: Names of the classes for the legend.
         title: What an area is called, such as AUROC. The title of the figure is this name with the mean of the areas.
         axes: Names of the x-axis and the y-axis.
     """

@@ -21,8 +21,8 @@ class Divergence(Callback):
     minimum. Every rank reaches the same decision.
 
     Training losses are checked before each checkpoint and at each point of the training curves, where they are on the
-    host already. No training loss shows the effect of the last update. Therefore the losses of validation and test are
-    checked too, and the weights are checked before each checkpoint.
+    host already. No training loss shows the effect of the last update, so the losses of validation and test are checked
+    too, and the weights before each checkpoint.
 
     Args:
         curves: The callback from which the losses are read. It must come before this callback in the Trainer's list.
@@ -70,10 +70,10 @@ class Divergence(Callback):
 class EarlyStop(EarlyStopping):
     """Stops the training as Lightning's EarlyStopping does, and prints one line when it stops.
 
-    The metric is read after each validation, not at the end of an epoch. There Lightning would read the metric of an
-    earlier epoch if --max_steps or a signal cuts the epoch short. A resumed run continues the count of validations
-    without an improvement with its own patience, and ends at once if the patience is already exhausted. If the run has
-    another loss now, values of val/loss are not comparable, and the count begins again.
+    The metric is read after each validation, because at the end of an epoch that --max_steps or a signal cuts short,
+    Lightning would read the metric of an earlier epoch. A resumed run continues the count of validations without an
+    improvement with its own patience, and ends at once if the patience is already exhausted. If the run monitors
+    val/loss and has another loss now, the count begins again.
     """
 
     def __init__(self, monitor: str, patience: int, mode: str, loss: str):

@@ -28,10 +28,8 @@ all-reduces two numbers, which takes less than a thousandth of this time."""
 
 
 class Interrupt(Callback):
-    """Stops the training after a signal, without a validation in mid-epoch, so that a checkpoint can be written.
-
-    A signal on a rank is a request to stop. The ranks exchange their requests about once a second, after the same
-    optimizer step on every rank.
+    """Stops the training after a signal, without a validation in mid-epoch, so that a checkpoint can be written. The
+    ranks exchange the signals they received about once a second, and stop after the same optimizer step.
 
     A second Ctrl-C ends the process at once, unless the checkpoint has already been written. A second signal from the
     cluster has no effect, because one signal of the cluster reaches a rank twice, directly and through the launcher.
@@ -104,11 +102,11 @@ class Interrupt(Callback):
 
 
 def keep_handlers(trainer: Trainer) -> None:
-    """Keeps Lightning (2.6.6) from replacing the signal handlers. Lightning has no option for this.
+    """Keeps Lightning (2.6.6), which has no option for this, from replacing the signal handlers.
 
     Lightning's handler of SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be
-    in another collective. After `fit`, Lightning would restore the handlers that it found before `fit`. A second signal
-    could then interrupt a run that is already ending, where `Interrupt.on_train_end` ignores signals.
+    in another collective. After `fit`, Lightning would restore the earlier handlers, and a second signal could
+    interrupt a run that is already ending, where `Interrupt.on_train_end` ignores signals.
     """
     connector: Any = trainer._signal_connector
     connector.register_signal_handlers = lambda: None
@@ -116,10 +114,10 @@ def keep_handlers(trainer: Trainer) -> None:
 
 @contextmanager
 def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]:
-    """Context manager for `fit` and everything that follows it in a run. If a signal raises Stopped, adds to the
-    exception's message whether the run was saved and how to resume it. Raises RunError instead if the checkpoint could
-    not be written. Adds a note on how to resume the run to exceptions of libraries and of the user's code. `run_dir` is
-    None on all ranks but rank 0, and there nothing is added."""
+    """Context manager for `fit` and everything that follows it in a run. To the message of Stopped, it adds whether the
+    run was saved and how to resume it, or raises RunError instead if the checkpoint could not be written. To exceptions
+    of libraries and of the user's code, it adds a note on how to resume. Nothing is added where `run_dir` is None,
+    which it is on all ranks but rank 0."""
     try:
         yield
     except Stopped as stop:

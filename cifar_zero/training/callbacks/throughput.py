@@ -1,13 +1,10 @@
 """Measures speed and progress of a run: time per optimizer step, time spent waiting for data, images per second and
-FLOPs per second.
+FLOPs per second. FLOPs are counted on torch's meta device, so the count does not depend on whether the strategy shards,
+casts or offloads the model.
 
-FLOPs are counted on a copy of the model that has shapes but no values (torch's meta device). The count therefore does
-not depend on whether the strategy shards, casts or offloads the model.
-
-The model FLOPs utilisation (MFU) is relative to the dense peak of the GPU, which PEAKS lists for NVIDIA's GPUs.
-Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) has figures with sparsity for the H100 NVL and the
-H200, twice what a dense model can reach (Lightning's issue 21677). It also lacks the name "NVIDIA H200" and the tensor
-cores of GeForce cards.
+The model FLOPs utilisation (MFU) is relative to the dense peak of the GPU, which PEAKS lists. Lightning's table (2.6.6,
+lightning/fabric/utilities/throughput.py) has figures with sparsity for the H100 NVL and the H200, twice what a dense
+model can reach (Lightning's issue 21677), and lacks the name "NVIDIA H200" and the tensor cores of GeForce cards.
 """
 
 import os
@@ -32,16 +29,13 @@ from cifar_zero.training.callbacks.curves import IntervalCallback, TrainingCurve
 
 
 class Throughput(IntervalCallback):
-    """Writes the perf/* curves, and keeps the perf/* values of the whole run for metrics.json.
+    """Writes the perf/* curves, and keeps the perf/* values of the whole run for metrics.json. docs/runs.md defines
+    perf/data_time_ms, perf/tflops and perf/mfu (PaLM, Chowdhery et al. 2022, appendix B).
 
-    The clock runs inside the epochs, and the measured time includes waiting for a batch. It excludes validation, the
-    writing of checkpoints, the start of an epoch, and the first --warmup_steps steps. The warm-up is at most half of
-    the run, except in a benchmark.
-
-    docs/runs.md defines perf/data_time_ms, perf/tflops and perf/mfu (PaLM, Chowdhery et al. 2022, appendix B).
+    The measured time includes waiting for a batch. It excludes validation, the writing of checkpoints, the start of an
+    epoch, and the first --warmup_steps steps, which are at most half of the run, except in a benchmark.
 
     Args:
-        settings: The options of the run.
         flops_per_step: FLOPs of one optimizer step, over all ranks.
     """
 
@@ -156,8 +150,8 @@ FORMATS = {
 
 class ProgressLines(IntervalCallback):
     """Prints each point of the curves as a line on rank 0, in the format of DeepSpeedExamples
-    (training/DeepSpeed-SuperOffload/finetune_zero3.py), and a line after each validation. The callbacks `curves` and
-    `throughput`, whose values are printed, must come before this callback in the Trainer's list."""
+    (training/DeepSpeed-SuperOffload/finetune_zero3.py), and a line after each validation. `curves` and `throughput`
+    must come before this callback in the Trainer's list."""
 
     def __init__(self, curves: TrainingCurves, throughput: Throughput):
         self._curves, self._throughput = curves, throughput
