@@ -47,7 +47,6 @@ def _flattened(net: nn.Module) -> nn.Module:
 
 
 def _step(net: nn.Module, precision: str, seed: int, size: int, device: torch.device) -> Computed:
-    """Returns the loss and the gradients of a batch of `size` random images, which are the same for the same seed."""
     torch.manual_seed(seed)
     images, labels = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 10, (size,), device=device)
     dtype = next(net.parameters()).dtype

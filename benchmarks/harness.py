@@ -40,8 +40,8 @@ class Case:
 
 def parse(parser: exits.Parser) -> Namespace:
     """Parses the command line, resolves --accelerator to cpu or gpu, and installs the signal handlers
-    (`exits.install`). Raises UsageError if --repeats or --steps is less than 1, or if --accelerator is gpu and there is
-    no GPU."""
+    (`exits.install`). Raises UsageError if --repeats or --steps is less than 1, or if --accelerator is gpu without a
+    GPU."""
     arguments = parser.parse_args()
     for name in ("repeats", "steps"):
         value = getattr(arguments, name, None)

@@ -51,7 +51,7 @@ def create_meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
     """Trains only the adapters of `net` and the parameters whose name matches a pattern in `trainable` (see `fnmatch`),
-    and freezes all others, in place. If there are neither patterns nor adapters, changes nothing."""
+    and freezes all others, in place. Without patterns and adapters, changes nothing."""
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
         return
@@ -62,8 +62,8 @@ def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
 
 def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> None:
     """Raises UsageError for the first pattern of --trainable that matches no parameter of `net`, the full model after
-    `freeze`. If the experts are distributed over ranks (`ep_size` above 1), also raises UsageError for the first
-    parameter that is trained in some experts only."""
+    `freeze`. With experts that are distributed over ranks (`ep_size` above 1), also for the first parameter that is
+    trained in some experts only."""
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -99,9 +99,8 @@ def blocks_of(net: nn.Module) -> list[nn.Module]:
 
 
 def freeze_statistics(net: nn.Module) -> None:
-    """Sets the batch norms that `frozen_batch_norms` returns to evaluation mode, until `net.train()` is called. In
-    training they then normalise with their running statistics and do not change them, like torchvision's
-    FrozenBatchNorm2d."""
+    """Sets the batch norms that `frozen_batch_norms` returns to evaluation mode, until `net.train()` is called. They
+    then normalise with their running statistics and do not change them, like torchvision's FrozenBatchNorm2d."""
     for norm in frozen_batch_norms(net):
         norm.eval()
 
@@ -146,7 +145,6 @@ class LoRALinear(nn.Linear):
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps inputs (..., in) to outputs (..., out)."""
         inner = F.linear(F.dropout(input, self.dropout, self.training), self.lora_a)
         return F.linear(input, self.weight, self.bias) + self.scale * F.linear(inner, self.lora_b)
 

@@ -69,8 +69,8 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
 def find_images(paths: Sequence[str]) -> list[Path]:
     """Returns the given files, and the PNG and JPEG files at any depth of the given folders, sorted by path within a
-    folder. Hidden files and folders inside them are skipped. Raises UsageError if a path does not exist, if a folder
-    has no images, or if a path is a pipe or a device, because reading it may never end."""
+    folder, without hidden ones. Raises UsageError if a path does not exist, if a folder has no images, or if a path is
+    a pipe or a device, because reading it may never end."""
     from cifar_zero.data.folder import SUFFIXES
 
     files: list[Path] = []

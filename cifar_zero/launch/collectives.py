@@ -57,7 +57,7 @@ class RankInfo:
 def init_process_group(run: Run) -> list[RankInfo]:
     """Forms the process group of a run if it has several ranks and no group exists, and sets the time limit of its
     collectives to START or to a longer --timeout. Returns the `RankInfo` of every rank, in rank order. Every rank must
-    call this function."""
+    call it."""
     device = "cpu" if run.on_cpu else f"cuda:{rank_environment.local_rank()}"
     agent, job = rank_environment.torchrun_agent(), rank_environment.slurm_job()
     info = RankInfo(socket.gethostname(), device, torch.get_num_threads(), agent, job)
@@ -108,8 +108,8 @@ def _set_timeout(limit: timedelta) -> None:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns the `value` of each rank of a group, in rank order. Without a group, all ranks take part. Every rank of
-    the group must call this function. Values are pickled."""
+    """Returns the `value` of each rank of a group, by default of all ranks, in rank order. Every rank of the group must
+    call it. Values are pickled."""
     if not _has_others():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -118,9 +118,9 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def call_on_rank_0(ask: Callable[[], T]) -> T:
-    """Calls `ask` on rank 0 and returns its result, which is pickled, on every rank. Every rank must call this
-    function. If `ask` raises UsageError, every rank raises this error. If it raises another exception, rank 0 raises
-    this exception, and the other ranks raise RunError."""
+    """Calls `ask` on rank 0 and returns its result, which is pickled, on every rank. Every rank must call it. If `ask`
+    raises UsageError, every rank raises it. Any other exception is raised on rank 0, and RunError on the other
+    ranks."""
     answer: list[Any] = [None]
     failure: Exception | None = None
     if not _has_others() or dist.get_rank() == 0:
@@ -138,9 +138,8 @@ def call_on_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns, on every rank, the ranks that do not see within PATIENCE_SECONDS a file that rank 0 writes into
-    `folder`. The file is removed at the end. Every rank must call this function. `folder` is None on all ranks except
-    rank 0."""
+    """Returns, on every rank, the ranks that do not see within PATIENCE_SECONDS a file that rank 0 writes into `folder`
+    and then removes. Every rank must call it. `folder` is None on all ranks except rank 0."""
     file = call_on_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
     assert file is not None
     call_on_rank_0(file.touch)
@@ -155,7 +154,7 @@ def ranks_on_another_disk(folder: Path | None) -> list[int]:
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:
     """Replaces each tensor by its mean over all ranks, in place. The mean is computed in float32, or in float64 if one
-    of the tensors is float64. Every rank must call this function."""
+    of the tensors is float64. Every rank must call it."""
     if not values or not _has_others():
         return
     wide = [value.to(torch.promote_types(value.dtype, torch.float32)).flatten() for value in values]

@@ -239,7 +239,7 @@ def how_ended(code: int) -> str:
 
 def _report(rank: Rank) -> None:
     """Prints how a rank failed, with the last lines of its output, or all lines with --debug. Prints nothing for rank 0
-    if it exited with an error, because it has printed its own message."""
+    if it exited with an error, because it has printed that itself."""
     code = rank.process.returncode
     if rank.number == 0 and code > 0:
         return

@@ -1,5 +1,4 @@
-"""Reads the environment variables by which a launcher describes a rank. The variables of other launchers are returned
-under the names that torchrun uses."""
+"""Reads the environment variables by which a launcher describes a rank, and returns them under torchrun's names."""
 
 import os
 import re
@@ -36,8 +35,8 @@ ADDRESS = "127.0.0.1"
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and NODE_RANK of this process, and under SLURM also
-    MASTER_ADDR and MASTER_PORT. Returns an empty dict if no launcher has set all of them. Raises UsageError if a value
-    is invalid, or if SLURM's nodes have different numbers of tasks."""
+    MASTER_ADDR and MASTER_PORT. Returns an empty dict if no launcher has described this process as a rank. Raises
+    UsageError if a value is invalid, or if SLURM's nodes have different numbers of tasks."""
     described = {name: environment[name] for name in TORCHRUN if name in environment}
     if DEEPSPEED_LOCAL_SIZE in environment:
         described.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])

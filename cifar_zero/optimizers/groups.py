@@ -54,9 +54,9 @@ def parameter_groups(
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Returns a saved optimizer state, which may come from another implementation, device or grouping, adapted to the
-    options and groups of the optimizer that will load it. The options are those of `optimizer`, except that the
-    learning rates (`lr` and `initial_lr`) are the saved ones, because a schedule has changed them. If a group has no
-    `param_names`, the saved groups are assumed to match the optimizer's groups in order and content."""
+    groups and options of the optimizer that will load it. Only the learning rates (`lr` and `initial_lr`), which a
+    schedule has changed, stay as saved. If a group has no `param_names`, the saved groups are assumed to match the
+    optimizer's groups in order and content."""
     own_groups = optimizer.param_groups
     expected_names: list[Any] = [group.get("param_names") for group in own_groups]
     saved_names = [group.get("param_names") for group in state["param_groups"]]

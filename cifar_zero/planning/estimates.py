@@ -39,7 +39,7 @@ UNITS = {"": 10**9, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib":
 
 USABLE = 0.9
 """Share of a device's memory that a plan uses. The rest is for the CUDA context, the workspaces of cuBLAS and NCCL, and
-fragmentation of the allocator. vLLM's gpu_memory_utilization has the same default (vLLM 0.11, vllm/config/cache.py)."""
+fragmentation. vLLM's gpu_memory_utilization has the same default (vLLM 0.11, vllm/config/cache.py)."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class MemoryEstimate:
         return self.device
 
     def shortages(self, budget: MemoryBudget) -> dict[str, tuple[int, int]]:
-        """Returns a pair for each memory that is too small: the needed bytes and the available bytes. The keys are
-        `device` and `host`, and a memory that suffices has no key."""
+        """Returns the needed and the available bytes of each memory that is too small. The keys are `device` and
+        `host`."""
         shortages: dict[str, tuple[int, int]] = {}
         if self.bytes_to_compare(budget) > budget.device:
             shortages["device"] = (self.bytes_to_compare(budget), budget.device)

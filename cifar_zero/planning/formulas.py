@@ -53,9 +53,9 @@ class Weight:
         return self.elements // self.ranks_that_share
 
     def shard(self, ranks: int) -> int:
-        """Returns the number of elements in the largest shard of ZeRO on `ranks` ranks. This holds for experts too: a
-        rank keeps 1 / `ranks_that_share` of them, and shards these among the ranks / `ranks_that_share` ranks that have
-        the same ones."""
+        """Returns the number of elements in the largest shard of ZeRO. A rank keeps 1 / `ranks_that_share` of the
+        experts, and shards these among the ranks / `ranks_that_share` ranks that have the same ones, so they need no
+        other formula."""
         return math.ceil(self.elements / ranks)
 
     def shard_of_rows(self, ranks: int) -> int:
@@ -249,8 +249,8 @@ def update(run: Run, network: Network) -> int:
 
 
 def _temporaries(run: Run) -> int:
-    """Returns how many temporary numbers the optimizer's update takes for each element (OptimizerOptions.temporaries),
-    or 0 where torch's fused optimizer is used (`optimizer_implementation` of the hooks in strategies/)."""
+    """Returns how many temporary numbers the optimizer's update takes for each element. They are 0 where torch's fused
+    optimizer is used (`optimizer_implementation` of the hooks in strategies/)."""
     optimizer = OPTIMIZERS[run.recipe.optimizer.name](**run.recipe.optimizer.options)
     if run.on_cpu:
         return 0 if optimizer.loops_on_cpu else optimizer.temporaries

@@ -34,8 +34,6 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | s
 
 
 def _plain(placement: Placement) -> Strategy | str:
-    """Returns Lightning's DDP strategy if there are several ranks or the placement names it. Otherwise returns "auto",
-    with which Lightning uses its single-device strategy."""
     if placement.strategy == "baseline" and placement.world_size == 1:
         return "auto"
     from lightning.pytorch.strategies import DDPStrategy

@@ -48,8 +48,8 @@ class Hooks:
         return groups
 
     def replica(self) -> tuple[int, int]:
-        """Returns the number of replicas that train on different images, and the index of this rank's replica. Call it
-        after the rendezvous of the ranks."""
+        """Returns the number of replicas that train on different images, and the index of this rank's replica. Only for
+        use after the rendezvous of the ranks."""
         if not isinstance(self.strategy, ParallelStrategy):
             return 1, 0
         sampler = self.strategy.distributed_sampler_kwargs

@@ -99,15 +99,14 @@ class Stage(nn.Sequential):
         self._sent.append((dist.isend(tensor, group=self.group, group_dst=self.rank + step), tensor))
 
     def _receive(self, tensor: Tensor, step: int) -> Tensor:
-        """Returns a copy of `tensor`, overwritten with the values that the next rank (step 1) or the previous one (-1)
-        has sent."""
+        """Returns a copy of `tensor` with the values that the next rank (step 1) or the previous one (-1) has sent."""
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.recv(tensor.detach(), group=self.group, group_src=self.rank + step)
         return tensor
 
     def _broadcast(self, tensor: Tensor, rank: int) -> Tensor:
-        """Returns a copy of `tensor`, overwritten with the values of the rank `rank`. Waits first until all tensors
-        that this rank has sent have arrived."""
+        """Returns a copy of `tensor` with the values of the rank `rank`. Waits first until all tensors that this rank
+        sent have arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent = []
@@ -117,8 +116,6 @@ class Stage(nn.Sequential):
 
 
 def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Has `hook` called with the gradient of `tokens` in the backward pass. A tensor that it returns replaces the
-    gradient."""
     if tokens.requires_grad:
         tokens.register_hook(hook)
 

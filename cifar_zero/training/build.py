@@ -182,8 +182,6 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
 
 
 def _user_callbacks(flags: tuple[str, ...]) -> list[Callback]:
-    """Returns the callbacks that the flags --trainer.callbacks describe, as in LightningCLI. Raises UsageError if they
-    cannot be made."""
     if not flags:
         return []
     parser = ArgumentParser(exit_on_error=False)

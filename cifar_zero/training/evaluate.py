@@ -61,10 +61,10 @@ def main() -> int:
 
 
 def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
-    """Returns the run that tests a checkpoint on one device. The recipe comes from the checkpoint, and the placement is
-    the default. The flags in `given` override both, except for the number of devices. --data.source auto becomes
-    cifar10, and options of --trainer are dropped. Raises UsageError if the checkpoint has no recipe, or if the user
-    must name the folder of the images with --data.root. See `evaluate` for the arguments."""
+    """Returns the run that tests a checkpoint on one device, with the checkpoint's recipe and the default placement.
+    The flags in `given` override both, except for the number of devices. --data.source auto becomes cifar10, and
+    options of --trainer are dropped. Raises UsageError if the checkpoint has no recipe, or if the user must name the
+    folder of the images with --data.root."""
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")

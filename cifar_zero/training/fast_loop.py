@@ -53,8 +53,8 @@ instead of the fast loop."""
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
-    """Replaces the loops of a Trainer. Must be called before `fit`. The new fit loop is a `FitLoop`. The new epoch loop
-    is an `EpochLoop` if `fast` is set, otherwise Lightning's own epoch loop."""
+    """Replaces the loops of a Trainer, before `fit`, by a `FitLoop` and an `EpochLoop`, or Lightning's epoch loop
+    without `fast`."""
     before = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, before.min_epochs, before.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
@@ -62,9 +62,9 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Trains an epoch faster than Lightning's own code. Lightning's own code still runs in five cases: batches that are
-    not on the device yet, a profiler, a custom training step, float16 with a gradient scaler, and a run that resumes at
-    a validation."""
+    """Trains an epoch faster than Lightning's own code, which still runs in five cases: batches that are not on the
+    device yet, a profiler, a custom training step, float16 with a gradient scaler, and a run that resumes at a
+    validation."""
 
     _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]

@@ -92,9 +92,9 @@ def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> Non
 
 
 def _log_results(logger: Logger, run: Settings, metrics: dict[str, Any], step: int) -> None:
-    """Adds the results of a run to one logger. In TensorBoard, this is a row of the HPARAMS table, whose results are
-    also points at `step`. All settings in this table but floats are text, because TensorBoard would show the number 4
-    as 4.0000. In W&B, it is all of metrics.json in the summary of the run. Other loggers get nothing."""
+    """Adds the results of a run to one logger: in TensorBoard a row of the HPARAMS table and points at `step`, in W&B
+    all of metrics.json. All settings in the table but floats are text, because TensorBoard would show the number 4 as
+    4.0000."""
     if isinstance(logger, TensorBoardLogger):
         optimizer, schedule = run.recipe.optimizer, run.recipe.schedule
         shown = {name: metrics[name] for name in SETTINGS}

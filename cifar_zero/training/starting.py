@@ -85,8 +85,8 @@ def agree_on_images(run: Run) -> Run:
 
 def pretrained_weights(run: Run) -> Match | None:
     """Returns the weights from which the training starts, or None for fresh weights or a resumed run. Every rank must
-    call it. Raises UsageError if the weights are damaged or belong to another model. Also raises UsageError, whatever
-    the run starts from, if a pattern of --trainable or --lora.target does not fit the model, or if the model is larger
+    call it. Raises UsageError if the weights are damaged or belong to another model. Whatever the run starts from, also
+    raises UsageError if a pattern of --trainable or --lora.target does not fit the model, or if the model is larger
     than the memory."""
     model = create_meta_model(run.recipe, run.num_classes)
     _check_size(model, run)
@@ -149,9 +149,9 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 
 def record_ranks(run: Run, rank_infos: Sequence[RankInfo], run_dir: Path | None) -> None:
-    """Writes the `RankInfo` of each rank into the run folder. Raises UsageError on all ranks if the nodes do not share
-    the directory --out. Does nothing on one node without torchrun and SLURM. Every rank must call it. `run_dir` is None
-    on all ranks but rank 0."""
+    """Writes the `RankInfo` of each rank into the run folder on several nodes, under torchrun and under SLURM. Raises
+    UsageError on all ranks if the nodes do not share the directory --out. Every rank must call it. `run_dir` is None on
+    all ranks but rank 0."""
     if run_dir is not None and (rank_0_decides(run) or rank_environment.slurm_job()):
         write_json(run_dir / run_folder.RANKS, [asdict(info) for info in rank_infos])
     if not rank_0_decides(run):

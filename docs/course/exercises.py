@@ -168,8 +168,8 @@ def _is_answered(file: Path, name: str) -> bool:
 
 
 def _is_open(file: Path, name: str) -> bool:
-    """Returns whether the function or class of a file has nothing but `...` or a docstring in its body. If it is
-    defined several times, the last definition counts."""
+    """Returns whether the last function or class of this name in a file has nothing but `...` or a docstring in its
+    body."""
     parts = [part for part in ast.parse(file.read_bytes()).body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
     body = next((part.body for part in reversed(parts) if part.name == name), [])
     return bool(body) and all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in body)

@@ -176,8 +176,8 @@ def _set_state(base: Any, target: Tensor, parts: Parts, states: Mapping[str, dic
 
 
 def _step(base: Any, target: Tensor, step: float) -> Tensor | int:
-    """Returns the step count in the form in which the base optimizer keeps it: an int in DeepSpeed's Adam, a tensor in
-    torch's optimizers."""
+    """Returns the step count as the base optimizer keeps it: an int in DeepSpeed's Adam, a tensor in torch's
+    optimizers."""
     if isinstance(base, DeepSpeedCPUAdam):
         return int(step)
     counted = torch.tensor(step)

@@ -36,7 +36,6 @@ class DistributedGate(Gate):
         return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
 
     def _largest(self, count: Tensor) -> int:
-        """Returns the maximum of `count` over all ranks that exchange tokens."""
         if self.options.ep_size > 1:
             torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self._group)
         return super()._largest(count)

@@ -72,8 +72,8 @@ class EngineHooks(Hooks):
         return gradient.detach().float() / loss_scale(self.engine)
 
     def write(self, parameter: Any, value: Tensor) -> None:
-        """Overwrites a parameter with an unsharded value. At ZeRO 3 the parameter is gathered first, and then the value
-        that rank 0 has written is sharded again."""
+        """Overwrites a parameter with an unsharded value. At ZeRO 3 the parameter is gathered for this, and rank 0's
+        value counts."""
         gathered = GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
         with torch.no_grad(), gathered:
             parameter.copy_(value)
@@ -95,14 +95,13 @@ class EngineHooks(Hooks):
         return rewriting(self.engine)
 
     def ends_step(self) -> bool:
-        """Returns whether the engine is at an accumulation boundary. Under DeepSpeed, Lightning calls
-        `on_before_optimizer_step` for every micro-batch, because the engine's `step` must be called for every
-        micro-batch."""
+        """Returns whether the engine is at an accumulation boundary. Lightning calls `on_before_optimizer_step` for
+        every micro-batch, because DeepSpeed's `step` must be called for every micro-batch."""
         return self.engine.is_gradient_accumulation_boundary()
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns the number of ranks that hold different experts of a mixture if the parameter belongs to an expert,
-        else 1. DeepSpeed marks the parameters of experts."""
+        """Returns the number of ranks over which a mixture's experts are distributed if the parameter belongs to an
+        expert, else 1."""
         is_expert = not getattr(parameter, "allreduce", True)
         return groups._get_expert_parallel_world_size(parameter.group_name) if is_expert else 1
 
@@ -181,9 +180,9 @@ class EngineHooks(Hooks):
 
 @contextmanager
 def rewriting(engine: Any) -> Generator[None, None, None]:
-    """Context manager in which ZeRO 3 keeps all parameters sharded, so that the shards may be overwritten. On entry, it
-    shards the small parameters that are kept gathered. On exit, it gathers them again and calls `forget_second_copies`.
-    Does nothing below ZeRO 3."""
+    """Context manager in which ZeRO 3 keeps all parameters sharded, small ones too, so that the shards may be
+    overwritten. Afterwards it gathers the small ones again and calls `forget_second_copies`. Does nothing below ZeRO
+    3."""
     shards = engine.zero_optimization_partition_weights()
     if shards:
         engine.optimizer.checkpoint_event_prologue()

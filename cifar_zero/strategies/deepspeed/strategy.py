@@ -46,9 +46,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
     """
 
     shards_while_building = False
-    """Whether ZeRO 3 shards each layer as it is made. If not, the engine shards the whole model, as models of other
-    packages need it. They initialise their layers again at the end, which has no effect on weights that zero.Init has
-    already sharded."""
+    """Whether ZeRO 3 shards each layer as it is made. If not, the engine shards the whole model. Models of other
+    packages need this, because they initialise their layers again at the end, which has no effect on weights that
+    zero.Init has sharded."""
 
     operators: tuple[str, ...] = ()
     """DeepSpeed's operators that the run needs. They are compiled when they are first used."""
@@ -61,7 +61,6 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
     """The names of the parameters in each group of the optimizer that the module returned."""
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
-        """Takes the options of Lightning's class. Raises UsageError if DeepSpeed's configuration has an optimizer."""
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
         if "optimizer" in self.config:
             raise UsageError(
@@ -71,15 +70,13 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
 
     def _configure_launcher(self) -> None:
-        """Makes no launcher for a single rank, because there is nothing to launch. Lightning (2.6.6) refuses its
-        launcher in a notebook, where ZeRO on one rank works."""
+        """Makes no launcher for a single rank, because Lightning (2.6.6) refuses its launcher in a notebook."""
         if self.num_processes * self.num_nodes > 1:
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`, each
-        with a printed line. Also switches off marks for NVIDIA's profiler and the compilation of Muon, which no run
-        needs."""
+        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`. Also
+        switches off marks for NVIDIA's profiler and the compilation of Muon, which no run needs."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
             self.checkpoint_io = AtomicCheckpointIO()
         deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at ZeRO 3
@@ -125,9 +122,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         super().setup(trainer)
 
     def _make_contiguous(self, model: Module) -> None:
-        """Makes each parameter contiguous, because DeepSpeed (0.19.8, `_broadcast_model`) cannot broadcast another
-        layout. Raises UsageError for a scalar, which it cannot broadcast either, and for two parameters that share
-        memory, because DeepSpeed would silently separate them."""
+        """Makes each parameter contiguous, the only layout that DeepSpeed (0.19.8, `_broadcast_model`) can broadcast.
+        Raises UsageError for a scalar, which it cannot broadcast either, and for two parameters that share memory,
+        because DeepSpeed would silently separate them."""
         name_at: dict[int, str] = {}
         for name, parameter in model.named_parameters():
             if not EngineHooks(self).shape(parameter):

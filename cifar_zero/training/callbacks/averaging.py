@@ -72,7 +72,6 @@ class Averaging(Callback):
         self._averaged = {}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Adds the current weights to the average after each optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if not self._averaged:
@@ -136,7 +135,6 @@ class Averaging(Callback):
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _parts(self, module: LightningModule) -> dict[str, Any]:
-        """Returns the model's tensors that have an average, by name."""
         tensors = averaged_tensors(module, self._averages)
         return {name: tensors[name] for name in self._averages}
 

@@ -95,8 +95,8 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Saves after an optimizer step in mid-epoch if the training ends there, and every `steps` optimizer steps. A
-        hook at the end of the training would be too late, because Lightning has then counted the unfinished epoch as
+        """Saves after an optimizer step in mid-epoch if the training ends there, and every `steps` optimizer steps. At
+        the end of the training it would be too late, because Lightning has then counted the unfinished epoch as
         done."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
@@ -126,9 +126,9 @@ def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
     """Converts the counts of micro-batches in a checkpoint, in place, for a run that resumes with another --accumulate:
     `now` instead of `before`.
 
-    A validation at a time, or a user's callback, may save within an optimizer step. The checkpoint lacks the gradients
-    of this step, so the resumed run begins the step again. With dropout or batch norms it is not exactly the same step,
-    because its first micro-batches have already drawn random numbers and changed the running statistics.
+    A validation at a time, or a user's callback, may save within an optimizer step, whose gradients the checkpoint
+    lacks. The resumed run begins this step again. With dropout or batch norms it is not exactly the same step, because
+    its first micro-batches have already drawn random numbers and changed the running statistics.
     """
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         within_step = progress["processed"] % before > 0

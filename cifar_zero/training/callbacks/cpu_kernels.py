@@ -1,5 +1,5 @@
-"""Sets the number of threads and the convolution kernels that suit the size of the current batch, and the thresholds
-with which memory is kept between steps, for ranks on the CPU."""
+"""Chooses, for ranks on the CPU, the number of threads and the convolution kernels that suit the size of a batch, and
+keeps memory between steps."""
 
 import ctypes
 import os

@@ -38,7 +38,6 @@ class IntervalCallback(Callback):
         self._log_once(trainer)
 
     def is_point(self, trainer: Trainer, step: int) -> bool:
-        """Returns whether the curves have a point at a step."""
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         return step % every == 0 or step == self._last_step
 
@@ -52,8 +51,8 @@ class IntervalCallback(Callback):
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
-    """Writes one point of each curve to all loggers. `scalars` has the values, keyed by the tag of their curve. The
-    x-coordinate is the number of optimizer steps done. Only rank 0 has loggers."""
+    """Writes one point of each curve to all loggers, which only rank 0 has. `scalars` has the values, keyed by the tag
+    of their curve. The x-coordinate is the number of optimizer steps done."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), trainer.global_step)
 
@@ -98,8 +97,8 @@ class TrainingCurves(IntervalCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Keeps the learning rate and the gradient norm of a step at which the curves have a point. Under DeepSpeed
-        this hook is called for every micro-batch. The last call sees the summed gradients of all micro-batches, and its
-        values replace those of the calls before."""
+        this hook is called for every micro-batch. Only the values of the last call, which sees all summed gradients,
+        remain."""
         if not self.is_point(trainer, trainer.global_step + 1):
             return
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
@@ -169,8 +168,8 @@ class GradientLogger(IntervalCallback):
 
 
 class Experts(IntervalCallback):
-    """Writes the moe/* curves, which show how each mixture of experts distributes its tokens. Between two points of the
-    curves, the callback only keeps references to tensors that the gates already have on the device."""
+    """Writes the moe/* curves, which show how each mixture of experts distributes its tokens. Nothing is copied from
+    the device between two points of the curves."""
 
     def __init__(self) -> None:
         self._newest: list[Any] = []  # for each gate, its `Routing` of the last micro-batch; all have one size

@@ -1,5 +1,5 @@
-"""Records the peak memory of each rank, the size of its model states, and the settings in effect. Model states are the
-ZeRO paper's term for parameters, gradients and optimizer state."""
+"""Records the peak memory of each rank, the size of its model states (the ZeRO paper's term for parameters, gradients
+and optimizer state), and the settings in effect."""
 
 import json
 from pathlib import Path

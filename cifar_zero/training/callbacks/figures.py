@@ -36,8 +36,6 @@ class TestFigures(Callback):
 
 
 def _write(trainer: Trainer, figure: Figure, name: str) -> None:
-    """Saves a figure as <name>.png in the run folder, and adds it as figures/<name> to the loggers that can show
-    images."""
     file, tag = Path(trainer.default_root_dir) / f"{name}.png", f"figures/{name}"
     if not attempt(lambda: figure.savefig(file, dpi=120), file):
         return

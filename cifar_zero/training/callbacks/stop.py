@@ -147,8 +147,8 @@ def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
 
 
 def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
-    """Returns the message for the user after a signal has ended a run. It states whether the run was saved and how to
-    resume it. The message is empty if the run had not finished a step, and on all ranks but rank 0."""
+    """Returns a message on whether a run that a signal ended was saved and how to resume it. The message is empty if
+    the run had not finished a step, and on all ranks but rank 0."""
     interrupt = _interrupt(trainer)
     if run_dir is None or not interrupt.has_started or not trainer.global_step:
         return ""

@@ -78,8 +78,6 @@ class Throughput(IntervalCallback):
             self._clock_started = self._now()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Records the time from the start of the command to the end of the first step. If the curves have a point at
-        this step, writes the point."""
         key = "perf/seconds_to_first_step"
         if key not in self.totals_of_run and trainer.global_step > self._logged_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
@@ -118,9 +116,9 @@ class Throughput(IntervalCallback):
         return time.perf_counter()
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        """Returns the perf/* metrics of a number of optimizer steps. `data_seconds` is the part of their time that was
-        spent waiting for data. Tokens per second are included only for transformers, and the MFU only if `peak_flops`
-        is known."""
+        """Returns the perf/* metrics of a number of optimizer steps, which took `seconds`, of which `data_seconds` were
+        spent waiting for data. Only transformers have tokens per second, and there is an MFU only if `peak_flops` is
+        known."""
         images_per_second = self._config.recipe.batch_size * steps / seconds
         flops_per_second = self._flops_per_step * steps / seconds
         rates = {
@@ -178,9 +176,8 @@ class ProgressLines(IntervalCallback):
 
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
     """Returns the number of FLOPs in a forward and backward pass of a batch of images of `side` x `side` pixels. A
-    multiply-add counts as two FLOPs. Only matrix products and convolutions are counted, as by torch's FlopCounterMode.
-    Activations that activation checkpointing recomputes are not counted again. A user's model that needs values is
-    built and run on the CPU."""
+    multiply-add counts as two. Only matrix products and convolutions count, as in torch's FlopCounterMode, and what
+    activation checkpointing recomputes does not. A user's model that needs values is built and run on the CPU."""
 
     def count(net: torch.nn.Module) -> int:
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
