@@ -39,8 +39,8 @@ LEAST_START = timedelta(minutes=1)  # least limit for the ranks to meet: imports
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable that, if it is 1, makes torchrun create a new store for restarted ranks. By default (torch 2.15,
-dynamic_rendezvous.py) they find the keys of the previous start, and may connect to an address where no process listens
-any more."""
+dynamic_rendezvous.py) restarted ranks find the keys of the previous start, and may connect to an address where no
+process listens any more."""
 
 
 @dataclass(frozen=True)

@@ -242,8 +242,8 @@ class ViTMoE(Model, MixtureOptions):
 
 
 def _harmless(value: Any) -> bool:
-    """Returns whether an option's value consists only of numbers, booleans and None, in lists or not. Such a value
-    cannot name a file, an address or code, and options may come from files that other people wrote."""
+    """Returns whether an option's value consists only of numbers, booleans and None, or lists of them. Such a value
+    cannot name a file, an address or code. Options may come from files that other people wrote."""
     if isinstance(value, (list, tuple)):
         return all(map(_harmless, value))
     return value is None or isinstance(value, (bool, int, float))

@@ -80,9 +80,10 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 @contextmanager
 def _leaving_no_trace(block: nn.Module) -> Generator[None]:
-    """Context manager for the forward pass that recomputes a block. Its batch norms do not update their statistics. At
-    its end, the gates of its mixtures of experts get back the routing of the first forward pass, whose load-balancing
-    loss is part of the total loss. The loss of the second routing would keep all recomputed activations in memory."""
+    """Context manager for the forward pass that recomputes a block. Inside, the block's batch norms do not update their
+    statistics. At the end, the gates of the block's mixtures of experts get back the routing of the first forward pass,
+    whose load-balancing loss is part of the total loss. The loss of the second routing would keep all recomputed
+    activations in memory."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     routings = [(gate, gate.routing) for gate in gates(block)]

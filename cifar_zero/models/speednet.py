@@ -18,7 +18,7 @@ WHITENED = 2 * 3 * PATCH**2  # that layer's channels: each principal direction o
 CHANNELS = (64, 256, 256)  # output channels of the three blocks, at width 1
 
 SCORE_SCALE = 16
-"""Scores are divided by this number times the square root of the number of channels, which is 256 for the reference's
+"""Scores are divided by this number times the square root of the number of channels, that is by 256 for the reference's
 256 channels. A step of the head then changes the scores by the same amount at every width, so the reference's learning
 rates fit."""
 

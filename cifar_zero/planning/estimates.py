@@ -149,7 +149,7 @@ def estimate_all(
     run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]
 ) -> list[MemoryEstimate]:
     """Returns the memory that a run needs under each strategy of PLANNED, in this order, whatever strategy the run
-    names. `fits_by_format`, a cache that maps a compute format to the run's activations, is completed. Raises
+    names. `fits_by_format` maps a compute format to the run's activations. Missing formats are added to it. Raises
     UsageError if the batch size cannot be divided, if a model is split over ranks (--tensor_parallel_size,
     --pipeline_parallel_size), or if activation checkpointing finds no blocks."""
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
@@ -233,8 +233,8 @@ def gigabytes(size: int) -> str:
 
 def without_auto(settings: Settings) -> Settings:
     """Returns the settings with the recommended strategy, and prints it and the reason, if their strategy is auto.
-    Otherwise returns them unchanged. Raises UsageError if no strategy fits, if `train` would refuse every strategy, or
-    if another launcher started this process, because each rank would then choose separately, and the choices could
+    Otherwise returns them unchanged. Raises UsageError if no strategy fits, or if `train` would refuse every strategy.
+    Also if torchrun, srun or DeepSpeed's launcher started this process, because the choices of the ranks could
     differ."""
     if settings.placement.strategy != AUTO:
         return settings

@@ -201,7 +201,7 @@ def buckets(run: Run, network: Network) -> int:
     """Returns the bytes that the backward pass holds in addition to activations: buckets, temporarily gathered
     parameters and, at stage 1, full gradients. Stage 1 reduces these at the end of the last backward pass
     (zero/stage_1_and_2.py, without overlap_comm). They are counted in addition to all activations, which is more than
-    it ever holds."""
+    stage 1 ever holds."""
     size = parameter_size(run.spec, run.placement.precision)
     if run.spec.family == "fsdp2":
         # The block that computes, the block that is gathered ahead, and the gradients of one block. In mixed precision

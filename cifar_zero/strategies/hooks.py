@@ -31,12 +31,13 @@ class Hooks:
         self.strategy = strategy
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
-        """Returns which implementation of an optimizer to use on a device type, cuda or cpu: torch's fused one on CUDA.
+        """Returns which implementation of an optimizer to use on a device type, cuda or cpu: torch's fused one on CUDA,
+        else torch's plain one.
 
-        On the CPU it rounds an element at the end of a tensor differently from one in the middle (torch 2.15), so that
-        sharding would change the weights. Under autocast it is used only without a gradient scaler and without clipping
-        (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under autocast, not even
-        in bfloat16.
+        On the CPU the fused one rounds an element at the end of a tensor differently from one in the middle (torch
+        2.15), so that sharding would change the weights. Under autocast it is used only without a gradient scaler and
+        without clipping (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under
+        autocast, not even in bfloat16.
         """
         precision = self.strategy.precision_plugin
         refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
@@ -48,8 +49,8 @@ class Hooks:
         return groups
 
     def replica(self) -> tuple[int, int]:
-        """Returns the number of replicas that train on different images, and the index of this rank's replica. Only for
-        use after the rendezvous of the ranks."""
+        """Returns the number of replicas that train on different images, and the index of this rank's replica. Call it
+        after the rendezvous of the ranks."""
         if not isinstance(self.strategy, ParallelStrategy):
             return 1, 0
         sampler = self.strategy.distributed_sampler_kwargs
@@ -164,8 +165,8 @@ class Hooks:
             _foreach_mul_(gradients, scale)
 
     def step_gradient_norm(self) -> float | None:
-        """Returns the gradient norm that the strategy computed in its last step, or None if steps compute no norm and
-        `gradient_norm` returns it before the step."""
+        """Returns the gradient norm that the strategy computed in its last step, or None if steps compute no norm. In
+        that case, `gradient_norm` returns it before the step."""
         return None
 
     def loss_scale(self) -> float | None:

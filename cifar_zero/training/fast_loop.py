@@ -53,8 +53,8 @@ instead of the fast loop."""
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
-    """Replaces the loops of a Trainer, before `fit`, by a `FitLoop` and an `EpochLoop`, or Lightning's epoch loop
-    without `fast`."""
+    """Replaces the loops of a Trainer by a `FitLoop` and, if `fast` is set, an `EpochLoop`, else Lightning's own epoch
+    loop. Must be called before `fit`."""
     before = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, before.min_epochs, before.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop

@@ -38,8 +38,8 @@ def resolve(settings: Settings) -> Run:
     removes the environment variable DS_ACCELERATOR, from which DeepSpeed takes the device type in this process and in
     the ranks that it starts. Raises UsageError, with an alternative, if the run is not possible.
 
-    With several nodes, or under torchrun, rank 0 decides later which checkpoint is resumed. For --data.source auto, it
-    always decides later which images are used; see `training.starting`.
+    Rank 0 decides two things later, for all ranks: which images --data.source auto uses and, with several nodes or
+    under torchrun, which checkpoint is resumed (see `training.starting`).
     """
     run = make_run(resolve_devices(settings))
     if not rank_0_decides(run):

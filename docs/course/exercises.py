@@ -102,8 +102,8 @@ def _name(check: Callable[..., str]) -> str:
 
 def judged(jobs: Sequence[Job], seconds: float | None = None, patience: timedelta = PATIENCE) -> list[Verdict]:
     """Runs all jobs, one after the other, in new processes: two if the first job's exercise needs two ranks, else one.
-    Returns the verdict of each job. If ranks disagree, the first that found a mistake decides. If the processes end or
-    take longer than `seconds` (by default, PROGRAM_SECONDS or SECONDS), all jobs are wrong. Raises RunError if the
+    Returns the verdict of each job. If the ranks' verdicts differ, the first mistake counts. If a process crashes or
+    takes longer than `seconds` (by default, PROGRAM_SECONDS or SECONDS), all jobs are wrong. Raises RunError if the
     ranks do not meet within `patience`."""
     check = CHECKS[jobs[0][0] - 1]
     ranks, verdicts = 2 if check.__module__ == two_ranks.__name__ else 1, []
