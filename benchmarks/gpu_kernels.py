@@ -17,8 +17,8 @@ from stepcheck.replay.plain_copy import Computed
 
 def alarms(device: torch.device) -> dict[str, str]:
     """Returns, as a text for each model, precision and kind of training, how many steps a replay would call wrong if
-    the training uses other kernels than the replay. In a "flat" training the weights lie in one buffer, as at ZeRO 1
-    and 2. A "compiled" one is compiled by Inductor."""
+    the training uses other kernels than the replay: because its weights lie in one buffer, as at ZeRO 1 and 2 ("flat"),
+    or because Inductor compiled it ("compiled")."""
     row: dict[str, str] = {}
     on_gpu = device.type == "cuda"
     for name in ("vit_tiny", "resnet18") if on_gpu else ("net",):

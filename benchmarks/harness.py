@@ -111,5 +111,4 @@ def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def summary(values: Sequence[float]) -> str:
-    """Returns "minimum / median / maximum"."""
     return " / ".join(map(number, (min(values), statistics.median(values), max(values))))

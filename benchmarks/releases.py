@@ -133,7 +133,6 @@ def install(release: str, target: Path) -> None:
 
 
 def last_line(text: str) -> str:
-    """Returns the last line of a program's output that is not empty, or "no message" if there is none."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
 
 

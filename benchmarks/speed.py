@@ -31,7 +31,6 @@ STEPS = {4: 2000, 64: 500, 512: 100}  # timed steps of `limit` at each batch siz
 
 
 def main() -> int:
-    """Measures the chosen comparison and returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("name", choices=CASES, help="the comparison to measure")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of runs (default: 5)")

@@ -64,7 +64,6 @@ class Clock(Callback):
 
 
 def main() -> int:
-    """Measures the runs, prints their figures and returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.speedrun", description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="timed runs, with consecutive seeds (default: 5)")
     arguments, flags = parser.parse_known_args()
@@ -118,7 +117,6 @@ def train(run: Run) -> Result:
 
 
 def show(run: Run, results: Sequence[Result]) -> None:
-    """Prints the figures of the recipe and of its runs."""
     images = CIFARDataModule(run)
     images.setup()
     steps, batch_size = results[0].steps, run.recipe.batch_size
@@ -132,7 +130,6 @@ def show(run: Run, results: Sequence[Result]) -> None:
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """Formats the mean and the standard deviation, or the value itself if there is only one."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
     return f"{fmean(values):.2f} ± {stdev(values):.2f}"

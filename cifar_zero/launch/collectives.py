@@ -45,8 +45,6 @@ process listens any more."""
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Describes where a rank runs."""
-
     host: str  # name of the node
     device: str  # cpu, or cuda and its number
     threads: int  # number of CPU threads that torch uses

@@ -231,7 +231,6 @@ def _code(rank: Rank, received: Collection[int]) -> int | None:
 
 
 def how_ended(code: int) -> str:
-    """Returns a text with the exit code of a process, or with the name of the signal that ended the process."""
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"

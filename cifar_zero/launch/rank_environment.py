@@ -90,7 +90,6 @@ def set_torchrun_variables() -> None:
 
 
 def by_local_launcher() -> bool:
-    """Returns whether `local_launcher` started this rank."""
     return RUN_FILE in os.environ and is_rank()
 
 

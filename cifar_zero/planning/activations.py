@@ -1,7 +1,7 @@
 """Counts the bytes of a training step's activations exactly, without computing their values.
 
 The step runs on tensors that have shapes but no values (torch's FakeTensorMode), so the model may be larger than any
-memory. The kernels are torch's CPU kernels. GPU kernels may need more or less memory. torch's own MemTracker
+memory. The kernels are those of the CPU. GPU kernels may need more or less memory. torch's own MemTracker
 (torch.distributed._tools, 2.15) counts the same bytes, but takes 12 times as long for vit_large, because it visits all
 modules after each operation.
 """
@@ -150,7 +150,6 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 
 def format_of(spec: Spec, precision: str) -> Computes:
-    """Returns the format in which a model computes under a strategy."""
     if precision == "32-true":
         return "float32"
     if precision == "bf16-true" or spec.casts:

@@ -227,7 +227,6 @@ def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tu
 
 
 def gigabytes(size: int) -> str:
-    """Returns a number of bytes as a text in GB (10^9 bytes), with two decimals."""
     return f"{size / 1e9:,.2f}"
 
 

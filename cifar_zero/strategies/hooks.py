@@ -220,7 +220,6 @@ def count_bytes(parameters: Any, gradients: Any, state: Any) -> tuple[int, int, 
 
 
 def tensors_in(container: Any) -> list[Tensor]:
-    """Returns the tensors in nested lists and dictionaries."""
     return [leaf for leaf in tree_leaves(container) if isinstance(leaf, Tensor)]
 
 

@@ -85,8 +85,8 @@ def _wandb(run: Run, run_dir: Path) -> Logger:
 
 
 def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> None:
-    """Adds the results of a run to its loggers. `metrics` is the content of metrics.json. An error of a logger does not
-    end the run."""
+    """Adds the results of a run, the content of metrics.json, to its loggers. An error of a logger does not end the
+    run."""
     for logger in trainer.loggers:
         write_to(logger, _log_results, logger, run, metrics, trainer.global_step)
 

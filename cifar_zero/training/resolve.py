@@ -77,7 +77,6 @@ def announce(run: Run) -> None:
 
 
 def warn_of_few_cores(ranks: int) -> None:
-    """Warns if this computer has fewer cores than the `ranks` that run on its CPU."""
     if ranks > (cores := core_count()):
         shared = "1 core" if cores == 1 else f"{cores} cores"
         say(f"warning: {ranks} CPU ranks share {shared}: use --devices {cores} so that each rank has a core")

@@ -40,7 +40,6 @@ Verdict = tuple[int, str]  # exit code, line
 
 
 def main() -> int:
-    """Prints whether answers are right, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="exercises.py", description="Checks answers to docs/course/exercises.md.")
     numbers = [str(number) for number in range(1, len(CHECKS) + 1)]
     parser.add_argument("exercise", choices=[*numbers, "all"], metavar="N|all", help="number of the exercise, or all")
