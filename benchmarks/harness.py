@@ -72,7 +72,7 @@ def measure_cases(name: str, cases: Sequence[Case], arguments: Namespace) -> Non
 
 
 def heading(name: str, rounds: int, accelerator: str) -> str:
-    """Returns three lines that name the benchmark, the machine, the versions and the commit."""
+    """Returns three lines: the benchmark and its rounds, the machine and its load, and the versions and the commit."""
     cores = core_count()
     machine = f"{cpu_name()}, {cores} {'core' if cores == 1 else 'cores'}"
     if accelerator == "gpu":

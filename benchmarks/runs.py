@@ -63,7 +63,7 @@ class Bench:
 
     def train_py(self, steps: int, *flags: str) -> dict[str, float]:
         """Runs train.py for `steps` timed steps on synthetic images, on one device unless the flags name more. Returns
-        FIGURES from its metrics.json."""
+        FIGURES."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
             arguments = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)

@@ -39,7 +39,7 @@ def create_model(recipe: Recipe, num_classes: int) -> nn.Module:
 
 def create_meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
     """Returns the model of a recipe on the meta device, where parameters have shapes but no values. Raises UsageError
-    like `create_model`, and if an option makes a tensor that is larger than torch can describe."""
+    like `create_model`, and if an option makes a tensor that is too large for torch."""
     try:
         with torch.device("meta"):
             return create_model(replace(recipe, init="default"), num_classes)
@@ -92,8 +92,8 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def blocks_of(net: nn.Module) -> list[nn.Module]:
-    """Returns the modules in a model's attribute `blocks`. Returns an empty list if the model has no such attribute, or
-    if it is not a module, such as a number or a Python list in a user's model."""
+    """Returns the modules in a model's attribute `blocks`, or an empty list if it has none or if it is not a module,
+    such as a Python list in a user's model."""
     blocks = getattr(net, "blocks", None)
     return [*blocks.children()] if isinstance(blocks, nn.Module) else []
 
@@ -112,8 +112,8 @@ def tracked_batch_norms(net: nn.Module) -> list[_BatchNorm]:
 
 
 def frozen_batch_norms(net: nn.Module) -> list[_BatchNorm]:
-    """Returns the batch norms in `net` without a trained parameter. If no parameter of the model is frozen, returns an
-    empty list, even if a batch norm has no parameters."""
+    """Returns the batch norms in `net` without a trained parameter, or an empty list if no parameter of the model is
+    frozen, even for batch norms without parameters."""
     if all(parameter.requires_grad for parameter in net.parameters()):
         return []
     frozen: list[_BatchNorm] = []

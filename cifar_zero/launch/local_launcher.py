@@ -40,8 +40,8 @@ SAVING_SECONDS = 30.0  # time for the other ranks to save and end after one has 
 TAIL_LINES = 15  # lines of a failed rank's output that are printed; --debug prints all
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that end a run on purpose: SIGINT (Ctrl-C), SIGTERM (from a supervisor), SIGHUP (a closed terminal) and
-SIGUSR1 (from SLURM, before the time of the job is over)."""
+"""Signals that end a run on purpose: SIGINT (Ctrl-C), SIGTERM (a supervisor), SIGHUP (a closed terminal), and SIGUSR1
+(SLURM, before the job's time is over)."""
 
 ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ranks that ended on request
 
@@ -125,12 +125,9 @@ def _start(
 
 
 def prepare(cores: Collection[int], blocks_ctrl_c: bool = False) -> None:
-    """Prepares a new process between fork and exec. Linux will kill the process when its parent ends.
-
-    Args:
-        cores: Cores to which the process is bound. If empty, the process may use all cores.
-        blocks_ctrl_c: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise it has its default effect.
-    """
+    """Prepares a new process between fork and exec. Linux will kill it when its parent ends. It is bound to `cores`,
+    unless empty. With `blocks_ctrl_c`, Ctrl-C is blocked until `exits.install` handles it. Otherwise it has its default
+    effect."""
     if blocks_ctrl_c:  # blocked, not ignored, so that the kernel keeps a signal that comes early
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     else:
@@ -141,8 +138,8 @@ def prepare(cores: Collection[int], blocks_ctrl_c: bool = False) -> None:
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Returns the environment variables of a rank on this computer under torchrun's names. Lightning and DeepSpeed read
-    them. `port` is the port of rank 0."""
+    """Returns the environment variables of a rank on this computer under torchrun's names, for Lightning and DeepSpeed.
+    `port` is the port of rank 0."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     numbers |= {"NODE_RANK": 0, "MASTER_PORT": port}
     return {"MASTER_ADDR": ADDRESS, **{name: str(number) for name, number in numbers.items()}}

@@ -59,8 +59,8 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def whole_number(name: str, value: str, least: int = 0, most: int | None = None) -> int:
-    """Returns the value of the environment variable `name` as a number. Raises UsageError if the value is not a whole
-    number, is less than `least`, or is more than `most`."""
+    """Returns the value of the environment variable `name` as a number. Raises UsageError if it is not a whole number
+    from `least` to `most`."""
     if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
         limits = f"at least {least}" if most is None else f"at least {least} and at most {most}"
         fix = f"set it to a number of {limits}, or unset it"
@@ -69,7 +69,7 @@ def whole_number(name: str, value: str, least: int = 0, most: int | None = None)
 
 
 def is_rank() -> bool:
-    """Returns whether `local_launcher`, torchrun, DeepSpeed's launcher or SLURM started this process as a rank."""
+    """Returns whether a launcher (`local_launcher`, torchrun, DeepSpeed's or SLURM) started this process as a rank."""
     return bool(variables())
 
 

@@ -23,8 +23,7 @@ DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
 
 
 class ResNet(nn.Module):
-    """A residual network: a stem, four stages of residual blocks, a mean over the positions, and a linear layer that
-    gives the class scores."""
+    """A stem, four stages of residual blocks, a mean over the positions, and a linear layer."""
 
     def __init__(self, num_classes: int, options: models.ResNet):
         super().__init__()

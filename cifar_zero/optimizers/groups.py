@@ -71,9 +71,8 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def match_strides(optimizer: Optimizer) -> None:
-    """Gives each tensor in an optimizer's loaded state the strides of its parameter, as in a new optimizer, because
-    torch's fused updates read parameter and state in memory order. Tensors of another shape than their parameter stay
-    as they are."""
+    """Gives each tensor in an optimizer's loaded state that has the shape of its parameter the parameter's strides, as
+    in a new optimizer. torch's fused updates read parameter and state in memory order."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
@@ -81,8 +80,8 @@ def match_strides(optimizer: Optimizer) -> None:
 
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns the group and the state of each parameter in a checkpoint's optimizer state, keyed by parameter name. The
-    state of a parameter is empty before the first step."""
+    """Returns the group and the state of each parameter in a checkpoint's optimizer state, keyed by parameter name. A
+    parameter that was never updated has an empty state."""
     entries: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for group in state["param_groups"]:
         for name, number in zip(group["param_names"], group["params"], strict=True):

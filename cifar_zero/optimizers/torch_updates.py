@@ -55,8 +55,8 @@ class GroupOptimizer(Optimizer):
         return [self.state[parameter][name] for parameter in parameters]
 
     def counts(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the step count of each parameter, a float32 scalar on the CPU that starts at 0. torch's functions
-        expect this form, and increase the counts in place."""
+        """Returns the step count of each parameter, a float32 scalar on the CPU that starts at 0 and that torch's
+        functions increase in place."""
         return [self.state[parameter].setdefault("step", torch.tensor(0.0)) for parameter in parameters]
 
 

@@ -128,8 +128,8 @@ class MemoryEstimate:
         return max(self.built_on_host, self._host_in_training)
 
     def bytes_to_compare(self, budget: MemoryBudget) -> int:
-        """Returns the bytes to compare with `budget.device`. They include the bytes on the host if device and host
-        share one memory."""
+        """Returns the bytes to compare with `budget.device`, with those on the host if device and host share one
+        memory."""
         if budget.shared:
             return max(self.built_on_host, self.device + self._host_in_training)
         return self.device

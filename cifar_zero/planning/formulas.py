@@ -70,7 +70,7 @@ class Network:
 
     weights: tuple[Weight, ...]
     blocks: tuple[int, ...]
-    """Number of elements of each block. fsdp2 shards each block separately."""
+    """Number of elements of each block, which fsdp2 shards separately."""
     built_unsharded: bool = False
     """Whether the full model is built on the host before ZeRO 3 shards it."""
 

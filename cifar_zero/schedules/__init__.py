@@ -32,14 +32,13 @@ class FiniteSchedule(Schedule):
 
 
 def share_done(step: float, total: float) -> float:
-    """Returns the share of `total` steps that are done, from 0 to 1. It stays 1 after the last step, and is 1 if
-    `total` is 0 or less."""
+    """Returns the share of `total` steps that are done, from 0 to 1. It is 1 after the last step, and if `total` is at
+    most 0."""
     return min(max(step / total, 0.0), 1.0) if total > 0 else 1.0
 
 
 def cosine(start: float, end: float, share: float) -> float:
-    """Returns the value of half a cosine wave that goes from `start` to `end`, at the position `share` of its length (0
-    to 1)."""
+    """Returns the value of half a cosine wave from `start` to `end`, at the position `share` (0 to 1) of its length."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
 

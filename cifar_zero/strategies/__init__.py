@@ -1,6 +1,5 @@
-"""Builds Lightning's strategy for a run. The strategies of plain PyTorch are built in this file. Each other family of
-strategies is a file or folder of this package, which is imported only if a run needs it. hooks.py defines what other
-packages read from a strategy."""
+"""Builds Lightning's strategy for a run: those of plain PyTorch in this file, each other family in a file or folder of
+this package, which is imported only if a run needs it. hooks.py defines what other packages read from a strategy."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ def _plain(placement: Placement) -> Strategy | str:
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
-    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise an instance of the class in the strategy's
-    attribute `hooks`. Without this attribute, or if `strategy` is None, returns `Hooks`."""
+    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise an instance of the class in its attribute
+    `hooks`. Without this attribute, or without a strategy, it is `Hooks`."""
     # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
     # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy

@@ -1,5 +1,4 @@
 """Defines what other packages read from a strategy: unsharded tensors, this rank's shards, norms and sizes in bytes.
-How a parameter is sharded, and where its gradient and the optimizer's copy of it are stored, depends on the strategy.
 `strategies.hooks_of` returns the hooks of a strategy."""
 
 import math
@@ -20,12 +19,9 @@ from cifar_zero.optimizers import Implementation
 
 
 class Hooks:
-    """The default hooks, for a strategy that uses plain tensors or DTensors as parameters and an optimizer of torch.
-
-    Each family of strategies has a subclass that overrides what differs. Every parameter that is passed in belongs to
-    the module that the strategy trains; a buffer of this module may be passed instead. "Collective" means that every
-    rank must make the same call.
-    """
+    """The default hooks, for plain tensors or DTensors as parameters and an optimizer of torch. Parameters that are
+    passed in belong to the module that the strategy trains, or are buffers of it. "Collective" means that every rank
+    must make the same call."""
 
     def __init__(self, strategy: Any = None):
         self.strategy = strategy
@@ -57,8 +53,8 @@ class Hooks:
         return sampler["num_replicas"], sampler["rank"]
 
     def data_group(self) -> dist.ProcessGroup | None:
-        """Returns the process group that contains this rank and one rank of each other replica. Together these ranks
-        see each image once. None stands for all ranks."""
+        """Returns the process group of this rank and one rank of each other replica, which together see each image
+        once. None stands for all ranks."""
         return None
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
@@ -72,8 +68,8 @@ class Hooks:
         return dict(tensors)
 
     def gradients(self, module: Module) -> dict[str, Tensor]:
-        """Returns the `full_gradient` of each trained parameter of a module, on the CPU, keyed by the names in the
-        plain model. Gradients of experts that only other ranks have are included. Collective."""
+        """Returns the `full_gradient` of each trained parameter on the CPU, keyed by the names in the plain model, with
+        experts that only other ranks have. Collective."""
         gradients: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -93,23 +89,23 @@ class Hooks:
         return self.unshard(parameter, gradient)
 
     def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
-        """Returns a float32 copy of a full tensor that is sharded like `parameter`, for example of its gradient.
-        `shard` is this rank's shard of the tensor. Collective."""
+        """Returns a float32 copy of the full tensor of which `shard`, sharded like `parameter`, is this rank's shard.
+        Collective."""
         return unsharded(shard).to(torch.float32, copy=True)
 
     def write(self, parameter: Any, value: Tensor) -> None:
-        """Overwrites a parameter with an unsharded value, which must be the same on every rank. Collective. Call it
-        before the optimizer is made, because the optimizer may keep a copy."""
+        """Overwrites a parameter with an unsharded value, the same on every rank. Collective. Call it before the
+        optimizer is made, because the optimizer may keep a copy."""
         with torch.no_grad():
             parameter.copy_(shard_like(value, parameter))
 
     def local(self, parameter: Any) -> Tensor:
-        """Returns the tensor that this rank holds, which is the parameter itself or its shard. It is not copied."""
+        """Returns the tensor that this rank holds, which is the parameter itself or its shard, without a copy."""
         return local_of(parameter)
 
     def shard(self, full: Tensor, parameter: Any) -> Tensor:
-        """Returns this rank's shard of an unsharded tensor, sharded like `parameter`, without communication. If the
-        parameter is not sharded, returns the tensor itself."""
+        """Returns this rank's shard of an unsharded tensor, sharded like `parameter`, or the tensor itself if the
+        parameter is not sharded. Nothing is communicated."""
         return local_of(shard_like(full, parameter))
 
     def compute_dtype(self, parameter: Any) -> torch.dtype:
@@ -121,8 +117,7 @@ class Hooks:
         return nullcontext()
 
     def ends_step(self) -> bool:
-        """Returns whether the micro-batch is at an accumulation boundary. Must be called in
-        `on_before_optimizer_step`."""
+        """Returns whether the micro-batch is at an accumulation boundary. Call it in `on_before_optimizer_step`."""
         return True
 
     def ranks_of(self, parameter: Any) -> int:
@@ -186,8 +181,7 @@ class Hooks:
         return count_bytes(parameters, [parameter.grad for parameter in parameters], optimizer.state)
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the configuration of DeepSpeed's engine, keyed by DeepSpeed's option names. The dict is empty if the
-        strategy has no engine."""
+        """Returns the configuration of DeepSpeed's engine, or an empty dict without an engine."""
         return {}
 
 
@@ -203,8 +197,8 @@ def shard_like(full: Any, like: Any) -> Any:
 
 
 def count_bytes(parameters: Any, gradients: Any, state: Any) -> tuple[int, int, int]:
-    """Returns the bytes of the tensors in each of three nested containers. Shared memory counts only in the first
-    container that uses it."""
+    """Returns the bytes of the tensors in three nested containers. Shared memory counts only in the first one that uses
+    it."""
     counted: set[tuple[torch.device, int]] = set()
 
     def count(container: Any) -> int:

@@ -109,16 +109,16 @@ class MeshStrategy(ModelParallelStrategy):
 
 
 def by_block(net: nn.Module, distribute: Callable[[nn.Module], Any]) -> None:
-    """Applies `distribute`, which is fully_shard or replicate, to each block of a model that has `blocks`, and then to
-    the rest of the model."""
+    """Applies `distribute` (fully_shard or replicate) to each block of a model that has `blocks`, and then to the
+    rest."""
     for block in blocks_of(net):
         distribute(block)
     distribute(net)
 
 
 def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
-    """Returns `states` with full tensors on the CPU if `keep` is true, and an empty dict otherwise. All ranks that
-    have shards must call this function."""
+    """Returns `states` with full tensors on the CPU if `keep`, else an empty dict. All ranks that have shards must call
+    it."""
 
     def full(tensor: Tensor) -> Tensor | None:
         tensor = unsharded(tensor)

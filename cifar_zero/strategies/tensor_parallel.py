@@ -61,12 +61,12 @@ PLAN: dict[str, Any] = {
     "mlp.2": RowwiseParallel(),
 }
 """How each layer in a block of models/vit.py is split. The first layer of the attention and of the MLP is split by its
-outputs, which are the rows of torch's weight (Colwise), and the second by its inputs (Rowwise)."""
+outputs, the rows of torch's weight (Colwise), and the second by its inputs (Rowwise)."""
 
 
 def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:
     """Splits the layers in each block of a vision transformer over the ranks of mesh["tensor_parallel"], in place, and
-    divides the number of heads. Patches, positions, norms and head are not split."""
+    divides the number of heads. All other layers stay whole."""
     ranks = mesh["tensor_parallel"]
     for block in net.modules():
         if isinstance(block, Block):

@@ -1,8 +1,5 @@
-"""Computes the losses that --loss selects, and the metrics of a split (validation or test) over all ranks. torchmetrics
-keeps the counts from which the metrics are computed.
-
-docs/runs.md has a table of the metrics, with their values for a class without images.
-"""
+"""Computes the losses that --loss selects, and the metrics of a split (validation or test) over all ranks, from counts
+that torchmetrics keeps. docs/runs.md has a table of the metrics, with their values for a class without images."""
 
 import math
 from typing import Any, Literal
@@ -28,8 +25,7 @@ TOP = 5
 With at most five classes the accuracy would always be 1, so it is left out."""
 
 OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "validate_args": False}
-"""Options of torchmetrics' classes. Their check of arguments is turned off, because it would wait for the device in
-each batch."""
+"""Options of torchmetrics' classes. Their check of arguments would wait for the device in each batch."""
 
 BINS = 15  # number of confidence bins, from Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
 
@@ -113,8 +109,8 @@ class SplitMetrics:
         """Returns metrics by name, each with one value per class, float64 (classes,) on the CPU. With `curves`, the
         area under the ROC curve (auroc) and the average precision are included. Every rank must call it.
 
-        The values of a class without images are NaN. The auroc is also NaN if no other class has images. The precision
-        of a class that was never predicted is 0, as in scikit-learn.
+        A class without images has NaN. The auroc is also NaN if no other class has images. The precision of a class
+        that was never predicted is 0, as in scikit-learn.
         """
         counts = self.confusion.compute().cpu().double()  # true class by predicted class
         right, images, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)

@@ -95,8 +95,7 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
 
 
 def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
-    """Writes metrics.json and prints the summary. Returns an empty string or, if the file could not be written, a
-    message with the reason."""
+    """Writes metrics.json and prints the summary. Returns why the file could not be written, or an empty string."""
     file = run_dir / run_folder.METRICS
     failure = failure_of(lambda: write_json(file, metrics))
     print_summary(metrics, run_dir)

@@ -1,5 +1,5 @@
-"""Prepares the start of a run on all ranks. Makes the ranks agree on its checkpoint, weights and images, and creates
-the run folder."""
+"""Prepares the start of a run: makes the ranks agree on its checkpoint, weights and images, and creates the run
+folder."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -88,7 +88,7 @@ def grade(files: Sequence[Path], submission: Path | None = None) -> int:
 
 
 def write_submission(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """Writes the JSON file of --submit, and makes its folder. `reports` has the points and lines of each file."""
+    """Writes the JSON file of --submit, and makes its folder."""
     made_with = {"python": platform.python_version(), "torch": str(torch.__version__), "system": platform.system()}
     content = {"format": 1, "of": sum(POINTS.values()), **made_with, "submissions": reports}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,12 +29,8 @@ restores no other option."""
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
     """Writes and reads DeepSpeed's files. The first error while writing is stored in `failure`. It is not raised,
-    because the other ranks would wait for this one.
-
-    Args:
-        trust: See `safe_load.load_safely`.
-        notes: Entries that are added to each file that is written, except the experts' files.
-    """
+    because the other ranks would wait for this one. `notes` are added to each file that is written, except the experts'
+    files. For `trust` see `safe_load.load_safely`."""
 
     failure = ""  # the first error while writing
 
@@ -115,13 +111,9 @@ def with_names(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> d
 
 
 def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Sequence[str]]) -> None:
-    """Loads a plain checkpoint into an engine of any ZeRO stage and number of ranks: weights, optimizer state, the
-    options in MOVED and the step count. Every rank must call it.
-
-    Args:
-        checkpoint: Content of the checkpoint, as `checkpoints.read.read` returns it.
-        group_names: Names of the parameters in each of the optimizer's groups, for a checkpoint without names.
-    """
+    """Loads a plain checkpoint, as `checkpoints.read.read` returns it, into an engine of any ZeRO stage and number of
+    ranks: weights, optimizer state, the options in MOVED and the step count. If it has no names of parameters, they are
+    those in `group_names`, one list for each of the optimizer's groups. Every rank must call it."""
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     saved = by_name(with_names(checkpoint["optimizer_states"][0], group_names))
     plain, names = plain_names_of(engine, engine.module.state_dict()), names_of_parameters(engine)

@@ -61,8 +61,7 @@ class EngineHooks(Hooks):
         return by_plain_name
 
     def shape(self, parameter: Any) -> torch.Size:
-        """Returns the unsharded shape. At ZeRO 3 it is the shape that zero.Init recorded before it emptied the
-        parameter."""
+        """Returns the unsharded shape, which zero.Init has recorded at ZeRO 3."""
         return getattr(parameter, "ds_shape", parameter.shape)
 
     def full_gradient(self, parameter: Any) -> Tensor:
@@ -170,8 +169,8 @@ class EngineHooks(Hooks):
         return count_bytes(parameters, gradients, [master, getattr(optimizer, "optimizer", optimizer).state])
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the configuration with which DeepSpeed's engine was built. Two entries are as DeepSpeed (0.19.8)
-        completed them: the ZeRO section, and the dtype of communication, for example "float16"."""
+        """Returns the configuration with which DeepSpeed's engine was built, with the ZeRO section and the dtype of
+        communication, for example "float16", as DeepSpeed (0.19.8) completed them."""
         config = self.engine._config
         dtype = str(self.engine.communication_data_type).removeprefix("torch.")
         zero = config.zero_config.model_dump(mode="json")

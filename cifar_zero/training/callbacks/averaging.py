@@ -158,8 +158,8 @@ def average_statistics(module: LightningModule) -> None:
 
 
 def averaged_tensors(module: LightningModule, also: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the tensors of the model that are averaged, by name. These are the trained parameters, all floating-point
-    buffers except the buffers of frozen batch norms, and the tensors whose names are in `also`."""
+    """Returns the tensors of the model that are averaged, by name: the trained parameters, the floating-point buffers
+    except those of frozen batch norms, and the tensors whose names are in `also`."""
     fixed = {buffer for norm in frozen_batch_norms(module) for buffer in norm.buffers()}
     tensors: dict[str, Any] = {}
     for name, parameter in module.named_parameters():

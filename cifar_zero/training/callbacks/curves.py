@@ -19,8 +19,8 @@ from cifar_zero.training.loggers import write_to
 
 
 class IntervalCallback(Callback):
-    """Base class of the callbacks that write a point of their curves every --log_interval optimizer steps, and after
-    the last step, even if a signal ends the run there. A subclass writes the point in `_log`."""
+    """Base class of the callbacks that write a point of their curves (`_log`) every --log_interval optimizer steps, and
+    after the last step, even if a signal ends the run there."""
 
     keeps_gradients = True  # for stepcheck, which notes callbacks that may change gradients
     _last_step: float = -1  # the step that is planned to be the last

@@ -170,8 +170,8 @@ def _interrupt(trainer: Trainer) -> Interrupt:
 
 
 def check_saved(trainer: Trainer) -> None:
-    """Raises RunError if the last state could not be written to last.ckpt. Only rank 0 has recorded such a failure, so
-    on the other ranks nothing is raised."""
+    """Raises RunError if the last state could not be written to last.ckpt. Only rank 0 knows, so other ranks raise
+    nothing."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, LastCheckpoint) and callback.failure:
             raise RunError(callback.failure)

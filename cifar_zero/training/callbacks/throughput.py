@@ -229,8 +229,8 @@ PEAKS = {
     # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
     r"\bB200$": Peak(75e12, 1100e12, 2250e12),
 }
-"""The peaks of NVIDIA's GPUs, keyed by a regular expression for the device's name. Slices of a GPU (MIG) and GPUs that
-are not listed have no known peak."""
+"""The peaks of NVIDIA's GPUs, keyed by a regular expression for the device's name. Other GPUs, and slices of a GPU
+(MIG), have no known peak."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
