@@ -85,7 +85,7 @@ def measurements(arguments: Namespace, out: Path) -> Iterator[Measurement]:
 
 def main() -> int:
     """Makes the measurements that are missing or failed, as far as --minutes allows. Returns the exit code, which is 1
-    if the last try of a chosen measurement failed. Measurements that are still missing do not change it."""
+    if the last try of a chosen measurement failed, whether or not others are still missing."""
     parser = exits.Parser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="cpu: a small rehearsal")
     parser.add_argument("--minutes", type=float, default=9, help="stop after this many minutes (default: %(default)s)")

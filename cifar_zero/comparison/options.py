@@ -9,8 +9,7 @@ from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
 from stepcheck.report import check_files
 
-OF_TRAININGS = ("strategies", "devices", "accumulate")
-"""Options that choose what is trained. They do not work with --runs."""
+OF_TRAININGS = ("strategies", "devices", "accumulate")  # options that do not work with --runs
 
 EPILOG = """\
 Each step of each run is audited, and 20 steps (--check_steps) are computed again by plain PyTorch from the same
@@ -28,8 +27,9 @@ examples:
 
 
 def parse() -> tuple[Namespace, list[str]]:
-    """Parses the command line. Returns the options of compare, and the other words, which are options of train. Raises
-    UsageError if an option has a wrong value, or if options do not fit together."""
+    """Returns the options of compare, and the other words of the command line, which are options of train. Raises
+    UsageError if an option has a wrong value, if options do not fit together, or if the file of --junit cannot be
+    written."""
     parser = exits.Parser(
         prog=command("compare"),
         description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads existing "

@@ -1,11 +1,9 @@
 """Counts the bytes of a training step's activations exactly, without computing their values.
 
 The step runs on tensors that have shapes but no values (torch's FakeTensorMode), so the model may be larger than any
-memory. The kernels are torch's CPU kernels. GPU kernels may need more or less memory.
-
-torch's own MemTracker (torch.distributed._tools, 2.15) counts the same bytes, but visits all modules after each
-operation. To count the activations of vit_large at one size of the micro-batch, it takes 24 seconds, and this module
-takes 2 seconds.
+memory. The kernels are those of the CPU. GPU kernels may need more or less memory. torch's own MemTracker
+(torch.distributed._tools, 2.15) counts the same bytes, but takes 12 times as long for vit_large, because it visits all
+modules after each operation.
 """
 
 import weakref
@@ -36,8 +34,7 @@ float16 takes as much memory as bfloat16."""
 
 
 FAKE = partial(FakeTensorMode, allow_non_fake_inputs=True)
-"""torch's mode in which operations make tensors without values. It is configured to accept a model on the meta
-device."""
+"""torch's mode in which operations make tensors without values, configured to accept a model on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,8 @@ class LinearFit:
 
 
 class ActivationTracker(TorchDispatchMode):
-    """Counts the bytes that operations have allocated and not yet freed while the mode is on. The memory of the model
-    and of its gradients is not counted. The constructor sets the gradient of each trained parameter to zeros."""
+    """Counts the bytes that operations have allocated and not yet freed while the mode is on, without the model and its
+    gradients. The constructor sets the gradient of each trained parameter to zeros."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
@@ -83,12 +80,9 @@ class ActivationTracker(TorchDispatchMode):
 
 
 def count_activations(net: nn.Module, images: int, computes: Computes, side: int = IMAGE_SHAPE[1]) -> int:
-    """Returns the peak bytes of one forward and backward pass of a micro-batch of images of side x side pixels.
-
-    Temporary tensors of operations are counted, but parameters and gradients are not. `net` must be built in the
-    FakeTensorMode in which this function is called, and already cast if `computes` is "cast". At the end its gradients
-    are None.
-    """
+    """Returns the peak bytes of one forward and backward pass of a micro-batch of images of side x side pixels, without
+    parameters and gradients. `net` must be built in the FakeTensorMode in which this function is called, and already
+    cast if `computes` is "cast". At the end its gradients are None."""
     tracker = ActivationTracker(net)
     batch, labels = torch.empty(images, IMAGE_SHAPE[0], side, side), torch.zeros(images, dtype=torch.int64)
     if computes == "cast":
@@ -106,9 +100,9 @@ def count_activations(net: nn.Module, images: int, computes: Computes, side: int
 
 
 def measure(run: Run, computes: Computes) -> LinearFit:
-    """Returns the peak bytes of a run's activations as a function of the images in a micro-batch. They are counted with
-    the run's micro-batch, of two images at least, and with a micro-batch of twice the size. Raises UsageError if
-    activation checkpointing finds no blocks."""
+    """Returns the peak bytes of a run's activations as a function of the images in a micro-batch. It is fitted to the
+    run's micro-batch, of two images at least, and to one of twice the size. Raises UsageError if activation
+    checkpointing finds no blocks."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
     net = create_meta_model(run.recipe, run.num_classes)
@@ -124,16 +118,15 @@ def measure(run: Run, computes: Computes) -> LinearFit:
 
 def fake(net: nn.Module) -> nn.Module:
     """Returns a copy of `net`, a model on the meta device. torch treats the copy's tensors as CPU tensors, but they
-    have no values. Must be called in the mode FAKE. Tied weights stay tied, which `to_empty` would not ensure."""
+    have no values. Must be called in the mode FAKE. Tied weights stay tied, whereas `to_empty` would separate them."""
     tensors = (*net.parameters(), *net.buffers())
     return deepcopy(net, {id(t): torch.empty_like(t, device="cpu", requires_grad=t.requires_grad) for t in tensors})
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns what `count_activations` returns. If the model has more than three blocks and all are identical, it
-    counts only two and then three blocks, because each further block adds the same bytes. This is exact to the byte for
-    vit_13b, and counting all 41 of its blocks would take 15 times as long. A user's model may need all of its
-    blocks."""
+    """Returns what `count_activations` returns. If the model has more than three blocks, all identical, only two and
+    then three are counted, because each further block adds the same bytes. This is exact to the byte for vit_13b, and
+    15 times faster. If the model fails with fewer blocks, as a user's model may, all are counted."""
     blocks = getattr(net, "blocks", None)
     if isinstance(blocks, nn.Sequential) and len(blocks) > 3 and len({*map(_kind, blocks)}) == 1:
         try:
@@ -150,13 +143,13 @@ def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Returns a key that is equal for two blocks if they hold the same activations."""
+    """Returns a key that is equal for two blocks with the same modules and parameters, which are taken to hold the same
+    activations."""
     modules = tuple((type(module), module.extra_repr()) for module in block.modules())
     return modules, tuple((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
 
 
 def format_of(spec: Spec, precision: str) -> Computes:
-    """Returns the format in which a model computes under a strategy."""
     if precision == "32-true":
         return "float32"
     if precision == "bf16-true" or spec.casts:

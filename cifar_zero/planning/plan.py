@@ -119,8 +119,7 @@ def _parse() -> tuple[Namespace, list[str]]:
 
 
 def print_plan(estimates: Sequence[MemoryEstimate]) -> None:
-    """Prints a row for each strategy, in GB on the rank with the most bytes, and the reasons why strategies are
-    refused."""
+    """Prints a row for each strategy, in GB on the rank with the most bytes, and why strategies are refused."""
     row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}"
     print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch"))
     for estimate in estimates:
