@@ -57,7 +57,7 @@ def test_an_error_ends_with_the_folder_of_the_runs(
         (f"--strategies baseline deepspeed_stage_3_superoffload {SMALL}", "needs a CUDA GPU"),
         (f"--devices 1 3 {SMALL}", "is not a multiple of 3 ranks"),
         (f"{TWO} --trainer.limit_train_batch 5", "--trainer.limit_train_batch is not an option of Lightning's Trainer"),
-        (f"{TWO} --junit {__file__}/xml", r"--junit: \S+xml cannot be written \((File exists|Not a directory)\)"),
+        (f"{TWO} --junit {__file__}/xml", "xml cannot be written (File exists)"),
         ("--runs one two --junit .", "--junit: . is a folder; give a file"),
         (f"--strategies auto ddp {SMALL}", "--strategies auto cannot be compared: name the strategy"),
         ("--runs one two --max_steps 5", "--runs only reads finished runs: leave out --max_steps 5"),

@@ -49,10 +49,8 @@ def test_a_benchmark_is_audited_too(resolved):
 
 
 @pytest.mark.parametrize(("outcome", "faulty"), [("different", True), ("agrees", False)])
-def test_a_fault_before_a_restart_counts(
-    outcome: str, faulty: bool, resolved, tmp_path: Path
-):
-    """torchrun restarts the ranks after exit code 3, or after the death of a rank. The steps of the third start agree."""
+def test_a_fault_before_a_restart_counts(outcome: str, faulty: bool, resolved, tmp_path: Path):
+    """torchrun restarts the ranks after exit code 3 or the death of a rank. The steps of its last start agree."""
     run = resolved("--audit")
     starts = [Path(run.output.out, run.run_name, f"version_{number}") for number in range(3)]
     for agent, folder in zip(("other", "own", "own"), starts, strict=True):
