@@ -66,7 +66,9 @@ class CIFARDataModule(LightningDataModule):
         """
         if hasattr(self, "dataset"):
             return
-        self.prepare_data()  # on the ranks of a node that have not called it
+        if rank_environment.local_rank() and self._data.source != "auto":
+            self.source = self._data.source  # the node's first rank has checked all of its bytes
+        self.prepare_data()
         self.dataset = data.load(self._data, self.source)
         self._check_same_images()
         self._train, self._val = stratified_split(

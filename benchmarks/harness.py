@@ -71,19 +71,24 @@ def measure_cases(name: str, cases: Sequence[Case], arguments: Namespace) -> Non
         print(f"\n{markdown(case.name, rows(runs, list(product(case.measured, case.references))))}")
 
 
-def heading(name: str, rounds: int, accelerator: str) -> str:
-    """Returns three lines: the benchmark and its rounds, the machine and its load, and the versions and the commit."""
+def machine(accelerator: str) -> str:
+    """Returns the names of the CPU and, for the accelerator "gpu", of the GPUs."""
     cores = core_count()
-    machine = f"{cpu_name()}, {cores} {'core' if cores == 1 else 'cores'}"
+    named = f"{cpu_name()}, {cores} {'core' if cores == 1 else 'cores'}"
     if accelerator == "gpu":
         import torch  # imported here, because other errors are reported without torch
 
-        machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        named += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return named
+
+
+def heading(name: str, rounds: int, accelerator: str) -> str:
+    """Returns three lines: the benchmark and its rounds, the machine and its load, and the versions and the commit."""
     numbers = versions()
     shown = ", ".join(f"{package} {numbers[package]}" for package in ("python", "torch", "lightning", "deepspeed"))
     title = f"{name}; rounds: {rounds}; minimum / median / maximum; ratios are taken within a round"
     load = f"load average {os.getloadavg()[0]:.2f}"
-    return f"{title}\n{machine}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
+    return f"{title}\n{machine(accelerator)}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
 
 
 def rows(runs: Mapping[str, Sequence[Figures]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:

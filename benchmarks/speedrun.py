@@ -32,9 +32,12 @@ from datamodule import CIFARDataModule
 
 RECIPE = ["--config", "configs/speedrun.yaml", "--logger", "none"]
 
-UNUSED = ("ema", "early_stopping", "weights", "resume", "bench_steps", "save_every_n_steps")
-"""Options of train.py that do nothing in this benchmark, because its runs have no validation, start from fresh weights
-and write no files."""
+UNUSED = (
+    *("ema", "early_stopping", "monitor", "save_top_k", "weights", "resume", "bench_steps", "save_every_n_steps"),
+    *("audit", "check_steps", "log_gradients"),
+)
+"""Options of train.py that do nothing in this benchmark, because its runs have no validation, start from fresh weights,
+write no files and have no callbacks for these options."""
 
 
 @dataclass

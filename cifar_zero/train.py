@@ -100,5 +100,6 @@ def train(run: Run) -> dict[str, Any]:
     stop.check_saved(trainer)
     if unwritten:
         raise RunError(unwritten)
-    build.check_audited(trainer, run_dir, run.output.resume)
+    agents = {info.agent for info in rank_infos}
+    build.check_audited(trainer, run_dir, resume.starts_of(agents, run.output.out, run.run_name))
     return metrics

@@ -47,17 +47,20 @@ def check_files(options: argparse.Namespace) -> None:
     """Makes the folders for the files of --json, --junit and --save. Raises UsageError if a file cannot be written,
     before a run that would be in vain."""
     for flag in ("json", "junit", "save"):
-        file = getattr(options, flag, None)
-        if file is None:
-            continue
-        try:
-            if file.is_dir():
-                raise UsageError(f"--{flag}: {file} is a folder; give a file")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if not os.access(file if file.exists() else file.parent, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            raise UsageError(f"--{flag}: {file} cannot be written ({error.strerror}); give another file") from error
+        if file := getattr(options, flag, None):
+            check_file(flag, file)
+
+
+def check_file(flag: str, file: Path) -> None:
+    """Makes the folder for the file of a flag. Raises UsageError if the file cannot be written."""
+    try:
+        if file.is_dir():
+            raise UsageError(f"--{flag}: {file} is a folder; give a file")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(f"--{flag}: {file} cannot be written ({error.strerror}); give another file") from error
 
 
 def write_files(

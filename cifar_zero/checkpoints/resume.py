@@ -111,14 +111,23 @@ def _checkpoint_of(settings: Settings) -> Path | None:
 
 
 def newest_of(launchers: Collection[str], out: str, name: str) -> Path | None:
-    """Returns the newest checkpoint that earlier ranks of the same torchrun processes or the same SLURM job wrote into
-    runs named `name` under `out`, or None.
+    """Returns the newest checkpoint in the run folders of `starts_of`, or None if they have none."""
+    candidates: list[Path] = []
+    for folder in starts_of(launchers, out, name):
+        atomic.recover(folder)
+        candidates += run_folder.checkpoints(folder)
+    return run_folder.newest(candidates) if candidates else None
+
+
+def starts_of(launchers: Collection[str], out: str, name: str) -> list[Path]:
+    """Returns the folders of the runs named `name` under `out` whose ranks were started by the same torchrun processes
+    or in the same SLURM job.
 
     `launchers` are the names of torchrun's processes (see `rank_environment.torchrun_agent`) or the job's number.
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
     node.
     """
-    candidates: list[Path] = []
+    folders: list[Path] = []
     for suffix in ("", FALLBACK_SUFFIX):
         for file in Path(out, name + suffix).glob(f"version_*/{run_folder.RANKS}"):
             try:
@@ -127,11 +136,8 @@ def newest_of(launchers: Collection[str], out: str, name: str) -> Path | None:
             except (UsageError, TypeError):  # damaged, for example by a full disk
                 continue
             if earlier.intersection(launchers) - {""}:
-                atomic.recover(file.parent)
-                candidates += run_folder.checkpoints(file.parent)
-    if candidates:
-        return run_folder.newest(candidates)
-    return None
+                folders.append(file.parent)
+    return folders
 
 
 def command_to_resume(run: Run, checkpoint: Path | str) -> str:

@@ -45,7 +45,7 @@ def judge(arguments: Namespace, folder: Path, variants: list[Variant]) -> int:
     report.show(comparison, folder)
     report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
-        report.write_junit(comparison, Path(arguments.junit))
+        report.write_junit(comparison, arguments.junit)
     write_plot(comparison, folder / "losses.png")
     return 0 if comparison.passed else 1
 

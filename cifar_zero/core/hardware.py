@@ -55,14 +55,13 @@ def memory_bytes() -> int:
     return psutil.virtual_memory().total
 
 
-def gpu_memory_bytes() -> int:
-    """Returns the memory of all GPUs of this computer, used or not."""
-    total = 0
-    for number in range(gpu_count()):
-        import torch
+def gpu_memory_bytes() -> list[int]:
+    """Returns the bytes of memory of each GPU of this computer, used or not."""
+    if not gpu_count():
+        return []
+    import torch
 
-        total += torch.cuda.get_device_properties(number).total_memory
-    return total
+    return [torch.cuda.get_device_properties(number).total_memory for number in range(gpu_count())]
 
 
 def cores() -> list[int]:

@@ -91,9 +91,10 @@ def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Fin
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
     differ: list[str] = []
     for name in sorted(set[str]().union(*software)):
-        versions = {host: installed.get(name, "none") for host, installed in zip(hosts, software, strict=True)}
-        if len({*versions.values()}) > 1:
-            differ.append(f"{name} {', '.join(f'{version} on {host}' for host, version in versions.items())}")
+        versions = [installed.get(name, "none") for installed in software]
+        if len({*versions}) > 1:  # also on one host, if its ranks run in different environments
+            named = dict.fromkeys(f"{version} on {host}" for version, host in zip(versions, hosts, strict=True))
+            differ.append(f"{name} {', '.join(named)}")
     if differ:
         return failed(f"not the same on all nodes: {' | '.join(differ)}", "install the same checkout on each node")
     return ok(f"the same on all nodes: {', '.join(f'{name} {version}' for name, version in software[0].items())}")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,7 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cifar_zero.build_model import create_meta_model
 from cifar_zero.config.run import Run
 from cifar_zero.config.strategy_specs import Spec
-from cifar_zero.models import IMAGE_SHAPE
+from cifar_zero.core.errors import UsageError
+from cifar_zero.models import IMAGE_SHAPE, MODELS, ThirdParty
 from cifar_zero.models.activation_checkpointing import checkpoint_blocks
 from cifar_zero.models.moe import gates
 
@@ -102,8 +103,10 @@ def count_activations(net: nn.Module, images: int, computes: Computes, side: int
 def measure(run: Run, computes: Computes) -> LinearFit:
     """Returns the peak bytes of a run's activations as a function of the images in a micro-batch. It is fitted to the
     run's micro-batch, of two images at least, and to one of twice the size. Raises UsageError if activation
-    checkpointing finds no blocks."""
+    checkpointing finds no blocks, or if the values of a tensor decide what the model computes."""
     few = max(2, run.micro_batch)  # batch normalisation cannot take a single image
+    # The blocks of another model may differ in more than their tensors, or not be called one after the other.
+    count = count_activations if issubclass(MODELS[run.recipe.model.name], ThirdParty) else _of_all_blocks
     # Some models of other packages read values while they are built, which FakeTensorMode refuses (torch 2.15).
     net = create_meta_model(run.recipe, run.num_classes)
     if computes == "cast":
@@ -112,7 +115,13 @@ def measure(run: Run, computes: Computes) -> LinearFit:
         net = fake(net)
         if run.placement.activation_checkpointing:
             checkpoint_blocks(net)
-        small, large = (_of_all_blocks(net, images, computes, run.data.image_size) for images in (few, 2 * few))
+        try:
+            small, large = (count(net, images, computes, run.data.image_size) for images in (few, 2 * few))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UsageError(
+                f"--model {run.recipe.model.name}: what it computes depends on values ({error}), which a plan does not "
+                "have: measure its memory with train --bench_steps"
+            ) from error
     return LinearFit(2 * small - large, (large - small) / few)
 
 
@@ -124,22 +133,18 @@ def fake(net: nn.Module) -> nn.Module:
 
 
 def _of_all_blocks(net: nn.Module, images: int, computes: Computes, side: int) -> int:
-    """Returns what `count_activations` returns. If the model has more than three blocks, all identical, only two and
-    then three are counted, because each further block adds the same bytes. This is exact to the byte for vit_13b, and
-    15 times faster. If the model fails with fewer blocks, as a user's model may, all are counted."""
+    """Returns what `count_activations` returns for one of the project's models. If it has more than three blocks and
+    all are identical, only two and then three blocks are counted, because each further block adds the same bytes. This
+    is exact to the byte for vit_13b, and counting all 41 of its blocks would take 15 times as long."""
     blocks = getattr(net, "blocks", None)
-    if isinstance(blocks, nn.Sequential) and len(blocks) > 3 and len({*map(_kind, blocks)}) == 1:
-        try:
-            net.blocks = blocks[:2]
-            two = count_activations(net, images, computes, side)
-            net.blocks = blocks[:3]
-            three = count_activations(net, images, computes, side)
-            return two + (len(blocks) - 2) * (three - two)
-        except Exception:  # such as IndexError; an error of the model itself is raised below
-            pass
-        finally:
-            net.blocks = blocks
-    return count_activations(net, images, computes, side)
+    if not isinstance(blocks, nn.Sequential) or len(blocks) <= 3 or len({*map(_kind, blocks)}) > 1:
+        return count_activations(net, images, computes, side)
+    net.blocks = blocks[:2]
+    two = count_activations(net, images, computes, side)
+    net.blocks = blocks[:3]
+    three = count_activations(net, images, computes, side)
+    net.blocks = blocks
+    return two + (len(blocks) - 2) * (three - two)
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import free_memory_bytes, gpu_count, gpu_memory_bytes
+from cifar_zero.core.hardware import free_memory_bytes, gpu_memory_bytes
 from cifar_zero.launch import rank_environment
 from cifar_zero.planning import formulas
 from cifar_zero.planning.formulas import Network, Prediction, network_of, predicted
@@ -80,7 +80,7 @@ def available(settings: Settings, device_memory: str | None = None, host_memory:
     if on_cpu:
         assert host is not None
         return MemoryBudget(host, host, shared=True)
-    return MemoryBudget(round(USABLE * gpu_memory_bytes() / gpu_count()), host)
+    return MemoryBudget(round(USABLE * min(gpu_memory_bytes()[: settings.placement.devices])), host)
 
 
 def size_in_bytes(text: str, flag: str) -> int:
@@ -250,4 +250,4 @@ def without_auto(settings: Settings) -> Settings:
     if choice is None:
         raise UsageError(f"--strategy auto: {reason}; or choose a strategy to try it anyway")
     say(f"--strategy auto: {reason}")
-    return settings.changed(strategy=choice.strategy)
+    return settings.changed(strategy=choice.strategy, devices=run.placement.devices)

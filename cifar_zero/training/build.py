@@ -107,21 +107,19 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
     return options | recipe.trainer
 
 
-def check_audited(trainer: Trainer, run_dir: Path | None, resumed: str) -> None:
-    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault. If no step was
-    checked, as after torchrun has restarted the ranks of a finished run, the verdict in the run folder of the
-    checkpoint `resumed` counts."""
+def check_audited(trainer: Trainer, run_dir: Path | None, starts: Sequence[Path]) -> None:
+    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault. If torchrun has
+    restarted the ranks, the verdicts on the steps before count too. `starts` are the run folders of all its starts."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for each in callbacks:
         if run_dir is None or not isinstance(each, StepCheck):
             continue
         if each.verdict.findings:
             raise FaultFound(f"{each.verdict.findings[0]} ({run_dir / run_folder.STEP_CHECK} has all faults)")
-        earlier = Path(resumed).absolute().parent.parent / run_folder.STEP_CHECK
-        if resumed and not each.verdict.steps and earlier.is_file():
-            check = read_json(earlier, str(earlier))
+        for file in (start / run_folder.STEP_CHECK for start in starts):
+            check = read_json(file, str(file)) if file.is_file() else {"outcome": "not judged"}
             if check["outcome"] == "different":
-                raise FaultFound(f"{check['summary']} ({earlier} has all faults)")
+                raise FaultFound(f"{check['summary']} ({file} has all faults)")
 
 
 def strategy_of(run: Run) -> Strategy | str:

@@ -111,7 +111,7 @@ def _check_size(model: nn.Module, run: Run) -> None:
     weights_bytes = 2 * elements
     if weights_bytes <= nodes * memory_bytes() or run.spec.offload_parameters == "nvme":
         return  # the GPUs are not asked, because that starts CUDA in this process
-    both_bytes = nodes * (memory_bytes() + gpu_memory_bytes())
+    both_bytes = nodes * (memory_bytes() + sum(gpu_memory_bytes()))
     if weights_bytes > both_bytes:
         raise UsageError(
             f"--model {run.recipe.model.name} has {elements:,} parameters, and they take {weights_bytes / 1e9:,.0f} GB "

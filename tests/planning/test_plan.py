@@ -35,6 +35,7 @@ def test_thirteen_billion_parameters_take_little_memory():
     assert said["parameters"] == 12_900_853_770
     assert said["recommended"] == "deepspeed_stage_3"
     assert said["command"].endswith("--strategy deepspeed_stage_3")
+    assert "--devices 8" in said["command"]
     assert int(done.stderr.split()[-1]) * 1024 < 2e9
 
 
@@ -52,6 +53,13 @@ def test_the_table_of_strategies(planned):
     assert len([line for line in out.splitlines() if " yes " in line]) == 11
 
 
+@pytest.mark.parametrize("flags", [(), ("--device_memory", "8GB")])
+def test_a_printed_command_trains_on_the_planned_ranks(flags: tuple[str, ...], planned):
+    """On a CPU, --devices auto of the command could be another number."""
+    _, out, _ = planned("--accelerator", "cpu", "--model", "net_moe", "--model.ep_size", "2", *flags)
+    assert out.splitlines()[-1].endswith("--devices 2"), out
+
+
 @pytest.mark.parametrize("model", ["Indexed", "Counted"])
 def test_a_model_that_uses_its_blocks_in_its_own_way_is_planned(model: str, planned):
     code, out, err = planned("--model", f"{ROOT}/tests/users_code/own_code.py:{model}", "--device_memory", "8GB")
@@ -67,6 +75,7 @@ def test_a_model_that_uses_its_blocks_in_its_own_way_is_planned(model: str, plan
         ("--device_memory=", "--device_memory : give a size such as 80GB"),
         ("--host_memory 1e-10", "--host_memory 1e-10: give a size"),
         (f"--ds_config {ROOT}/cifar_zero/config/deepspeed_examples.json", "--ds_config cannot be planned"),
+        (f"--model {ROOT}/tests/users_code/own_code.py:Small", "what it computes depends on values"),
         ("--model vit_tiny --trainable nothing.*", "--trainable nothing.* matches no parameter of"),
     ],
 )
