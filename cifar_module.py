@@ -37,7 +37,7 @@ class CIFARModule(LightningModule):
     Args:
         settings: The options of the run.
         num_classes: Width of the model's output.
-        weights: Weights from which training starts, by their names in the plain model. Others are initialised.
+        weights: Full tensors from which training starts, keyed by the model's own names. Others are initialised.
     """
 
     def __init__(self, settings: Settings, num_classes: int, weights: Mapping[str, Tensor] | None = None):
@@ -58,8 +58,8 @@ class CIFARModule(LightningModule):
         and --cuda_graphs. Later calls do nothing.
 
         Lightning calls this method in the strategy's context, so that ZeRO 3 shards each layer as soon as it is
-        created. The seed is set just before the model is built, so that the model starts from the same weights under
-        every strategy and world size.
+        created. The seed is set just before, so that the model starts from the same weights under every strategy and
+        world size.
         """
         if self.net is not None:
             return
@@ -79,8 +79,8 @@ class CIFARModule(LightningModule):
             self.net.compile(dynamic=False, mode="reduce-overhead" if settings.placement.cuda_graphs else None)
 
     def starting_weights(self) -> Mapping[str, Tensor]:
-        """Returns the weights that the model computes from training images before training starts, by name. SpeedNet
-        has such weights, its whitening filters. For other models, or without a data module, the mapping is empty."""
+        """Returns the weights, by name, that the model computes from training images before training starts: the
+        whitening filters of SpeedNet. For other models, or without a data module, the mapping is empty."""
         compute = getattr(self.net, "starting_weights", None)
         datamodule: Any = getattr(self._trainer, "datamodule", None)
         if compute is None or datamodule is None:
@@ -91,8 +91,8 @@ class CIFARModule(LightningModule):
         return compute(normalize(images, self.inputs))
 
     def on_fit_start(self) -> None:
-        """Raises UsageError if --trainer.limit_test_batches is a share of the test batches that is less than one batch.
-        Lightning would raise an error only after the training."""
+        """Raises UsageError if --trainer.limit_test_batches is a share of less than one test batch. Lightning would
+        raise an error only after the training."""
         limit = self.trainer.limit_test_batches
         if not 0 < limit < 1 or self.settings.recipe.only_measures:
             return
@@ -105,8 +105,7 @@ class CIFARModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Finds the gates of the mixture-of-experts layers again, because the strategy may have replaced them. If the
-        model has frozen parameters, also freezes the running statistics of every batch norm without a trained
-        parameter."""
+        model has frozen parameters, freezes the running statistics of each batch norm without a trained parameter."""
         assert self.net is not None
         self.gates = gates(self.net)
         build_model.freeze_statistics(self.net)
@@ -114,16 +113,16 @@ class CIFARModule(LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         """Returns class scores (N, classes) for images (N, 3, H, W), which are uint8 or already normalised.
 
-        The step methods, such as `training_step`, call `self.forward` instead of `self`, because Lightning has already
-        called the module to run the step method. A second, nested call would run DeepSpeed's module hooks twice, and
-        ZeRO 3 could not record the order of the layers.
+        Step methods such as `training_step` call `self.forward` instead of `self`, because Lightning has already called
+        the module. A nested call would run DeepSpeed's module hooks twice, and ZeRO 3 could not record the order of the
+        layers.
         """
         assert self.net is not None
         images = normalize(images, self.inputs, next(self.net.parameters()).dtype)
         return self.net(images.contiguous(memory_format=memory_format(images.device)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Returns the loss to minimise, a float32 scalar. It is the mean loss of a micro-batch plus the weighted
+        """Returns the loss to minimise, a float32 scalar: the mean loss of a micro-batch plus the weighted
         load-balancing losses of the mixture-of-experts layers."""
         images, labels = batch
         with save_on_cpu(pin_memory=True) if self.settings.placement.activation_offload else nullcontext():
@@ -142,12 +141,10 @@ class CIFARModule(LightningModule):
         self._evaluate(self.test_metrics, batch, self.settings.recipe.tta)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs val/loss, val/acc and the other validation metrics, overall and per class."""
         self._log_metrics("val", self.val_metrics)
 
     def on_test_epoch_end(self) -> None:
-        """Logs test/loss, test/acc and the other test metrics, overall and per class. `test_metrics` keeps its values
-        until the next test."""
+        """Logs the test metrics. `test_metrics` keeps its values until the next test."""
         self._log_metrics("test", self.test_metrics)
 
     def on_test_epoch_start(self) -> None:
@@ -157,8 +154,8 @@ class CIFARModule(LightningModule):
         self.val_metrics.reset(self.device, hooks_of(self.trainer.strategy).data_group())
 
     def configure_optimizers(self) -> Any:
-        """Returns the optimizer, in the implementation that the strategy needs. Unless the schedule is constant, also
-        returns a learning-rate scheduler, which Lightning steps once per optimizer step."""
+        """Returns the optimizer, in the implementation that the strategy needs, and unless the schedule is constant a
+        learning-rate scheduler, which Lightning steps once per optimizer step."""
         strategy = self.trainer.strategy
         hooks = hooks_of(strategy)
         groups = parameter_groups(self.optimizer_options, dict(self.named_parameters()), hooks.shape)
@@ -176,13 +173,10 @@ class CIFARModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def resume_rates(self, scheduled: bool) -> None:
-        """Sets the learning rates for the step at which a run resumes. They may differ from the learning rates in the
-        checkpoint, because the schedule or the length of the run may have changed. If the schedule was constant and
-        still is, the learning rates of the checkpoint stay, because a callback may have changed them.
-
-        Args:
-            scheduled: Whether the run that wrote the checkpoint had a schedule that is not constant.
-        """
+        """Sets the learning rates for the step at which a run resumes. They may differ from those in the checkpoint,
+        because the schedule or the length of the run may have changed. If the schedule was constant and still is, the
+        rates of the checkpoint stay, because a callback may have changed them. `scheduled` says whether the run that
+        wrote the checkpoint had another schedule than constant."""
         groups = self.trainer.optimizers[0].param_groups
         rates = self._rates if scheduled else [group["lr"] for group in groups]
         for config in self.trainer.lr_scheduler_configs:
@@ -208,11 +202,11 @@ def averaged_scores(model: Callable[[Tensor], Tensor], images: Tensor, views: Vi
     """Returns class scores (N, classes) in float32, averaged over several views of normalised images (N, 3, H, W). The
     model runs once per view.
 
-    The views follow airbench (Jordan 2024, arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench, `infer`). With
-    `views` none, the only view is the image itself. With mirror, its mirror image is the second view, with equal
-    weight. With mirror_translate there are six views. The image and its mirror image have weight 1/4 each. Both are
-    also shifted by one pixel, once up and left and once down and right, with padding by reflection. Each of these four
-    shifted views has weight 1/8.
+    With `views` none, the only view is the image itself. With mirror, its mirror image is the second view, with equal
+    weight. With mirror_translate, the image and its mirror image have weight 1/4 each, and four shifted views have
+    weight 1/8 each: both images shifted by one pixel up and left, and by one pixel down and right, padded by
+    reflection. This follows airbench (Jordan 2024, arXiv 2404.00498; github.com/KellerJordan/cifar10-airbench,
+    `infer`).
     """
     if views == "none":
         return model(images).float()
@@ -230,16 +224,15 @@ def _mirrored(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 
 def convert_to_channels_last(net: nn.Module, strategy: Any) -> None:
-    """Converts the convolution weights of `net` to channels_last, the memory format of the images, so that no step has
-    to convert them. This is done only on a GPU, and only under strategies that neither shard nor flatten the weights.
-    FSDP2 accepts only torch's default format."""
+    """Converts the convolution weights of `net`, in place, to the memory format of the images, so that no step has to.
+    This is done only on a GPU, under strategies that neither shard nor flatten the weights. FSDP2 accepts only torch's
+    default format."""
     if type(strategy) in (SingleDeviceStrategy, DDPStrategy) and strategy.root_device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
 class StepSchedule(LRScheduler):
-    """A learning-rate scheduler of torch that follows a `Schedule` from cifar_zero/schedules. It must be stepped once
-    per optimizer step."""
+    """A scheduler of torch that follows a `Schedule` of cifar_zero/schedules. Step it once per optimizer step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule):
         self.schedule = schedule
@@ -250,6 +243,6 @@ class StepSchedule(LRScheduler):
         return [self.schedule.rate(self.last_epoch, float(lr)) for lr in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns only the count of steps. The formula of the schedule is in the configuration, and the parameter
-        groups belong to the strategy."""
+        """Returns only the count of steps. The configuration has the formula of the schedule, and the strategy saves
+        the parameter groups."""
         return {key: value for key, value in super().state_dict().items() if key in ("last_epoch", "_step_count")}

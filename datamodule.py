@@ -1,5 +1,4 @@
-"""The LightningDataModule: loads the images of a source in batches, which have the same content and order under every
-strategy."""
+"""The LightningDataModule: loads images in batches that have the same content and order under every strategy."""
 
 import socket
 from collections.abc import Mapping
@@ -25,8 +24,8 @@ from cifar_zero.strategies import hooks_of
 
 EVAL_BATCH_SIZE = 1000
 """Largest number of images per rank in an evaluation batch, for images of 32 x 32 pixels. With larger images, a batch
-has fewer images. A batch of 1,000 is large enough to keep a GPU busy, and small enough (12 MB of float32 input) for the
-activations to fit into any memory. It also divides CIFAR-10's test set into ten equal batches."""
+has fewer. A batch of 1,000 keeps a GPU busy, is small enough (12 MB of float32 input) for the activations to fit into
+any memory, and divides CIFAR-10's test set into ten equal batches."""
 
 
 class CIFARDataModule(LightningDataModule):
@@ -35,8 +34,8 @@ class CIFARDataModule(LightningDataModule):
 
     Args:
         settings: The options of the run.
-        expected_identity: `Dataset.identity` of the images that the resumed run had when its checkpoint was saved (see
-            `starting.check_checkpoint`). `setup` refuses other images. None for a new run.
+        expected_identity: `Dataset.identity` of the images on which the resumed run was trained; `setup` refuses other
+            images. None for a new run.
     """
 
     dataset: Dataset  # all images, after `setup`
@@ -52,13 +51,13 @@ class CIFARDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Downloads and decodes the images, if necessary, and sets `source`. Lightning calls this method on one rank of
-        each node. It takes milliseconds if the images are already decoded."""
+        each node. If the images are already decoded, it only reads them to compare their checksums."""
         if not self.source:
             self.source = data.prepare(self._data)
 
     def setup(self, stage: str | None = None) -> None:
         """Maps the images into memory and holds out the validation images. Every rank must call it. Later calls, for
-        other stages, do nothing. If the classes are too small to hold out an image, rank 0 prints that the run has no
+        other stages, do nothing. If all classes are too small to hold out an image, rank 0 prints that the run has no
         validation.
 
         Raises:
@@ -67,7 +66,9 @@ class CIFARDataModule(LightningDataModule):
         """
         if hasattr(self, "dataset"):
             return
-        self.prepare_data()  # on the ranks of a node that have not called it
+        if rank_environment.local_rank() and self._data.source != "auto":
+            self.source = self._data.source  # the node's first rank has checked all of its bytes
+        self.prepare_data()
         self.dataset = data.load(self._data, self.source)
         self._check_same_images()
         self._train, self._val = stratified_split(
@@ -106,7 +107,7 @@ class CIFARDataModule(LightningDataModule):
 
     @property
     def num_train(self) -> int:
-        """Number of training images, without the held-out validation images."""
+        """Number of training images without those held out for validation."""
         return len(self._train)
 
     @property
@@ -114,15 +115,15 @@ class CIFARDataModule(LightningDataModule):
         return len(self.dataset.test_labels)
 
     def sample(self, count: int) -> torch.Tensor:
-        """Returns `count` training images, or all training images if there are fewer, as uint8 (n, 3, H, W). They are
-        evenly spaced over the training images, so that they come from all classes."""
+        """Returns `count` training images, or all if there are fewer, as uint8 (n, 3, H, W). They are evenly spaced
+        over the training images, so that they come from all classes."""
         rows = self._train[np.linspace(0, self.num_train - 1, min(count, self.num_train)).astype(np.int64)]
         return torch.from_numpy(self.dataset.train_images[rows]).permute(0, 3, 1, 2)
 
     def train_dataloader(self) -> Any:
-        """Returns a loader that yields this replica's micro-batches, only as many as fill whole optimizer steps. They
-        are shuffled, except with --trainer.overfit_batches. Raises UsageError if there are fewer training images than
-        one batch."""
+        """Returns a loader of this replica's micro-batches, only as many as fill whole optimizer steps. They are
+        shuffled, except with --trainer.overfit_batches. Raises UsageError if there are fewer training images than one
+        batch."""
         split = Split(self.dataset.train_images, self.dataset.train_labels, self._train)
         # Lightning's overfit_batches trains on the first batches of an epoch: they must be the same in every epoch.
         shuffle = not getattr(self.trainer, "overfit_batches", 0)
@@ -131,15 +132,14 @@ class CIFARDataModule(LightningDataModule):
         return self._loader(split, order, recipe.augment)
 
     def val_dataloader(self) -> Any:
-        """Returns a loader that yields this replica's share of the validation images, each once, in padded batches (see
-        `EvalOrder`). If there are no validation images, returns an empty list, which makes Lightning skip
-        validation."""
+        """Returns a loader of this replica's share of the validation images, each once, in padded batches (see
+        `EvalOrder`). Without validation images, returns an empty list, which makes Lightning skip validation."""
         if not len(self._val):
             return []
         return self._eval_loader(Split(self.dataset.train_images, self.dataset.train_labels, self._val))
 
     def test_dataloader(self) -> Any:
-        """Returns a loader that yields this replica's share of the test images, each once, in padded batches (see
+        """Returns a loader of this replica's share of the test images, each once, in padded batches (see
         `EvalOrder`)."""
         return self._eval_loader(Split(self.dataset.test_images, self.dataset.test_labels, np.arange(self.num_test)))
 

@@ -1,2 +1,2 @@
-"""Measures train.py side by side with reference loops. `python -m benchmarks.NAME` starts a measurement;
-docs/performance.md describes them."""
+"""Measures train.py side by side with reference loops (docs/performance.md), and releases and known bugs of DeepSpeed.
+`python -m benchmarks.NAME` starts a measurement."""

@@ -5,7 +5,7 @@ the tests of tests/gpu pass, and how large a model may be.
 Each measurement is a program, or several that are run until one fails. A call continues where the last one stopped: the
 output of a measurement is written as soon as it ends, and measurements that failed are repeated last. A measurement
 that does not fit into the rest of `--minutes` is left to the next call. `--accelerator cpu` rehearses the first
-measurement of each kind in small.
+measurement of each kind in small. All results of a folder are of one machine.
 """
 
 import json
@@ -23,10 +23,11 @@ from benchmarks import harness
 from benchmarks.runs import ROOT, RunFailed, run
 from cifar_zero.core import exits
 from cifar_zero.core.atomic import write_json
-from cifar_zero.core.hardware import gpu_count
+from cifar_zero.core.errors import UsageError
+from cifar_zero.core.hardware import git_commit, gpu_count
 from stepcheck.accept.cases import STRATEGIES as AUDITED
 
-Row = dict[str, Any]  # of a measurement: programs that succeeded, tries, seconds and output
+Row = dict[str, Any]  # of a measurement: programs that succeeded, tries, seconds, output, machine and commit
 
 RANKS = (1, 2, 8)  # numbers of ranks, as far as there are GPUs; a rehearsal has up to 2
 LARGEST = ("baseline", "deepspeed_stage_3_offload", "deepspeed_stage_3_superoffload")
@@ -85,20 +86,24 @@ def measurements(arguments: Namespace, out: Path) -> Iterator[Measurement]:
 
 def main() -> int:
     """Makes the measurements that are missing or failed, as far as --minutes allows. Returns the exit code, which is 1
-    if the last try of a chosen measurement failed. Measurements that are still missing do not change it."""
+    if the last try of a chosen measurement failed, whether or not others are still missing."""
     parser = exits.Parser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="cpu: a small rehearsal")
     parser.add_argument("--minutes", type=float, default=9, help="stop after this many minutes (default: %(default)s)")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only measurements whose names begin so")
-    parser.add_argument("--out", type=Path, default=Path("comparisons/gpu"), help="results (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="results (default: comparisons/gpu, or gpu_rehearsal on a CPU)")
     parser.add_argument("--images", type=Path, help="a folder of real images for the speed record's accuracy")
     arguments = harness.parse(parser)
     arguments.images = arguments.images and arguments.images.absolute()
     end = time.monotonic() + 60 * arguments.minutes
-    out = arguments.out.absolute()
+    default = "comparisons/gpu" if arguments.accelerator == "gpu" else "comparisons/gpu_rehearsal"
+    out = (arguments.out or Path(default)).absolute()
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.json"
     results: dict[str, Row] = json.loads(file.read_text()) if file.exists() else {}
+    machine = harness.machine(arguments.accelerator)
+    if others := {row["machine"] for row in results.values()} - {machine}:
+        raise UsageError(f"--out {out} has results of another machine ({others.pop()}): name another folder")
     heading = harness.heading("gpu", 1, arguments.accelerator)
     chosen = [each for each in measurements(arguments, out) if each.name.startswith(tuple(arguments.parts or [""]))]
     if arguments.accelerator == "cpu":
@@ -112,6 +117,7 @@ def main() -> int:
             continue  # a shorter measurement may fit
         print(f"{measurement.name} ({left:.1f} minutes left)", file=sys.stderr, flush=True)
         row = measure(measurement, min(measurement.minutes, left))
+        row |= {"machine": machine, "commit": git_commit(ROOT) or "unknown"}
         row["tries"] = 1 + results.get(measurement.name, {}).get("tries", 0)
         results[measurement.name] = row
         write_json(file, results)
@@ -128,7 +134,7 @@ def in_order(chosen: Sequence[Measurement], results: Mapping[str, Row]) -> list[
 
 
 def measure(measurement: Measurement, minutes: float) -> Row:
-    """Runs the programs of a measurement until one fails or the time is over. Returns its row without `tries`."""
+    """Runs the programs of a measurement until one fails or the time is over. Returns what its row has about them."""
     started, succeeded, output = time.monotonic(), 0, ""
     for program in measurement.programs:
         left = 60 * minutes - (time.monotonic() - started)
@@ -146,7 +152,8 @@ def as_markdown(heading: str, results: Mapping[str, Row]) -> str:
     text = f"{heading}\n"
     for name, row in results.items():
         outcome = f"programs that succeeded: {row['succeeded']}" if row["succeeded"] else "FAILED"
-        text += f"\n## {name}\n\n{outcome}; {row['seconds']} s\n\n```\n{row['output']}```\n"
+        outcome += f"; {row['seconds']} s; commit {row['commit']}"
+        text += f"\n## {name}\n\n{outcome}\n\n```\n{row['output']}```\n"
     return text
 
 

@@ -17,8 +17,8 @@ from stepcheck.replay.plain_copy import Computed
 
 def alarms(device: torch.device) -> dict[str, str]:
     """Returns, as a text for each model, precision and kind of training, how many steps a replay would call wrong if
-    the training uses other kernels. In a "flat" training the weights lie in one buffer, as at ZeRO 1 and 2. A
-    "compiled" one is compiled by Inductor."""
+    the training uses other kernels than the replay: because its weights lie in one buffer, as at ZeRO 1 and 2 ("flat"),
+    or because Inductor compiled it ("compiled")."""
     row: dict[str, str] = {}
     on_gpu = device.type == "cuda"
     for name in ("vit_tiny", "resnet18") if on_gpu else ("net",):
@@ -47,7 +47,6 @@ def _flattened(net: nn.Module) -> nn.Module:
 
 
 def _step(net: nn.Module, precision: str, seed: int, size: int, device: torch.device) -> Computed:
-    """Returns the loss and the gradients of a batch of `size` random images, which are the same for the same seed."""
     torch.manual_seed(seed)
     images, labels = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 10, (size,), device=device)
     dtype = next(net.parameters()).dtype
@@ -79,7 +78,6 @@ def _alarms_of(trained: nn.Module, plain: nn.Module, precision: str, steps: int,
 
 
 def main() -> None:
-    """Measures and prints."""
     for name, figures in alarms(torch.device("cuda" if torch.cuda.is_available() else "cpu")).items():
         print(f"{name}: {figures}")
 

@@ -31,7 +31,7 @@ class Case:
 
     name: str  # what is compared
     measured: Mapping[str, Callable[[], Figures]]  # functions by name; each makes one run in a fresh process
-    references: Mapping[str, Callable[[], Figures]]  # the same; each measured one is divided by each of these
+    references: Mapping[str, Callable[[], Figures]]  # functions by name; `measured` is divided by each
 
     @property
     def contenders(self) -> Mapping[str, Callable[[], Figures]]:
@@ -40,8 +40,8 @@ class Case:
 
 def parse(parser: exits.Parser) -> Namespace:
     """Parses the command line, resolves --accelerator to cpu or gpu, and installs the signal handlers
-    (`exits.install`). Raises UsageError if --repeats or --steps is less than 1, or if --accelerator is gpu and there is
-    no GPU."""
+    (`exits.install`). Raises UsageError if --repeats or --steps is less than 1, or if --accelerator is gpu without a
+    GPU."""
     arguments = parser.parse_args()
     for name in ("repeats", "steps"):
         value = getattr(arguments, name, None)
@@ -71,25 +71,30 @@ def measure_cases(name: str, cases: Sequence[Case], arguments: Namespace) -> Non
         print(f"\n{markdown(case.name, rows(runs, list(product(case.measured, case.references))))}")
 
 
-def heading(name: str, rounds: int, accelerator: str) -> str:
-    """Returns three lines that name the benchmark, the machine, the versions and the commit."""
+def machine(accelerator: str) -> str:
+    """Returns the names of the CPU and, for the accelerator "gpu", of the GPUs."""
     cores = core_count()
-    machine = f"{cpu_name()}, {cores} {'core' if cores == 1 else 'cores'}"
+    named = f"{cpu_name()}, {cores} {'core' if cores == 1 else 'cores'}"
     if accelerator == "gpu":
         import torch  # imported here, because other errors are reported without torch
 
-        machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        named += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return named
+
+
+def heading(name: str, rounds: int, accelerator: str) -> str:
+    """Returns three lines: the benchmark and its rounds, the machine and its load, and the versions and the commit."""
     numbers = versions()
     shown = ", ".join(f"{package} {numbers[package]}" for package in ("python", "torch", "lightning", "deepspeed"))
     title = f"{name}; rounds: {rounds}; minimum / median / maximum; ratios are taken within a round"
     load = f"load average {os.getloadavg()[0]:.2f}"
-    return f"{title}\n{machine}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
+    return f"{title}\n{machine(accelerator)}; {load}\n{shown}; commit {git_commit(ROOT) or 'unknown'}"
 
 
 def rows(runs: Mapping[str, Sequence[Figures]], ratios: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns the rows of a comparison's table: texts by the row's name and the column's heading. `runs` has the
-    figures of each contender in each round. `ratios` has pairs of contenders. The images per second of the first are
-    divided by those of the second within each round, because the machine was in the same state for both runs."""
+    """Returns the rows of a comparison's table: texts, keyed by the row's name and then by the column's heading. `runs`
+    has the figures of each contender in each round. For each pair of contenders in `ratios`, the images per second of
+    the first are divided by those of the second within each round, when the machine was in the same state."""
     table: dict[str, dict[str, str]] = {}
     for name, rounds in runs.items():
         table[name] = {UNITS[key]: summary([one[key] for one in rounds]) for key in UNITS if key in rounds[0]}
@@ -111,5 +116,4 @@ def markdown(corner: str, table: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def summary(values: Sequence[float]) -> str:
-    """Returns "minimum / median / maximum"."""
     return " / ".join(map(number, (min(values), statistics.median(values), max(values))))

@@ -48,8 +48,8 @@ class Rotary(nn.Module):
 
 
 def build(model: nn.Module, config: dict[str, Any], optimizer: Any = None) -> Any:
-    """Returns an engine without gradient clipping, for micro-batches of size 1. The entries of `config` replace these
-    options."""
+    """Returns an engine with micro-batches of size 1 and without gradient clipping. The entries of `config` replace
+    these options."""
     common = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
     parameters = None if optimizer else list(model.parameters())
     initialize: Any = deepspeed.initialize  # its annotations are narrower than what it accepts
@@ -81,7 +81,7 @@ def weights(engine: Any) -> Tensor:
 
 
 def images(count: int, rows: int, seed: int = 0) -> list[Tensor]:
-    """Returns `count` micro-batches of this rank, each float32 (rows, 8). The other rank has others."""
+    """Returns `count` micro-batches of this rank, each float32 (rows, 8). The other rank gets different ones."""
     generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
     return [torch.randn(rows, 8, generator=generator) for _ in range(count)]
 

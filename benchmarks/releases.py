@@ -74,8 +74,8 @@ def main() -> int:
 
 
 def tested(release: str, folder: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """Installs a release, trains the cases with it, and returns its entry of results.json. Raises RunError if the
-    release cannot be installed, or the acceptance writes no report."""
+    """Installs a release unless its folder exists, trains the cases with it, and returns its entry of results.json.
+    Raises RunError if the release cannot be installed, or the acceptance writes no report."""
     if not (target := folder / release).exists():
         install(release, target)
     report = folder / "reports" / f"{release}.json"
@@ -133,7 +133,6 @@ def install(release: str, target: Path) -> None:
 
 
 def last_line(text: str) -> str:
-    """Returns the last line of a program's output that is not empty, or "no message" if there is none."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
 
 

@@ -32,8 +32,8 @@ from cifar_zero import data
 from cifar_zero.config.settings import DataConfig
 data.prepare(DataConfig(source="synthetic", cache=sys.argv[1]))
 """
-"""Program that decodes the synthetic images into the folder that is its argument. It runs in the code that is
-measured, whose layout of decoded images may differ from this code's."""
+"""Program that decodes the synthetic images into the folder that is its argument. It runs with the code that is
+measured, which may lay out decoded images differently from this code."""
 
 TAIL_LINES = 30  # number of lines that are shown of a failed run's output
 
@@ -63,7 +63,7 @@ class Bench:
 
     def train_py(self, steps: int, *flags: str) -> dict[str, float]:
         """Runs train.py for `steps` timed steps on synthetic images, on one device unless the flags name more. Returns
-        FIGURES from its metrics.json."""
+        FIGURES."""
         data = ["--data.source", "synthetic", "--data.cache", str(self.cache), "--accelerator", self.accelerator]
         with tempfile.TemporaryDirectory(dir=self.directory) as out:
             arguments = ("--devices", "1", *flags, *data, "--bench_steps", str(steps), "--out", out)
@@ -94,16 +94,9 @@ def run(
     seconds: float = TIMEOUT_SECONDS,
     root: Path = ROOT,
 ) -> str:
-    """Runs `python <arguments>` from a root of the repository and returns what it wrote to standard output and error.
-
-    Args:
-        extra_env: Environment variables of the run, in addition to the inherited ones.
-        seconds: Time limit.
-
-    Raises:
-        RunFailed: If the exit code is not 0. Also if the time limit is over, after which the run and its child
-            processes are killed.
-    """
+    """Runs `python <arguments>` in `root`, a checkout of the repository, and returns what it wrote to standard output
+    and error. `extra_env` is added to the environment. Raises RunFailed if the exit code is not 0, or after `seconds`,
+    when the run and its child processes are killed."""
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -133,7 +126,7 @@ def run(
 
 
 def last_json(output: str) -> Any:
-    """Returns the last line that is a JSON object, parsed, because libraries print lines too. Raises RunFailed if there
+    """Returns the last line that is a JSON object, parsed. Other lines come from libraries. Raises RunFailed if there
     is none."""
     for line in reversed(output.splitlines()):
         if line.startswith("{") and line.endswith("}"):

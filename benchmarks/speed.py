@@ -31,7 +31,6 @@ STEPS = {4: 2000, 64: 500, 512: 100}  # timed steps of `limit` at each batch siz
 
 
 def main() -> int:
-    """Measures the chosen comparison and returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("name", choices=CASES, help="the comparison to measure")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of runs (default: 5)")
@@ -134,7 +133,7 @@ def audit(benches: Benches, arguments: Namespace) -> list[Case]:
 
 
 def epoch(cache: Path, loader: str) -> Any:
-    """Runs benchmarks.loops.loaders with a loader that it names, and returns the figures that it measured."""
+    """Runs benchmarks.loops.loaders with the loader of this name, and returns the figures that it measured."""
     program = ("-m", "benchmarks.loops.loaders", loader, "--cache", str(cache))
     return last_json(run(*program, extra_env={"OMP_NUM_THREADS": "1"}))  # as in torch's worker processes
 
@@ -146,7 +145,7 @@ CASES: dict[str, tuple[Callable[[Benches, Namespace], list[Case]], tuple[str, ..
     "data": (data, ()),
     "audit": (audit, ("steps",)),
 }
-"""The comparisons by name, with their options."""
+"""The comparisons by name, each with the options that it accepts."""
 
 if __name__ == "__main__":
     exits.run(main)

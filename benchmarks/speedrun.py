@@ -32,9 +32,12 @@ from datamodule import CIFARDataModule
 
 RECIPE = ["--config", "configs/speedrun.yaml", "--logger", "none"]
 
-UNUSED = ("ema", "early_stopping", "weights", "resume", "bench_steps", "save_every_n_steps")
-"""Options of train.py that do nothing in this benchmark, because its runs have no validation, start from fresh weights
-and write no files."""
+UNUSED = (
+    *("ema", "early_stopping", "monitor", "save_top_k", "weights", "resume", "bench_steps", "save_every_n_steps"),
+    *("audit", "check_steps", "log_gradients"),
+)
+"""Options of train.py that do nothing in this benchmark, because its runs have no validation, start from fresh weights,
+write no files and have no callbacks for these options."""
 
 
 @dataclass
@@ -47,17 +50,16 @@ class Result:
 
 
 class Clock(Callback):
-    """Times the training and the test. On a GPU, each reading of the clock waits until all queued work is done."""
+    """Times the training and the test, in sum. On a GPU, each reading of the clock waits until all queued work is
+    done."""
 
     seconds = 0.0
     _started = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock."""
         self._started = now(pl_module.device)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adds the time since the start."""
         self.seconds += now(pl_module.device) - self._started
 
     on_test_start = on_train_start
@@ -65,7 +67,6 @@ class Clock(Callback):
 
 
 def main() -> int:
-    """Measures the runs, prints their figures and returns the exit code."""
     parser = exits.Parser(prog="python -m benchmarks.speedrun", description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="timed runs, with consecutive seeds (default: 5)")
     arguments, flags = parser.parse_known_args()
@@ -119,7 +120,6 @@ def train(run: Run) -> Result:
 
 
 def show(run: Run, results: Sequence[Result]) -> None:
-    """Prints the figures of the recipe and of its runs."""
     images = CIFARDataModule(run)
     images.setup()
     steps, batch_size = results[0].steps, run.recipe.batch_size
@@ -133,7 +133,6 @@ def show(run: Run, results: Sequence[Result]) -> None:
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """Formats the mean and the standard deviation, or the value itself if there is only one."""
     if len(values) == 1:
         return f"{values[0]:.2f}"
     return f"{fmean(values):.2f} ± {stdev(values):.2f}"

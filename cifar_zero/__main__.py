@@ -25,14 +25,14 @@ COMMANDS = {
 """The module of each command. Its function `main` runs the command and returns the exit code."""
 
 SPINS = "10000"
-"""Value of GOMP_SPINCOUNT, which libgomp reads when torch is imported. It is the number of times that a thread in a
-parallel loop polls for the other threads before it sleeps. libgomp's default is 300,000. With this default, threads
-that poll while another program runs occupy a core that the slowest thread needs, and steps took up to twice as long. A
-number smaller than 10,000 costs more on an idle machine (benchmarks/results/performance.md)."""
+"""Value of GOMP_SPINCOUNT, which libgomp reads when torch is imported: how often a thread in a parallel loop polls for
+the others before it sleeps. With libgomp's default of 300,000, threads that poll while another program runs take a core
+from the slowest thread, and steps took up to twice as long. A number smaller than 10,000 costs more on an idle machine
+(benchmarks/results/performance.md)."""
 
 
 def main() -> NoReturn:
-    """Runs the command whose name is the first argument of the program, and ends the process, with the exit code 2 if
+    """Runs the command whose name is the first argument of the program, and ends the process. The exit code is 2 if
     there is no such command."""
     if sys.argv[1:2] and sys.argv[1].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
         sys.argv.append(sys.argv.pop(1))

@@ -1,10 +1,9 @@
 """Builds the model of a run, and selects which of its parameters are trained: all, some, or only LoRA adapters.
 
 An adapter trains the product of two small matrices next to a frozen linear layer (Hu et al. 2022). Hugging Face's peft
-is not used, because it renames every weight of a plain model (`base_model.model.<layer>.base_layer.weight`,
-`lora_A.default.weight`). No checkpoint would then fit the model, be it for --weights, an evaluation or an export. With
-the adapters of this module, the weights of a layer keep their names, and the two matrices of an adapter are named
-`<layer>.lora_a` and `<layer>.lora_b`.
+is not used, because it renames every weight of a plain model (`base_model.model.<layer>.base_layer.weight`), so that no
+checkpoint would fit the plain model. Here the weights of a layer keep their names, and the two matrices of an adapter
+are named `<layer>.lora_a` and `<layer>.lora_b`.
 """
 
 import math
@@ -27,9 +26,9 @@ from cifar_zero.models.moe import Gate
 
 
 def create_model(recipe: Recipe, num_classes: int) -> nn.Module:
-    """Returns the model of a recipe. It has fresh weights (see `initialization.initialize`), the recipe's adapters (see
-    `adapt`), and frozen parameters (see `freeze`). Raises UsageError if a pattern of --lora.target matches no linear
-    layer that can have an adapter."""
+    """Returns the model of a recipe, with fresh weights (see `initialization.initialize`), adapters (see `adapt`) and
+    frozen parameters (see `freeze`). Raises UsageError if a pattern of --lora.target matches no linear layer that can
+    have an adapter."""
     with DrawnOnCPU():
         net = models.build(recipe.model.name, num_classes, **recipe.model.options)
         initialize(net, recipe.init, recipe.seed)
@@ -40,7 +39,7 @@ def create_model(recipe: Recipe, num_classes: int) -> nn.Module:
 
 def create_meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
     """Returns the model of a recipe on the meta device, where parameters have shapes but no values. Raises UsageError
-    like `create_model`, and if an option makes a tensor that is larger than torch can describe."""
+    like `create_model`, and if an option makes a tensor that is too large for torch."""
     try:
         with torch.device("meta"):
             return create_model(replace(recipe, init="default"), num_classes)
@@ -52,7 +51,7 @@ def create_meta_model(recipe: Recipe, num_classes: int) -> nn.Module:
 
 def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
     """Trains only the adapters of `net` and the parameters whose name matches a pattern in `trainable` (see `fnmatch`),
-    and freezes all others, in place. If there are neither patterns nor adapters, changes nothing."""
+    and freezes all others, in place. Without patterns and adapters, changes nothing."""
     adapted = any(isinstance(module, LoRALinear) for module in net.modules())
     if not trainable and not adapted:
         return
@@ -63,8 +62,8 @@ def freeze(net: nn.Module, trainable: Sequence[str]) -> None:
 
 def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> None:
     """Raises UsageError for the first pattern of --trainable that matches no parameter of `net`, the full model after
-    `freeze`. If the experts are distributed over ranks (`ep_size` above 1), also raises UsageError for the first
-    parameter that is trained in some experts only."""
+    `freeze`. With experts that are distributed over ranks (`ep_size` above 1), also for the first parameter that is
+    trained in some experts only."""
     names = [name for name, _ in net.named_parameters()]
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -81,7 +80,7 @@ def check_patterns(net: nn.Module, trainable: Sequence[str], ep_size: int) -> No
 
 def trained_names(net: nn.Module) -> set[str]:
     """Returns the names of the tensors of `net` that training may change: the parameters that are not frozen, and the
-    buffers except those of layers whose parameters are all frozen."""
+    buffers of layers with such a parameter. If no parameter of `net` is frozen, all buffers are included."""
     names: set[str] = set()
     complete = all(parameter.requires_grad for parameter in net.parameters())
     for prefix, module in net.named_modules():
@@ -93,16 +92,15 @@ def trained_names(net: nn.Module) -> set[str]:
 
 
 def blocks_of(net: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a model, which are the modules in its attribute `blocks`. Other models have none, nor has a
-    user's model in which `blocks` is a number or a list of Python."""
+    """Returns the modules in a model's attribute `blocks`, or an empty list if it has none or if it is not a module,
+    such as a Python list in a user's model."""
     blocks = getattr(net, "blocks", None)
     return [*blocks.children()] if isinstance(blocks, nn.Module) else []
 
 
 def freeze_statistics(net: nn.Module) -> None:
-    """Sets the batch norms that `frozen_batch_norms` returns to evaluation mode. In training they then normalise with
-    their running statistics and do not change them, like torchvision's FrozenBatchNorm2d, until `net.train()` is
-    called."""
+    """Sets the batch norms that `frozen_batch_norms` returns to evaluation mode, until `net.train()` is called. They
+    then normalise with their running statistics and do not change them, like torchvision's FrozenBatchNorm2d."""
     for norm in frozen_batch_norms(net):
         norm.eval()
 
@@ -114,8 +112,8 @@ def tracked_batch_norms(net: nn.Module) -> list[_BatchNorm]:
 
 
 def frozen_batch_norms(net: nn.Module) -> list[_BatchNorm]:
-    """Returns the batch norms in `net` without a trained parameter. If no parameter of the model is frozen, returns an
-    empty list, even if a batch norm has no parameters."""
+    """Returns the batch norms in `net` without a trained parameter, or an empty list if no parameter of the model is
+    frozen, even for batch norms without parameters."""
     if all(parameter.requires_grad for parameter in net.parameters()):
         return []
     frozen: list[_BatchNorm] = []
@@ -131,10 +129,10 @@ A, B = ".lora_a", ".lora_b"  # suffixes of the adapters' names
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter: x W^T + bias + alpha / rank * (dropout(x) A^T) B^T.
 
-    A has the shape (rank, in). It is drawn as torch draws the weights of a linear layer (Kaiming-uniform with a =
-    sqrt(5)), as in Microsoft's loralib and peft. B has the shape (out, rank). It is zero, so that before the first step
-    the output equals the output of the linear layer. W and the bias are the parameter objects of the given linear
-    layer, whether ZeRO 3 has sharded them or not.
+    A has the shape (rank, in), and is drawn as torch draws the weights of a linear layer (Kaiming-uniform with a =
+    sqrt(5)), as in Microsoft's loralib and peft. B has the shape (out, rank), and starts at zero, so that before the
+    first step the output is that of the given linear layer. W and the bias are the parameter objects of that layer,
+    whether ZeRO 3 has sharded them or not.
     """
 
     def __init__(self, linear: nn.Linear, lora: LoRAConfig):
@@ -147,15 +145,13 @@ class LoRALinear(nn.Linear):
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Maps inputs (..., in) to outputs (..., out)."""
         inner = F.linear(F.dropout(input, self.dropout, self.training), self.lora_a)
         return F.linear(input, self.weight, self.bias) + self.scale * F.linear(inner, self.lora_b)
 
 
 def adapt(net: nn.Module, lora: LoRAConfig) -> None:
     """Adds an adapter, in place, to each linear layer of `net` that can have one and that a pattern in `lora.target`
-    matches. Does nothing if `lora.rank` is 0. Raises UsageError if a pattern matches no linear layer that can have an
-    adapter."""
+    matches. Does nothing if `lora.rank` is 0. Raises UsageError if a pattern matches no such layer."""
     if not lora.rank:
         return
     # Linear layers of a gate or of torch's attention (a subclass) cannot have an adapter. It would have no effect,

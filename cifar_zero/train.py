@@ -42,14 +42,13 @@ def main() -> int:
 
 def train(run: Run) -> dict[str, Any]:
     """Trains and tests a resolved run. Every rank of the run must call it. Rank 0 writes the run folder, and every rank
-    returns the content of metrics.json. At the end the process group is destroyed.
-
-    If the run fails before the training, or later with UsageError, its folder is removed unless it has a checkpoint.
+    returns the content of metrics.json. At the end the process group is destroyed. If the run fails before the
+    training, or later with UsageError, its folder is removed unless it has a checkpoint.
 
     Raises:
         UsageError: If the options, checkpoint, weights or images do not fit the run, or if no step was trained.
-        RunError: If ranks do not connect or images cannot be prepared. Also on rank 0, if metrics.json or the newest
-            checkpoint could not be written.
+        RunError: If ranks do not connect or images cannot be prepared, or if the run diverges. On rank 0 also if
+            metrics.json or the newest checkpoint could not be written.
         FaultFound: On rank 0, if --audit or --check_steps has found a fault.
         Stopped: If a signal has stopped the run.
     """
@@ -101,5 +100,6 @@ def train(run: Run) -> dict[str, Any]:
     stop.check_saved(trainer)
     if unwritten:
         raise RunError(unwritten)
-    build.check_audited(trainer, run_dir, run.output.resume)
+    agents = {info.agent for info in rank_infos}
+    build.check_audited(trainer, run_dir, resume.starts_of(agents, run.output.out, run.run_name))
     return metrics

@@ -13,8 +13,8 @@ from stepcheck.usage import Parser, UsageError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that `arguments` name, by default the command line of this process. Returns the exit code. If
-    the command line is wrong, prints the error and returns 2."""
+    """Runs the command that `arguments` name, by default the command line of this process. Returns the command's exit
+    code. Prints a UsageError to stderr, and then returns 2."""
     try:
         options = parse(arguments)
         check_files(options)
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses a command line, by default that of this process. In the result, `run` is the function of the command, and
-    `more` has the values of options such as --module.lr. Raises UsageError if the command line is wrong."""
+    `more` has the values of options such as --module.lr. Raises UsageError."""
     parser = Parser(
         "stepcheck",
         description="Proves, while a training runs, that each distributed step computes what PyTorch computes.",
@@ -42,8 +42,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _sections(words: Sequence[str], sections: Collection[str]) -> dict[str, str]:
-    """Returns the values of options such as --module.lr, by names such as "module.lr". Raises UsageError for any other
-    option, and for an option without a value."""
+    """Returns the values of the options --SECTION.NAME, keyed by "SECTION.NAME", where SECTION is in `sections`. Raises
+    UsageError for any other word, and for an option without a value."""
     found, left = {}, [*words]
     while left:
         flag, equals, value = left.pop(0).partition("=")

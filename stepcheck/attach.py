@@ -25,8 +25,8 @@ from stepcheck.verdict import Verdict
 
 
 def install(**settings: Any) -> None:
-    """Audits each engine and optimizer that this process builds. Takes the arguments of `AutoAudit`. Must be called
-    before torch and deepspeed are imported."""
+    """Makes `AutoAudit`, which takes the `settings`, audit this process. Must be called before torch and deepspeed are
+    imported."""
     auto_audit = AutoAudit(**settings)
     patches = {"torch": auto_audit.patch_torch, "deepspeed": auto_audit.patch_deepspeed}
     sys.meta_path.insert(0, AfterImport(patches))
@@ -34,11 +34,8 @@ def install(**settings: Any) -> None:
 
 class AfterImport(importlib.abc.MetaPathFinder):
     """Patches modules right after they are imported. `patches` maps the name of a module to a function that takes the
-    module.
-
-    A module that is only looked up is not patched. transformers, for example, looks up whether deepspeed is installed,
-    and imports it later.
-    """
+    module. A module that is only looked up is not patched: transformers looks up whether deepspeed is installed, and
+    imports it later."""
 
     def __init__(self, patches: dict[str, Callable[[Any], None]]):
         self.patches = patches
@@ -66,10 +63,9 @@ class AutoAudit:
     without a call in the script.
 
     Args:
-        reports: Folder to which rank 0 writes the verdicts, as a JSON file for each process. Each rank that is audited
+        reports: Folder to which each process of rank 0 writes its verdicts as a JSON file. Each rank that is audited
             leaves an empty file there, such as "rank 1".
-        every: See `Audit`.
-        weights_every: See `Audit`.
+        every, weights_every: See `Audit`.
         keep_going: Whether the training continues after a fault. By default the process ends with exit code 1.
         baseline: Arguments of `Baseline`, or None for an audit without a baseline.
     """
@@ -101,7 +97,8 @@ class AutoAudit:
 
     def patch_torch(self, torch: Any) -> None:
         """Registers each optimizer that is built from now on. An optimizer of FSDP2's parameters is audited at once.
-        The audit of any other starts at the first forward pass of its model, or else at its first step."""
+        The audit of any other starts at the first forward pass of its model, or else at its first step. Also makes
+        `init_process_group` announce this rank (see audited_ranks.py)."""
         importlib.import_module("stepcheck.updates")  # keeps torch's optimizers as they are now
         importlib.import_module("stepcheck.engines.plain").watch()
         importlib.import_module("stepcheck.hooks").watch_autograd()  # before a script imports `grad` by its name
@@ -203,8 +200,9 @@ class AutoAudit:
         return started
 
     def _name_engine(self) -> str:
-        """Returns the name of an engine in the baseline, which no other engine of this run has. Engines are numbered in
-        the order in which the processes of rank 0 start their audits. Other ranks save no engines."""
+        """Returns a name such as "engine 1", which no other engine in the run's baseline has. Engines are numbered in
+        the order in which the processes of rank 0 start their audits. Returns "" on other ranks, which save no
+        engines."""
         if _rank():
             return ""
         number = 1
@@ -216,7 +214,7 @@ class AutoAudit:
 
     def before_forward(self, module: Any, inputs: Any) -> None:
         """Starts the audit of each pending optimizer that updates a parameter of `module`. torch calls this method
-        before the forward pass of every module. By then, most scripts have built all wrappers. If an audit is refused,
+        before the forward pass of every module, when most scripts have built all wrappers. If an audit is refused,
         `before_step` tries again."""
         import torch
 
@@ -235,8 +233,8 @@ class AutoAudit:
             self.forward_hook = None
 
     def before_step(self, optimizer: Any) -> None:
-        """Starts the audit of an optimizer at its first step, if no forward pass has started it. This happens if the
-        forward pass was not seen, or came before the model was wrapped."""
+        """Starts the audit of an optimizer at its first step, if the forward pass was not seen, or came before the
+        model was wrapped."""
         import torch
 
         if not (torch.compiler.is_compiling() or self.building) and optimizer in self.pending:
@@ -258,8 +256,8 @@ class AutoAudit:
 
     def finish(self) -> None:
         """Writes the verdicts to a file in the folder of reports, and the steps of a new baseline unless there was a
-        fault. Leaves out optimizers that never step because others update their parameters, such as an optimizer that
-        wraps another. Does nothing on ranks other than 0, or in a forked process that has started no audit itself."""
+        fault. Leaves out optimizers that never step because others update their parameters. Does nothing on ranks other
+        than 0, or in a forked process that has started no audit itself."""
         if not self.is_first_rank or os.getpid() != self.process:
             return
         replaced = {id(one) for one, other in self.of_same_parameters if other.steps and _never_stepped(one)}
@@ -271,8 +269,8 @@ class AutoAudit:
             self.baseline.write()
 
     def _report_at_exit(self) -> None:
-        """Makes this process write its verdicts when it ends. Drops the verdicts that a forked process has inherited
-        from its parent. multiprocessing ends a forked process without atexit, so a Finalize is registered too."""
+        """Makes this process write its verdicts when it ends, without those that a forked process has inherited.
+        multiprocessing ends a forked process without atexit, so a Finalize is registered too."""
         if self.process != os.getpid():
             self.process, self.start_time, self.verdicts, self.refused = os.getpid(), time.time_ns(), [], []
             self.is_first_rank = _rank() == 0
@@ -286,8 +284,6 @@ def _never_stepped(verdict: Verdict) -> bool:
 
 
 def _rank() -> int:
-    """Returns the rank of this process from its process group, or else from the environment variable RANK (default:
-    0)."""
     import torch.distributed as dist
 
     initialized = dist.is_available() and dist.is_initialized()
@@ -300,8 +296,8 @@ def _ids(optimizer: Any) -> set[int]:
 
 def find_model(optimizer: Any) -> Any:
     """Returns the module with the fewest submodules, of all modules of this process that hold all parameters of an
-    optimizer. If this module is wrapped, returns its outermost wrapper (DDP, FSDP1 or torch.compile). If no module
-    holds all parameters, returns a new module that contains several modules and tensors, which together hold them."""
+    optimizer. If it is wrapped (DDP, FSDP1 or torch.compile), returns its outermost wrapper instead. If no module holds
+    all parameters, returns a new module that contains several modules and tensors, which together hold them."""
     import torch
 
     # The type is asked, and not the object, because proxies of other libraries pretend to be what they stand for.
@@ -326,7 +322,6 @@ def find_model(optimizer: Any) -> Any:
 
 
 def _outermost(root: Any, modules: list[Any]) -> Any:
-    """Returns the outermost wrapper of `root` among `modules`, or `root` if it has none."""
     names = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
     wrappers = [each for each in modules if type(each).__name__ in names and any(m is root for m in each.modules())]
     return max(wrappers, key=_size, default=root)

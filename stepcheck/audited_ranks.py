@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 RANKS_SECONDS = 60.0
-"""How long the first audit of several ranks waits for ranks that start under stepcheck later."""
+"""How long the first audit waits for other ranks to start under stepcheck."""
 
 
 def init_process_group(initialize: Any, *args: Any, **kwargs: Any) -> None:
@@ -17,8 +17,7 @@ def init_process_group(initialize: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _announce_rank() -> Any:
-    """Writes to the store of the process group that stepcheck audits this rank. Returns the store, or None if there is
-    none, as with MPI."""
+    """Writes to the process group's store that stepcheck audits this rank. Returns the store, or None, as with MPI."""
     distributed = importlib.import_module("torch.distributed.distributed_c10d")
     store = distributed._get_default_store()
     if store is not None:
@@ -27,9 +26,9 @@ def _announce_rank() -> Any:
 
 
 def count_unaudited_ranks() -> int:
-    """Returns the number of ranks that run without stepcheck. A collective cannot count them, because ranks without
-    stepcheck would take no part in it. All ranks get the number that the first of them has counted, because they must
-    all audit or all not audit."""
+    """Returns the number of ranks that run without stepcheck, and thus would take no part in a collective that counts
+    them. Waits up to RANKS_SECONDS for ranks that start later. All ranks get the number that the first of them has
+    counted, because they must all audit or all not audit."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

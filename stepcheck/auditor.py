@@ -29,9 +29,9 @@ from stepcheck.verdict import Finding, Kind, StepCheckError, Verdict
 
 
 def guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a method of Audit that hooks call. Adds its time to `seconds` of the verdict. If the method raises an
-    exception, the step is not judged, the audit ends on all ranks at the end of the step, and the training continues.
-    After that, or after `stop` or `detach`, the method does nothing."""
+    """Wraps a method of Audit that hooks call, and adds its time to the verdict. After an exception the step is not
+    judged, the audit ends on all ranks at the end of the step, and the training continues. The method does nothing from
+    then on, and after `stop` or `detach`."""
 
     @wraps(method)
     def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
@@ -147,9 +147,9 @@ class Audit:
         self.stopped = True
 
     def stop(self, what: str, why: str) -> None:
-        """Ends the audit: from now on its hooks do nothing. The verdict says that `what` is not judged, because of
-        `why`. The hooks stay in place, because a hook of this rank is running and cannot remove them. Every rank must
-        call this method at the same point of the training."""
+        """Ends the audit: from now on its hooks do nothing. They stay in place, because a hook that runs cannot remove
+        them. The verdict says that `what` is not judged, because of `why`. Every rank must call it at the same point of
+        the training."""
         self.verdict.not_judged[what] = why
         self.running, self.stopped = False, True
 
@@ -199,8 +199,8 @@ class Audit:
 
     @guarded
     def before_module(self, own: dict[str, int], module: nn.Module, inputs: Any) -> None:
-        """Records the unsharded weights of a module just before it computes, as far as they are compared in this step,
-        and watches the gradients of the weights that FSDP2 has just unsharded. `own` maps the names of the module's own
+        """Records the unsharded weights of a module that this step compares, just before the module computes. Also
+        watches the gradients of the weights that FSDP2 has just unsharded. `own` maps the names of the module's own
         parameters to their indices."""
         if not self.running or not torch.is_grad_enabled():
             return
@@ -215,19 +215,18 @@ class Audit:
 
     @guarded
     def watch_gradients(self) -> None:
-        """Watches the gradients of the trained parameters. Each forward pass of the module does so too, but a training
-        step of Lightning may call only parts of the module."""
+        """Watches the gradients of the trained parameters. A forward pass of the module does this itself, but a
+        training step of Lightning may call only parts of the module."""
         self._hooks.watch_gradients()
 
     @guarded
     def begin(self) -> None:
-        """Begins a step, unless it has begun or is not audited."""
         self._begin_step()
 
     @guarded
     def add_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
-        """Adds the gradient that autograd has computed for a parameter in one micro-batch, before the engine changes
-        it."""
+        """Adds the gradient that autograd has computed for a parameter in one micro-batch. The engine has not changed
+        it yet."""
         self._begin_step()  # if the module itself was not called, only parts of it
         if not self.running:
             return
@@ -281,14 +280,13 @@ class Audit:
 
     @guarded
     def before_step(self) -> None:
-        """Records the options of the parameter groups, as the user and the schedule have set them, before an engine's
-        step calls the optimizer."""
         self._options = {id(group): options_of(group) for group in self.adapter.optimizer.param_groups}
 
     @guarded
     def before_update(self, optimizer: Any) -> None:
-        """Adds the gradients that reach the optimizer, checks that its options are those that `before_step` has
-        recorded, and prepares the comparison of the update."""
+        """Adds the gradients that reach the optimizer, and prepares the comparison of the update. Reports options that
+        differ from those that `before_step` has recorded, and a module in evaluation mode that was in training mode
+        before."""
         if not self.adapter.owns_step:  # the script may set gradients itself
             self._begin_step()
         if not self.running:
@@ -319,13 +317,12 @@ class Audit:
 
     @guarded
     def after_update(self, optimizer: Any) -> None:
-        """Compares the update with the update of torch's optimizer."""
         if self.running:
             self._updates.end(optimizer, self.add)
 
     def end_step(self, skipped: bool = False) -> None:
-        """Judges the step that has ended, if it is audited, and moves on to the next step. If there is a fault, raises
-        StepCheckError, prints the fault or calls a function, as `on_fault` says. Every rank must call this method.
+        """Judges the step that has ended, if it is audited, and moves on to the next step. Handles a fault as
+        `on_fault` says. Every rank must call this method.
 
         Args:
             skipped: Whether the engine left the update out, because a gradient overflowed.
@@ -352,8 +349,8 @@ class Audit:
             print(f"stepcheck: {findings[0]}", flush=True)
 
     def _judge_step(self, skipped: bool) -> None:
-        """Sums the contributions of the ranks, judges the sums, and adds the findings to the verdict. Every rank adds
-        the same findings."""
+        """Sums the contributions of the ranks, judges the sums, and adds the same findings to the verdict of every
+        rank. If the audit of a rank has failed, ends the audit on all ranks instead."""
         adapter, verdict = self.adapter, self.verdict
         self._batch_norms.compare(self.add)
         local, self._local = self._local, []
@@ -393,8 +390,8 @@ class Audit:
 
     @property
     def _in_turn(self) -> range:
-        """The indices of the weights to compare in this step. Audited steps take turns, so that `every` leaves none
-        out."""
+        """The indices of the weights to compare in this step. Turns count audited steps, so that each weight gets
+        one."""
         turn = self.step // self.every
         return range(-turn % self.weights_every, len(self.adapter.parameters), self.weights_every)
 

@@ -38,7 +38,6 @@ class Baseline:
         """Reads the baseline in a file, if `compare` is set.
 
         Args:
-            file: The file.
             compare: Whether to compare steps with the baseline. Otherwise `write` adds steps to it.
             command: Command line of the run, which is saved. If another one was saved, the verdicts note this.
         """
@@ -53,8 +52,8 @@ class Baseline:
         self.audits: dict[str, dict[int, dict[str, Any]]] = saved["audits"]
 
     def audit(self, name: str) -> "AuditBaseline":
-        """Returns the part of the baseline for one audit. `name` must be the same in both runs, and differ from the
-        names of the other audits of a run."""
+        """Returns the part of the baseline for one audit. Both runs must use the same `name`, and each name only
+        once."""
         return AuditBaseline(self.audits.setdefault(name, {}), self.compare, self.changed)
 
     def write(self) -> None:
@@ -76,8 +75,9 @@ class AuditBaseline:
         self.same_gradients = 0  # the last step whose gradients were the same, up to the rounding of sketches
 
     def judge(self, judge: Judge, step: Step) -> None:
-        """Saves a step, or compares it with the saved step of the same number and adds the findings to the verdict. If
-        there is none, or its weights have other names, the step is not judged. Every rank gets the same findings."""
+        """Saves a step, or compares it with the saved step of the same number. If there is none, or its weights have
+        other names, the verdict says that the step is not judged against the baseline. Every rank must call it, and
+        gets the findings of rank 0."""
         weights = step.sums["reference"] / judge.weight_replicas[:, None]
         own = {
             "names": judge.adapter.row_names,

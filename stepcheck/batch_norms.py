@@ -11,8 +11,8 @@ from stepcheck.engines.adapter import Hook
 
 
 class BatchNormCounts:
-    """Compares the `num_batches_tracked` of each batch norm with its calls in training mode. A batch norm counts a
-    batch whenever it updates its running statistics. Only batch norms of torch.nn with such a counter are compared."""
+    """Compares the `num_batches_tracked` of each batch norm of torch.nn with its calls in training mode. A batch norm
+    counts a batch whenever it updates its running statistics."""
 
     def __init__(self, module: nn.Module, undo: ExitStack):
         self.norms = {
@@ -45,8 +45,8 @@ class BatchNormCounts:
         self.counts[name], self.calls[name] = count.clone(), 0
 
     def compare(self, add: Callable[..., None]) -> None:
-        """Compares the number of batches that each batch norm has counted with its calls, both since the last
-        comparison, or since something else has set the counter. Passes the results to `add`, which is `Audit.add`."""
+        """Compares the batches that each batch norm has counted with its calls since the last comparison, or since
+        something else has set the counter. Passes the results to `add`, which is `Audit.add`."""
         for name, module in self.norms.items():
             count: Any = module.num_batches_tracked
             if count is not None and name in self.counts and self.seen.get(name) == _version(count):

@@ -22,7 +22,7 @@ class Batches:
         self.last: Tensor | None = None  # of all ranks, in `last_step`
         self.last_step = 0  # the last audited step
         self._before: Tensor | None = None  # the random state before the first micro-batch of this step
-        self._drew = False  # whether that micro-batch has drawn random numbers
+        self._drew = False  # whether a forward pass of this step has drawn random numbers
         self.repeats_random = False
 
     def begin_step(self) -> None:
@@ -45,7 +45,6 @@ class Batches:
             self.repeats_random = True
 
     def begin_backward(self) -> None:
-        """Records whether a forward pass of the step has drawn random numbers."""
         if self._before is not None and not self._drew:
             self._drew = not torch.equal(_random_state(self.fingerprints.device), self._before)
 
@@ -54,7 +53,6 @@ class Batches:
         numbers are compared on this rank only.
 
         Args:
-            step: Number of the step.
             fingerprints: Fingerprints of all ranks, on the CPU. They are kept for the next step.
         """
         found, seen, last = {}, fingerprints.tolist(), self.last
@@ -70,5 +68,5 @@ class Batches:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Returns the state of the generator that dropout uses. Reading a GPU's generator does not wait for the GPU."""
+    """Returns the state of the generator that dropout uses. Reading a GPU's does not wait for the GPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -78,7 +78,6 @@ def factor_tolerance(strength: float, constants: Iterable[float]) -> float:
 
 
 def unit_roundoff(dtypes: Iterable[torch.dtype]) -> float:
-    """Returns the largest unit roundoff of some floating dtypes."""
     return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
 
 
@@ -90,7 +89,7 @@ def underflow(dtypes: Iterable[torch.dtype]) -> float:
 def gradient_deviation(
     summands: Tensor, sizes: Tensor, unit: float, smallest: float, micro_batches: int, ranks: int
 ) -> Tensor:
-    """Returns for each parameter the standard deviation of the numbers in the sketch of its gradient's error.
+    """Returns the standard deviation of the numbers in the sketch of each gradient's error, float64 (parameters,).
 
     Args:
         summands: S of each parameter, as the module's docstring defines it, float64 (parameters,).

@@ -11,16 +11,16 @@ from stepcheck.engines.adapter import Hook, hookable_parts
 from stepcheck.patch import wrap_function
 
 CALLS: list[object] = []
-"""The calls of `torch.autograd.grad` that run. The gradients that they compute go into no parameter."""
+"""Has an item for each call of `torch.autograd.grad` that runs. Such a call adds its gradients to no parameter."""
 
 WAITING: list[int] = []
-"""Autograd's ids of backward passes that wait for one within them, as of a reentrant checkpoint. The outermost is
+"""Autograd's ids of backward passes that wait for an inner one, such as a reentrant checkpoint's. The outermost is
 first."""
 
 
 class Hooks:
-    """Makes modules and parameters call an audit: before each forward pass, before a state dict is loaded into a
-    module, and with each gradient that autograd computes. `audit.undo` removes the hooks."""
+    """Makes modules and parameters call an audit: before each forward pass, before a state dict is loaded, and with
+    each gradient that autograd computes. `audit.undo` removes the hooks."""
 
     def __init__(self, audit: Any):
         watch_autograd()
@@ -44,8 +44,9 @@ class Hooks:
         self.watch_gradients()
 
     def watch_gradients(self) -> None:
-        """Registers hooks on the trained parameters, including parameters that were unfrozen during the training. They
-        run after the script's own hooks, which may change a gradient, as does the hook before the optimizer's step."""
+        """Registers hooks on the trained parameters, including those that were unfrozen during the training. Moves
+        these hooks, and the hook before the optimizer's step, behind the script's own hooks, which may change a
+        gradient."""
         self.adapter.move_hook_last()
         for index in self.adapter.trained:
             if self.adapter.parameters[index].requires_grad:
@@ -79,7 +80,8 @@ def outermost_backward() -> int:
 
 @cache
 def watch_autograd() -> None:
-    """Makes `torch.autograd.grad` and `torch.autograd.backward` keep CALLS and WAITING. A second call does nothing."""
+    """Makes `torch.autograd.grad` and `torch.autograd.backward` update CALLS and WAITING. A second call does
+    nothing."""
     wrap_function(torch.autograd, "grad", _grad)
     wrap_function(torch.autograd, "backward", _backward)
 

@@ -60,8 +60,8 @@ class Judge:
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
     def gradients(self, step: Step) -> None:
-        """Compares the gradients that reach the optimizer with what autograd computed. Keeps the latter in `expected`,
-        and its deviation, for a baseline."""
+        """Compares the gradients that reach the optimizer with what autograd computed. For a baseline, keeps the
+        sketches of the expected gradients in `expected`, and the standard deviations of their errors in `deviation`."""
         adapter, verdict = self.adapter, self.verdict
         self.expected, self.deviation = torch.zeros_like(self.expected), torch.zeros_like(self.deviation)
         trained = self.trained & self._comparable(step)
@@ -117,9 +117,8 @@ class Judge:
         self, trained: Tensor, expected: Tensor, summands: Tensor, deviation: Tensor, tolerance: float
     ) -> None:
         """Adds to the verdict how many gradient elements were judged, and the smallest scale errors that would have
-        been detected: of all gradients together, and of one gradient (the median over the gradients). The verdict keeps
-        the largest over all steps. A gradient counts as judged if losing half of it would be detected, or if autograd
-        computed 0."""
+        been detected: of all gradients together, and of one gradient (the median). The largest over all steps counts. A
+        gradient counts as judged if losing half of it would be detected, or if autograd computed 0."""
         visible = (SIGMAS * deviation[:, 0] / expected.abs().amax(1).clamp(min=1e-30))[trained]
         computed = summands[trained] > 0
         self.verdict.values += int(self.sizes[trained][(visible < 0.5) | ~computed].sum())
@@ -129,9 +128,9 @@ class Judge:
             self.verdict.smallest_tensor_error = max(median, self.verdict.smallest_tensor_error or 0.0)
 
     def _comparable(self, step: Step) -> Tensor:
-        """Returns for each row of the matrix of sketches, bool (rows,), whether its gradient can be judged: only the
-        engine and known clipping have changed it since autograd computed it. Adds to the verdict how many gradient
-        elements there are, and why some are not judged."""
+        """Returns for each row, bool (rows,), whether its gradient can be judged: only the engine and known clipping
+        have changed it since autograd computed it. Adds to the verdict how many gradient elements there are, and why
+        some are not judged."""
         adapter, verdict = self.adapter, self.verdict
         verdict.values_in_all += int(self.sizes[self.trained].sum())
         modified = step.sums["modified"][:, 0] > 0
@@ -147,8 +146,8 @@ class Judge:
     def _factor(
         self, step: Step, factor: float, tolerance: float, norm: float, complete: bool
     ) -> tuple[Kind, float, str] | None:
-        """Judges the factor that all gradients have in common. Clipping may make it smaller than 1. `norm` is the norm
-        of all gradients if `complete` is true, or else of the compared gradients only. Returns the fault (kind, error /
+        """Judges the factor that all gradients have in common, which clipping may make smaller than 1. `norm` is the
+        norm of all gradients if `complete` is true, or else of the compared ones. Returns the fault (kind, error /
         tolerance and text) or None."""
         limit, share = self.adapter.clip_limit(), abs(factor - 1) / tolerance
         rounding = CLIPPING + 2 * self.optimizer_unit
@@ -186,8 +185,8 @@ class Judge:
 
     def weights(self, step: Step) -> None:
         """Compares the weights that forward and backward passes used with the optimizer's weights, as far as it is
-        their turn in this step. If a weight that the optimizer does not update changes between steps, the verdict notes
-        it."""
+        their turn in this step (see `Audit`). If a weight that the optimizer does not update changes between steps, the
+        verdict notes it."""
         uses, adapter = step.sums["uses"], self.adapter
         used = (uses[:, 0] > 0).nonzero()[:, 0]
         if not len(used):

@@ -23,13 +23,11 @@ Result = dict[str, Any]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --json and --junit to the parser of a command."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML, for CI systems")
 
 
 def add_baseline_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --save and --against to the parser of a command."""
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--save", type=Path, metavar="FILE", help="save what each step computes, for --against")
     either.add_argument("--against", type=Path, metavar="FILE", help="compare each step with the file of --save")
@@ -47,19 +45,22 @@ def baseline_of(options: argparse.Namespace, command: str, folder: str) -> dict[
 
 def check_files(options: argparse.Namespace) -> None:
     """Makes the folders for the files of --json, --junit and --save. Raises UsageError if a file cannot be written,
-    because the run would be in vain."""
+    before a run that would be in vain."""
     for flag in ("json", "junit", "save"):
-        file = getattr(options, flag, None)
-        if file is None:
-            continue
-        try:
-            if file.is_dir():
-                raise UsageError(f"--{flag}: {file} is a folder; give a file")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if not os.access(file if file.exists() else file.parent, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            raise UsageError(f"--{flag}: {file} cannot be written ({error.strerror}); give another file") from error
+        if file := getattr(options, flag, None):
+            check_file(flag, file)
+
+
+def check_file(flag: str, file: Path) -> None:
+    """Makes the folder for the file of a flag. Raises UsageError if the file cannot be written."""
+    try:
+        if file.is_dir():
+            raise UsageError(f"--{flag}: {file} is a folder; give a file")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(f"--{flag}: {file} cannot be written ({error.strerror}); give another file") from error
 
 
 def write_files(
@@ -70,7 +71,8 @@ def write_files(
     **more: Any,
 ) -> int:
     """Writes the files of --json, --junit and --save, if they are given. A file that cannot be written is named on
-    stderr. Returns the result's exit code, by default 0 if `passed` else 1, or 1 if it is 0 and a file is missing.
+    stderr. Returns the result's exit code (by default 0 if `passed`, else 1), but 1 instead of 0 if a file could not be
+    written.
 
     Args:
         passed: Whether all was judged as required and agrees.
@@ -100,8 +102,8 @@ def write_files(
 
 
 def write_junit(file: Path, result: dict[str, Any]) -> None:
-    """Writes a test case for each engine or case of a result of `write_files`, and a skipped one for each row that is
-    left out. If there is no engine, writes one failed test case."""
+    """Writes a test case for each of the `engines` of a result of `write_files`, and a skipped one for each of its
+    `left_out`. Without engines, writes one failed test case. Makes the file's folder."""
     engines = result["engines"] or [{"engine": "no engine", "steps": 0, "findings": [], "summary": "", "passed": False}]
     failed = [each for each in engines if not each["passed"]]
     counts = {"tests": len(engines) + len(result.get("left_out", {})), "failures": len(failed)}

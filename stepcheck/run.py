@@ -36,7 +36,6 @@ PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command `run` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "run",
         help="audit each step of a script",
@@ -62,8 +61,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script under the audit. Returns the exit code: the script's, or 1 if the script's is 0 and an engine has
-    a fault or was not judged. Raises UsageError if the script or launcher does not exist."""
+    """Runs the script under the audit, and returns its exit code. If that is 0, returns 1 if an engine has a fault or
+    was not judged, if there was no engine, or if a file could not be written. If rank 0 runs on another machine, prints
+    no verdict and returns the script's exit code. Raises UsageError if the script or launcher does not exist."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     program = command[0] if command else ""
     if program.endswith(".py"):
@@ -100,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_script(command: list[str], environment: dict[str, str]) -> int:
-    """Runs the script, which gets the terminal's Ctrl-C itself. Passes the signals in PASSED_ON to the script. Returns
-    the exit code, which is 128 + N if signal N ended the script. Signals that are ignored, as under nohup, stay so."""
+    """Runs the script, which gets the terminal's Ctrl-C itself, and passes the signals in PASSED_ON to it. Signals that
+    are ignored, as under nohup, stay so. Returns the exit code: 128 + N if signal N ended the script."""
     process = None
 
     def pass_on(number: int, frame: Any) -> None:
@@ -125,8 +125,6 @@ def _run_script(command: list[str], environment: dict[str, str]) -> int:
 def _conclude(
     verdicts: list[dict[str, Any]], code: int, options: argparse.Namespace, baseline: dict[str, Any] | None
 ) -> int:
-    """Prints the verdicts, and writes the files. Returns `code`, the script's exit code, or 1 if it is 0 and an engine
-    has a fault or was not judged."""
     for each in verdicts:
         print(f"stepcheck: {each['engine']}: {each['summary']}", flush=True)
     passed = bool(verdicts) and all(each["passed"] for each in verdicts)

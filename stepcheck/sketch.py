@@ -34,7 +34,7 @@ OTHER_CHUNK_ROWS = 1024
 
 @cache
 def _signs(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the signs of rows, float32 (ROW_SIGNS, PERIOD and some more), and of columns, float64 (K, WIDTH)."""
+    """Returns the signs of rows, float32 (ROW_SIGNS, PERIOD + OTHER_CHUNK_ROWS), and of columns, float64 (K, WIDTH)."""
     generator = torch.Generator().manual_seed(7)
     rows = torch.randint(0, 2, (ROW_SIGNS, PERIOD), generator=generator, device="cpu").float() * 2 - 1
     columns = torch.randint(0, 2, (K, WIDTH), generator=generator, device="cpu").double() * 2 - 1
@@ -84,8 +84,8 @@ def project(values: Tensor, start: int = 0, exact: bool = False, measure: bool =
 
 
 def _sum_rows(matrix: Tensor, row: int, dtype: torch.dtype, measure: bool) -> tuple[Tensor, Tensor | float]:
-    """Returns the sums over the rows with each of the row signs, float64 (ROW_SIGNS, WIDTH), and the squared norm if
-    `measure` is true. The first row of the matrix is the tensor's row number `row`."""
+    """Returns the sums over the rows with each of the row signs, float64 (ROW_SIGNS, WIDTH), and the squared norm, or 0
+    unless `measure` is true. The first row of the matrix is row number `row` of the whole tensor."""
     signs = _signs(matrix.device)[0]
     chunk = CHUNK_ROWS.get(matrix.device.type, OTHER_CHUNK_ROWS)
     total: Any = 0.0

@@ -1,5 +1,4 @@
-"""Records attributes of modules, tied and frozen parameters and optimizer options before an engine is built, and finds
-those that building it has changed."""
+"""Finds attributes of modules, tied and frozen parameters and optimizer options that building an engine has changed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +12,9 @@ PLAIN = (int, float, str)
 
 
 class Start:
-    """Records a model and its optimizer before an engine is built: attributes of modules that are numbers or strings,
-    replaced forward methods, tied parameters, frozen parameters, and options. Without an optimizer, records the options
-    of the parameter groups in `model_parameters`, which DeepSpeed gives to the optimizer that it builds."""
+    """Records a model before an engine is built: attributes of modules that are numbers or strings, replaced forward
+    methods, tied and frozen parameters, and the options of the optimizer's parameter groups. Without an optimizer,
+    these are the groups in `model_parameters`, which DeepSpeed gives to the optimizer that it builds."""
 
     def __init__(self, model: nn.Module, optimizer: Any = None, model_parameters: Any = None):
         self.attributes = {name: _attributes(module) for name, module in model.named_modules()}
@@ -27,7 +26,7 @@ class Start:
     def changes(self, model: nn.Module) -> list[str]:
         """Returns sentences about what has changed in `model` since the start: the first changed attribute of each
         submodule, each parameter that was frozen or unfrozen, and the first parameter that is tied to others than
-        before. Does not compare options (see `changed_options`)."""
+        before."""
         model = model.module if isinstance(model, DistributedDataParallel) else model
         after = {name: _attributes(module) for name, module in model.named_modules()}
         texts = []
@@ -44,9 +43,9 @@ class Start:
 
 
 def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str]:
-    """Yields a sentence for each optimizer option of a parameter that differs from the user's value. This is the value
-    in `start`, or else in the engine's configuration. A learning rate is compared only if the configuration has one,
-    and no schedule changes it."""
+    """Yields a sentence for each optimizer option of a parameter that differs from the value in `start`, or else in the
+    engine's configuration. A learning rate is compared only if the configuration has one, and no schedule changes
+    it."""
     configured = adapter.given_options()
     for index, group in adapter.parameter_groups().items():
         given = configured.get(index, {})
@@ -59,12 +58,10 @@ def changed_options(adapter: EngineAdapter, start: Start | None) -> Iterator[str
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group that are numbers, strings or tuples, in a new dictionary."""
     return {key: value for key, value in group.items() if isinstance(value, (*PLAIN, tuple))}
 
 
 def same(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal. NaN equals NaN."""
     return one == other or (one != one and other != other)
 
 
@@ -74,8 +71,9 @@ def plain(value: Any) -> Any:
 
 
 def _groups_in(model_parameters: Any) -> list[dict[str, Any]]:
-    """Returns the parameter groups in an argument of `deepspeed.initialize`, which may also have parameters without
-    groups. Lists the parameters of each group as torch would, because an iterator of them can be read only once."""
+    """Returns the parameter groups in `model_parameters` of `deepspeed.initialize`, without the parameters outside of
+    groups. Replaces a tensor or an iterator in the "params" of a group by a list, in place, because an iterator can be
+    read only once."""
     found = model_parameters if isinstance(model_parameters, (list, tuple)) else ()
     groups = [each for each in found if isinstance(each, dict)]
     for group in groups:

@@ -21,15 +21,14 @@ ZERO = {
 
 @cache
 def deepspeed_folder() -> Path | None:
-    """Returns the folder of the installed DeepSpeed, or None."""
     spec = importlib.util.find_spec("deepspeed")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 @cache
 def deepspeed_words(word: str, *files: str) -> set[str]:
-    """Returns the matches of a regular expression in files of the installed DeepSpeed. The set is empty if DeepSpeed is
-    not installed.
+    """Returns the matches of a regular expression in files of the installed DeepSpeed, or an empty set without
+    DeepSpeed.
 
     Args:
         word: The expression. Its ^ matches at each line.
@@ -41,7 +40,6 @@ def deepspeed_words(word: str, *files: str) -> set[str]:
 
 
 def config_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the keys of a configuration of DeepSpeed and of its sections."""
     for key, value in config.items():
         yield key
         if isinstance(value, dict):

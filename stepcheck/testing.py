@@ -29,13 +29,9 @@ def assert_agrees(
         strategies: Strategies of `stepcheck module`, or DeepSpeed configuration files (.json). The default is each ZeRO
             stage, also with offload, or ddp if DeepSpeed is not installed.
         devices: Number of ranks. They use GPUs if there are enough.
-        steps: Number of optimizer steps.
         accumulate: Number of micro-batches per step. The default is that of a configuration file, or 1.
-        precision: Precision of the training, by Lightning's names. The default is that of a configuration file, or
-            "32-true".
+        precision: By Lightning's names. The default is that of a configuration file, or "32-true".
         gradient_clip_val: Largest norm of the gradients. The default is that of a configuration file, or no clipping.
-        module_options: Arguments of the module's class.
-        datamodule_options: Arguments of the data module's class.
 
     Raises:
         AssertionError: If a strategy differs from plain PyTorch, fails, or could not be judged. The message has a line
@@ -57,6 +53,5 @@ def assert_agrees(
 
 
 def _name_of(user_class: type) -> str:
-    """Returns PACKAGE.MODULE:NAME of a class, or FILE.py:NAME if its module is not in a package."""
     module = user_class.__module__
     return f"{module if '.' in module else inspect.getfile(user_class)}:{user_class.__qualname__}"

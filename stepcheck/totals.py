@@ -34,24 +34,21 @@ class Totals:
         self.used = {}
 
     def mark(self, column: str, indices: Iterable[int]) -> None:
-        """Sets a flag of COLUMNS, "trained" or "modified", to 1 in this rank's rows of the parameters `indices`."""
         for index in indices:
             self.columns[column][self.adapter.rows[index]] = 1
 
     def reset_gradient(self, index: int) -> None:
-        """Resets the sums of autograd's gradients of a parameter."""
         for column in ("expected", "summands"):
             self.columns[column][self.adapter.rows[index]] = 0.0
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Adds a gradient that autograd has computed for a parameter."""
         sketch = project(gradient)
         self._add("expected", index, sketch[:K])
         self._add("summands", index, sketch[K].sqrt())
 
     def add_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
-        """Adds the gradient of a tensor that the optimizer updates to the sums of the parameters of which the tensor
-        holds `parts`. With `measure`, the norm of each part is computed exactly instead of estimated."""
+        """Adds the gradient of a tensor that the optimizer updates, split into `parts`, to the sums of the parts'
+        parameters. With `measure`, the norm of each part is computed exactly instead of estimated."""
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
         for part in parts:
             sketch = project(flat[part.offset : part.offset + part.length], part.start, measure=measure)
@@ -59,8 +56,8 @@ class Totals:
             self._add("square", part.index, sketch[K])
 
     def add_optimizer_weights(self, indices: Collection[int]) -> None:
-        """Adds this rank's parts of some weights, with the values that the optimizer holds, cast to the dtype of the
-        forward pass."""
+        """Adds this rank's parts of some weights, cast to the dtype of the forward pass: the optimizer's values of
+        trained weights, and the module's values of all others."""
         adapter = self.adapter
         for target in adapter.targets.values():
             flat = adapter.local(target.tensor).detach().reshape(-1)
@@ -79,7 +76,7 @@ class Totals:
 
     def add_used_weight(self, index: int, parameter: Tensor) -> None:
         """Records an unsharded weight that a forward or backward pass uses, and how much it has changed since its first
-        use in this step. An empty tensor, as ZeRO 3 leaves it after use, is ignored."""
+        use in this step. Ignores an empty tensor, as ZeRO 3 leaves it after use."""
         if not parameter.numel():
             return
         in_use = parameter.to(self.adapter.compute_dtype(index))
@@ -93,8 +90,12 @@ class Totals:
         self, shares: Sequence[Tensor], failed: bool, fingerprints: Tensor
     ) -> tuple[dict[str, Tensor], float, Tensor, list[float]]:
         """Sums the contributions of all ranks. Every rank must call it, and it waits for the device. Returns, on the
-        CPU, the sums of the columns, the largest of all ranks' shares (FAILED if the audit of a rank has failed), the
-        fingerprints of all ranks, and this rank's shares, in which NaN has become infinite.
+        CPU:
+
+        - the sums of the columns
+        - the largest of all ranks' shares, or FAILED if the audit of a rank has failed
+        - the fingerprints of all ranks
+        - this rank's shares, in which NaN has become infinite
 
         Args:
             shares: Error / tolerance of each value that only this rank compares.
@@ -121,11 +122,10 @@ class Totals:
 
 
 def _columns(matrix: Tensor) -> dict[str, Tensor]:
-    """Returns views of the columns of a matrix by their names."""
     return dict(zip(COLUMNS, matrix.split([*COLUMNS.values()], 1), strict=True))
 
 
 def _difference_factor(replica: int, replicas: int) -> float:
-    """Returns the factor by which a replica's sketch is multiplied before the sum over the replicas. The factors of all
-    replicas differ and add up to 0, so that the sum over equal replicas is 0."""
+    """Returns the factor of a replica's sketch in the sum over the replicas. The factors of all replicas differ and add
+    up to 0, so that the sum over equal replicas is 0."""
     return (2 * replica - replicas + 1) / replicas

@@ -14,8 +14,8 @@ from stepcheck.sketch import dense
 from stepcheck.verdict import Kind
 
 SLICE = 1024
-"""Elements of each tensor of the optimizer whose update is repeated in a step. Slices lie at random positions, so that
-they cover every element in time."""
+"""The most elements of a tensor of the optimizer whose update is repeated in a step. Slices lie at random positions, so
+that over many steps they cover every element."""
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adamax", "Adadelta", "Rprop", "ASGD")
 """Classes of torch.optim whose update of an element depends on no other element."""
@@ -49,8 +49,8 @@ class Slice:
 
 
 def torch_class(optimizer: Any) -> Any:
-    """Returns the class of torch.optim that computes the same updates as an optimizer, if it is known that these
-    updates are computed element by element, or else None."""
+    """Returns the class of torch.optim that computes the same updates as an optimizer, each element on its own, or None
+    if none is known."""
     own = type(optimizer)
     if not all(group.get("bias_correction", True) for group in optimizer.param_groups):  # an option of DeepSpeed's Adam
         return None
@@ -61,8 +61,7 @@ def torch_class(optimizer: Any) -> Any:
 
 
 class UpdateCheck:
-    """Compares each update of an optimizer with the update of torch's optimizer, which updates copies of random slices
-    of the same tensors."""
+    """Compares slices of each update of an optimizer with copies that torch's optimizer updates."""
 
     def __init__(self, adapter: Any):
         self.adapter = adapter
@@ -74,14 +73,14 @@ class UpdateCheck:
         self.kept: dict[int, tuple[Slice, dict[str, Tensor]]] = {}  # what the last update left, by id of the target
 
     def reset(self) -> None:
-        """Drops the state after the last update. It will be out of date, because a checkpoint is about to be loaded, or
-        because steps that are not audited came in between."""
+        """Drops what the last update left. It is out of date once a checkpoint is loaded, or after steps that are not
+        audited."""
         self.kept = {}
 
     def begin(self, optimizer: Any, report: Report) -> None:
         """Compares weights and state with what the last update has left, and updates copies of slices, before the
-        optimizer updates its tensors. Does nothing if the optimizer is about to leave the step out because of an
-        overflow, or if `torch_class` does not know its updates."""
+        optimizer updates its tensors. Does nothing if `torch_class` does not know the updates, or if the step will be
+        left out because of an overflow."""
         self.slices = []
         if self.optimizer_class is None or overflows(optimizer):
             return
@@ -118,7 +117,7 @@ class UpdateCheck:
 
     def end(self, optimizer: Any, report: Report) -> None:
         """Compares slices of the optimizer's tensors and state, after its update, with the copies that torch's
-        optimizer has updated. Keeps these slices, so that the next step can see changes that were made in between."""
+        optimizer has updated. Keeps these slices for the next `begin`."""
         if not self.slices:
             return
         actual = [self._slice_of(each.target, each.part) for each in self.slices]
@@ -138,9 +137,9 @@ class UpdateCheck:
         self.slices, self.expected_state = [], {}
 
     def _compare_kept(self, optimizer: Any, report: Report) -> None:
-        """Compares weights and state with their values after the last update. A difference is only a note in what the
-        script may change: in the module's own weights, which it may clip, and in all weights and states if it calls
-        the optimizer itself."""
+        """Compares weights and state with their values after the last update. A difference is a fault, but only a note
+        in what the script may change: the module's own weights, which it may clip, and all weights and states if it
+        calls the optimizer itself."""
         engines: list[Pair] = []  # that only the engine may change
         scripts: list[Pair] = []  # that the script may change
         for target in (each for group in optimizer.param_groups for each in group["params"]):
@@ -159,8 +158,8 @@ class UpdateCheck:
 
     def _choose(self, target: Tensor) -> tuple[str, slice] | None:
         """Returns the name of one parameter of which a target holds a part, and a random slice of the target within
-        this part. The slice counts real numbers. Padding is left out, because it may hold anything. Returns None for a
-        target without parameters."""
+        this part. The slice has at most SLICE elements and counts real numbers, of which a complex element has two.
+        Padding is left out, because it may hold anything. Returns None for a target without parameters."""
         known = self.adapter.targets.get(id(target))
         parts = [part for part in known.parts if part.length] if known else []
         if not parts:
@@ -181,8 +180,8 @@ class UpdateCheck:
 
 
 def compare_pairs(pairs: Sequence[Pair], report: Report, kind: Kind, tolerance: float, how: str) -> None:
-    """Passes error / tolerance of each pair of tensors to `report`, with a text: the name of the worst pair, and `how`.
-    The tolerance is relative to the norm of the expected tensor. A missing tensor has an infinite error."""
+    """Passes error / tolerance of each pair of tensors to `report`, with the name of the worst pair and `how`. The
+    tolerance is relative to the norm of the expected tensor. A missing tensor has an infinite error."""
     if not pairs:
         return
     expected = [each for _, _, each in pairs]
@@ -192,8 +191,8 @@ def compare_pairs(pairs: Sequence[Pair], report: Report, kind: Kind, tolerance: 
 
 
 def update_errors(actual: list[Tensor], expected: list[Tensor], before: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the error of each updated tensor, first relative to the norm of its update and then relative to its
-    tolerance."""
+    """Returns the error of each updated tensor relative to the norm of its update, and relative to its tolerance, each
+    float64 (tensors,)."""
     errors, moved = distances(actual, expected), distances(expected, before)
     rounding = norms([torch.finfo(each.dtype).eps * each.float() for each in before])
     return errors / moved.clamp(min=1e-30), errors / (UPDATE * moved + rounding + 1e-30)
@@ -205,7 +204,6 @@ def _wrong_update(names: list[str], errors: Tensor) -> str:
 
 
 def _largest(values: Tensor) -> int:
-    """Returns the index of the largest value. NaN is the largest."""
     return int(values.nan_to_num(nan=torch.inf).argmax())
 
 

@@ -10,15 +10,13 @@ SHOWN = 20  # the most names that an error lists
 
 
 class UsageError(Exception):
-    """Raised if the command line is wrong, or a file or code that it names. The message is one line that names the
-    fault and the fix."""
+    """Raised for a wrong command line, or for a fault in a file or in code that the command line names. The message is
+    one line with the fault and the fix."""
 
     exit_code = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError for a wrong command line, instead of printing its usage."""
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help lists all options)")
 
@@ -33,7 +31,7 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 
     Args:
         words: Names to choose from.
-        most: Largest number of names to suggest.
+        most: Largest number of suggested names.
         cutoff: Least similarity of a suggested name, from 0 to 1 (difflib).
         otherwise: Returned if no name is similar. If it is empty, the first names of `words` are listed instead.
     """
@@ -44,7 +42,6 @@ def nearest(word: str, words: Iterable[str], most: int = 1, cutoff: float = 0.5,
 
 
 def positive(text: str) -> int:
-    """Converts the value of a flag to an integer, which must be at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")

@@ -50,8 +50,6 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """The result of an audit."""
-
     engine: str = ""  # what trains, for example "DeepSpeed 0.19.8, ZeRO 2, bfloat16, 2 ranks"
     steps: int = 0  # audited
     replayed: int = 0  # of these, steps that a plain copy has computed again
@@ -71,7 +69,7 @@ class Verdict:
 
     @property
     def outcome(self) -> Outcome:
-        """The verdict in a word or two. It is "agrees" only if steps were audited, nothing was found, and `coverage` is
+        """The verdict in a word or two. "agrees" requires that steps were audited, nothing was found, and `coverage` is
         at least ENOUGH."""
         if self.findings:
             return "different"
@@ -79,16 +77,13 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the outcome is "agrees"."""
         return self.outcome == "agrees"
 
     @property
     def coverage(self) -> float:
-        """The share of the gradient elements that was judged, or 0 if there were none."""
         return self.values / self.values_in_all if self.values_in_all else 0.0
 
     def record(self, kind: Kind, share: float) -> None:
-        """Records `share`, which is error divided by tolerance, if it is the largest of its kind so far."""
         self.shares[kind] = max(self.shares.get(kind, 0.0), share)
 
     def add(self, step: int, kind: Kind, share: float, text: str, rank: int | None = None) -> None:
@@ -98,8 +93,8 @@ class Verdict:
             self.findings.append(Finding(step, kind, text, share, rank))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the verdict as plain data for JSON, which has neither infinity nor NaN. Shares that are either become
-        the largest float."""
+        """Returns the verdict as plain data for JSON, which has neither infinity nor NaN: such shares become the
+        largest float."""
         return {
             "outcome": self.outcome,
             "summary": str(self),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from cifar_zero.config import command_line
 from cifar_zero.config.recipe import AugmentConfig, DataConfig
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core.errors import UsageError
@@ -58,8 +59,9 @@ def test_only_training_images_are_augmented(config: DataConfig):
 
 
 def train_with_other_images(flags: list[str]) -> None:
-    """Trains as one of two ranks, of which the second has ten images more."""
+    """Trains as one of two ranks, of which the second has ten images more, as if it were on a second node."""
     size = 205 + 10 * rank_environment.global_rank()
+    CIFARDataModule(command_line.parse([*flags, "--data.synthetic_size", str(size)])).prepare_data()
     differ = "has 215 training and 215 test images, which differ from the 205 training and 205 test images of"
     with pytest.raises(UsageError, match=f"{differ} .*: give all nodes the same files"):
         train_run([*flags, "--data.synthetic_size", str(size)], "")

@@ -13,8 +13,8 @@ from cifar_zero.core.console import say
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes checkpoints atomically. A failure to write is reported and does not end the training. Lightning's own
-    plugin (2.6.6) writes to /tmp first, and copies from there to another file system. For `trust` see
+    """Writes checkpoints atomically. A failure to write is printed and does not end the training. Lightning's own
+    plugin (2.6.6) writes to /tmp and copies from there to another file system, which is not atomic. For `trust` see
     `safe_load.load_safely`."""
 
     failure = ""  # why the newest checkpoint could not be written; empty if it was written
@@ -33,26 +33,27 @@ class AtomicCheckpointIO(CheckpointIO):
         self.conclude(final, failure_of(write))
 
     def conclude(self, final: Path, failure: str) -> None:
-        """Ends an attempt to write the checkpoint `final` on rank 0. `failure` is the error message, or "" if there was
-        none. Sets `self.failure`. After an error, also prints it and removes what was written."""
+        """Ends an attempt to write the checkpoint `final` on rank 0, and sets `self.failure`. After an error, whose
+        message is `failure`, prints it and removes what was written."""
         self.failure = f"{final} could not be written: {failure}" if failure else ""
         if failure:
             failure_of(lambda: atomic.discard(atomic.staged(final)))
             say(f"{self.failure}. The training continues; earlier checkpoints are complete.")
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of any strategy, with its tensors on the CPU. The checksums in the file are not compared
-        again, because they were compared at the start of the run. Lightning calls this method on every rank."""
+        """Reads a checkpoint of any strategy, with its tensors on the CPU. The checksums in the file were compared at
+        the start of the run, and are not compared again. Lightning calls this method on every rank."""
         return read(Path(path), self.trust, verify=False)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a checkpoint that a newer one replaces, unless the newer one could not be written."""
+        """Removes a checkpoint that a newer one replaces, unless the newer one could not be written. A failure to
+        remove it is printed and not raised."""
         if not self.failure and (failure := failure_of(lambda: atomic.discard(Path(path)))):
             say(f"{path} could not be removed: {failure}. The training continues.")
 
 
 def save(content: Any, file: Path) -> None:
-    """Writes a file with torch.save. Raises OSError if the file cannot be written, where torch.save itself may raise
+    """Writes a file with torch.save. Raises OSError if it cannot be written, also where torch.save raises
     RuntimeError."""
     try:
         with file.open("wb") as stream:

@@ -11,14 +11,14 @@ from cifar_zero.config.settings import settings_of, tree_of
 from cifar_zero.core.errors import UsageError, short
 
 RECORD = "cifar_zero"
-"""Key under which callbacks/checkpoint.py adds a run's configuration, class names, image identity and random states to
-each checkpoint."""
+"""Key under which training/callbacks/checkpoint.py adds a run's configuration, class names, image identity and random
+states to each checkpoint."""
 
 
 def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """Returns the content of a checkpoint: state_dict, optimizer_states and the progress of the run. The checkpoint is
-    a file that Lightning wrote or a folder that DeepSpeed wrote. For the arguments see `safe_load.load_safely`. Raises
-    UsageError if the checkpoint is damaged, would need `trust`, or is of another kind or version."""
+    """Returns the content of a checkpoint file of Lightning or folder of DeepSpeed: state_dict, optimizer_states and
+    the progress of the run. For the arguments see `safe_load.load_safely`. Raises UsageError if the checkpoint is
+    damaged, would need `trust`, or is of another kind or version."""
     if checkpoint.is_dir():
         return with_checked_record(read_folder(checkpoint / TAG, trust, verify, device), checkpoint)
     if checkpoint.suffix == ".safetensors":
@@ -30,9 +30,9 @@ def read(checkpoint: Path, trust: bool = False, verify: bool = True, device: str
 
 
 def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]:
-    """Checks the record that callbacks/checkpoint.py adds to a checkpoint, and returns the content with defaults for
-    the options that the record lacks. Content without a record is returned unchanged. Raises UsageError if the record
-    is damaged or another version of the program wrote it. `name` names the checkpoint in the message."""
+    """Returns the content of a checkpoint with defaults for the options that its record (see RECORD) lacks. Content
+    without a record is returned unchanged. Raises UsageError, which names `name`, if the record is damaged or of
+    another version."""
     if RECORD not in content:
         return content
     try:
@@ -46,8 +46,8 @@ def with_checked_record(content: dict[str, Any], name: object) -> dict[str, Any]
 
 
 def check_resumable(content: Mapping[str, Any], name: object, epochs: int) -> None:
-    """Raises UsageError if the content of a checkpoint lacks the optimizer's state or another entry that a run needs to
-    continue, or if its run has begun more than `epochs` epochs. `name` names the checkpoint in the message."""
+    """Raises UsageError, which names `name`, if a checkpoint lacks the optimizer's state or another entry that a run
+    needs to continue, or if its run has begun more than `epochs` epochs."""
     lacking = {"epoch", "global_step", "loops", "optimizer_states", "lr_schedulers"} - content.keys()
     optimizer: dict[str, Any] = {}
     if RECORD in content:
@@ -68,8 +68,8 @@ def check_resumable(content: Mapping[str, Any], name: object, epochs: int) -> No
 
 
 def of_another_version(name: object, error: Exception) -> UsageError:
-    """Returns a UsageError, whose message says that the file `name` is damaged or that another version of the program
-    wrote it. The message includes the reason, which is taken from `error`."""
+    """Returns an error which says that the file `name` is damaged or of another version, with the reason from
+    `error`."""
     why = f"it has no {error}" if isinstance(error, KeyError) else short(error)
     return UsageError(
         f"{name} is damaged, or another version of cifar-zero train wrote it ({why}): use the version that wrote it"

@@ -1,5 +1,5 @@
-"""Finds the checkpoint that a run resumes, before anything is launched, and raises UsageError for the checkpoint of a
-run with other options or classes. Imports torch only to read the options in a checkpoint that has no run folder.
+"""Finds the checkpoint that a run resumes, before anything is launched, and refuses the checkpoint of a run with other
+options or classes. Imports torch only to read the options in a checkpoint that has no run folder.
 
 `config/strategy_rules.py` refuses strategies that cannot resume. `training/starting.py` refuses checkpoints with other
 weights and damaged ones.
@@ -28,10 +28,10 @@ IF_ANY = "auto"  # value of --resume: like last, but starts a new run if there i
 
 
 def saved_config(settings: Settings) -> dict[str, Any] | None:
-    """Returns the options of the run that --resume names, keyed by flag (see `command_line.parse`). The entries `out`
-    and `name` are those of `settings` if the checkpoint is in this run's own folder. Returns None for a new run, or if
-    the checkpoint does not have the options of its run. Raises UsageError if there is no such checkpoint or it cannot
-    be read."""
+    """Returns the options of the run that --resume names, keyed by flag, for `command_line.parse`. Returns None for a
+    new run, or if the checkpoint does not have them. If it is in this run's own folder, `out` and `name` come from
+    `settings`. Raises UsageError if there is no such checkpoint, if it cannot be read, or if --resume last with
+    --strategy auto lacks --name."""
     if settings.output.resume == "last" and settings.placement.strategy == AUTO and not settings.output.name:
         raise UsageError("--resume last with --strategy auto: also give --name, the name of the run to resume")
     checkpoint = _checkpoint_of(settings)
@@ -47,13 +47,12 @@ def saved_config(settings: Settings) -> dict[str, Any] | None:
 def config_of_checkpoint(
     checkpoint: Path, trust: bool = False, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Returns the options of the run that wrote a checkpoint, keyed by flag. They come from the run folder, or else
-    from the checkpoint itself. Returns None if neither has them. Raises UsageError if they cannot be read.
+    """Returns the options of the run that wrote a checkpoint, keyed by flag: those in the run folder or else in the
+    checkpoint, or None if neither has them. Raises UsageError if they cannot be read.
 
     Args:
         trust: see `safe_load.load_safely`.
-        content: content of the checkpoint if it has been read already. The options are then taken from it and not from
-            the run folder.
+        content: content of the checkpoint, if it has been read. The options then come from it, not from the run folder.
     """
     recipe = run_folder.recipe_of(checkpoint)
     if recipe is not None and content is None:
@@ -68,9 +67,9 @@ def config_of_checkpoint(
 
 
 def checkpoint_to_resume(settings: Settings) -> str:
-    """Returns the path of the checkpoint that --resume names, or an empty string for a new run. If it is in a run
-    folder, also removes unfinished files that killed processes left next to it. Does not read the checkpoint, which
-    rank 0 does later (see `training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
+    """Returns the path of the checkpoint that --resume names, or "" for a new run. If it is in a run folder, removes
+    unfinished files that killed processes left next to it. The checkpoint is not read here, but later by rank 0
+    (`training.starting.check_checkpoint`). Raises UsageError if there is no such checkpoint."""
     checkpoint = _checkpoint_of(settings)
     if checkpoint is None:
         return ""
@@ -80,13 +79,12 @@ def checkpoint_to_resume(settings: Settings) -> str:
 
 
 def _checkpoint_of(settings: Settings) -> Path | None:
-    """Returns the checkpoint that --resume names, or None for a new run. Raises UsageError if there is no such
-    checkpoint. First completes interrupted renames (see `atomic.recover`).
+    """Returns the checkpoint that --resume names, or None for a new run, also if `auto` finds no checkpoint. First
+    completes interrupted renames (see `atomic.recover`). Raises UsageError if there is no such checkpoint.
 
-    With `auto`, the newest checkpoint of all runs that have this run's name is returned, or None if there is none. A
-    job that SLURM has requeued resumes the newest checkpoint that it has written itself, whatever --resume names. This
-    includes a checkpoint on the digits if the job fell back to them. Before the job has written a checkpoint, it starts
-    as it did the first time.
+    A job that SLURM has requeued resumes the newest checkpoint that it has written itself, whatever --resume names. If
+    the job fell back to the digits, this may be a checkpoint on the digits. If it has written none, it starts as it did
+    the first time.
     """
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures
@@ -113,13 +111,23 @@ def _checkpoint_of(settings: Settings) -> Path | None:
 
 
 def newest_of(launchers: Collection[str], out: str, name: str) -> Path | None:
-    """Returns the newest checkpoint that earlier ranks of the same torchrun processes or the same SLURM job wrote into
-    runs named `name` under `out`, or None if they have not written any.
-
-    torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
-    node. `launchers` are the names of torchrun's processes (see `rank_environment.torchrun_agent`) or the job's number.
-    """
+    """Returns the newest checkpoint in the run folders of `starts_of`, or None if they have none."""
     candidates: list[Path] = []
+    for folder in starts_of(launchers, out, name):
+        atomic.recover(folder)
+        candidates += run_folder.checkpoints(folder)
+    return run_folder.newest(candidates) if candidates else None
+
+
+def starts_of(launchers: Collection[str], out: str, name: str) -> list[Path]:
+    """Returns the folders of the runs named `name` under `out` whose ranks were started by the same torchrun processes
+    or in the same SLURM job.
+
+    `launchers` are the names of torchrun's processes (see `rank_environment.torchrun_agent`) or the job's number.
+    torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
+    node.
+    """
+    folders: list[Path] = []
     for suffix in ("", FALLBACK_SUFFIX):
         for file in Path(out, name + suffix).glob(f"version_*/{run_folder.RANKS}"):
             try:
@@ -128,17 +136,14 @@ def newest_of(launchers: Collection[str], out: str, name: str) -> Path | None:
             except (UsageError, TypeError):  # damaged, for example by a full disk
                 continue
             if earlier.intersection(launchers) - {""}:
-                atomic.recover(file.parent)
-                candidates += run_folder.checkpoints(file.parent)
-    if candidates:
-        return run_folder.newest(candidates)
-    return None
+                folders.append(file.parent)
+    return folders
 
 
 def command_to_resume(run: Run, checkpoint: Path | str) -> str:
-    """Returns the command that resumes a run from `checkpoint`, a checkpoint or a run folder. It repeats the flags with
-    which the user consents to run code, because consent must be on the command line. If another launcher started the
-    ranks, a note on this follows the command."""
+    """Returns the command that resumes a run from a checkpoint or run folder. It repeats the flags with which the user
+    consents to run code, because no file can give this consent. If another launcher started the ranks, a note on the
+    launcher follows the command."""
     model, transform, flags = run.recipe.model.name, run.recipe.augment.transform, [*run.consent.callbacks]
     if issubclass(MODELS[model], UserModel):
         flags += ["--model", model]
@@ -154,7 +159,7 @@ def command_to_resume(run: Run, checkpoint: Path | str) -> str:
 
 def command_to_resume_newest(run: Run, run_dir: Path) -> str:
     """Returns the command that resumes a run from the newest checkpoint in its folder `run_dir`, or else from the
-    checkpoint that the run itself resumed. Returns an empty string if there is neither."""
+    checkpoint that it resumed itself, or "" if there is neither."""
     checkpoint = run_dir if run_folder.checkpoints(run_dir) else run.output.resume
     if checkpoint:
         return command_to_resume(run, checkpoint)
@@ -162,9 +167,8 @@ def command_to_resume_newest(run: Run, run_dir: Path) -> str:
 
 
 def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
-    """Raises UsageError if a run would be continued with options that differ from `recipe`, its saved configuration,
-    although a resumed run must not change them. Also raises UsageError if --weights is given and did not already start
-    the saved run. The message names the first option that differs."""
+    """Raises UsageError for the first option that differs from the saved configuration `recipe` although a resumed run
+    must not change it. Also raises UsageError if --weights is given and did not already start the saved run."""
     resume, weights = settings.output.resume, settings.recipe.weights
     if weights and not Path(recipe.get("weights", "")).is_relative_to(Path(weights).absolute()):
         raise UsageError(f"--resume {resume} continues with the weights of its checkpoint: remove --weights")
@@ -182,8 +186,8 @@ def check_same_run(settings: Settings, recipe: dict[str, Any]) -> None:
 
 
 def check_classes(images: DataConfig, record: dict[str, Any], checkpoint: object) -> None:
-    """Raises UsageError if the classes of the images, or their order, differ from those of the run that wrote the
-    checkpoint with this `record`."""
+    """Raises UsageError if the classes of the images, or their order, differ from those in the `record` of the
+    checkpoint."""
     names, known = [*data.class_names(images)], record["classes"]
     if names != known:
         differing = ", ".join(sorted({*names} ^ {*known})[:6]) or "their order"

@@ -21,8 +21,8 @@ STEP_CHECK = "step_check.json"
 
 
 def claim(out: str, name: str) -> Path:
-    """Makes the folder version_N of a new run with the given name, and returns it. N is one more than the last version
-    of this name. Raises UsageError if the folder cannot be made."""
+    """Makes the folder version_N of a new run with the given name, and returns it. N is one more than the highest
+    version of this name, and 0 for the first run. Raises UsageError if the folder cannot be made."""
     parent = Path(out) / name
     try:
         while True:
@@ -39,9 +39,8 @@ def claim(out: str, name: str) -> Path:
 
 @contextmanager
 def removed_on_failure(folder: Path | None, kind: type[BaseException] = BaseException) -> Iterator[None]:
-    """Context manager that removes the folder of a run which fails within the context with an exception of this kind,
-    unless it has a checkpoint. The folder <out>/<name> is removed too if it is empty then. Does nothing if `folder` is
-    None."""
+    """Removes the folder of a run if the `with` block raises an exception of this kind and the folder has no
+    checkpoint. Also removes <out>/<name> if it is then empty."""
     try:
         yield
     except kind:
@@ -53,7 +52,7 @@ def removed_on_failure(folder: Path | None, kind: type[BaseException] = BaseExce
 
 
 def keep_code(folder: Path, name: str) -> None:
-    """Copies the file of a user's model or transform, if `name` is one (FILE.py:NAME), into a run's folder."""
+    """Copies the file of a user's model or transform into a run's folder if `name` is FILE.py:NAME."""
     file = Path(name.rpartition(":")[0])
     if file.suffix == ".py":
         shutil.copy(file, folder)
@@ -62,9 +61,9 @@ def keep_code(folder: Path, name: str) -> None:
 def newest(candidates: list[Path]) -> Path:
     """Returns the newest of several checkpoints.
 
-    First selects the run name of the checkpoint that was written last. Then selects, among the runs with this name, the
-    one with the highest version. Returns the last.ckpt of this run, or else the checkpoint of this run that was written
-    last. Times alone are not enough, because copying a folder changes them.
+    First selects the run name of the checkpoint that was written last. Then selects the highest version among the runs
+    of this name. Returns the last.ckpt of this run, or else its checkpoint that was written last. Times alone are not
+    enough, because copying a folder changes them.
     """
     name, _ = _run_of(max(candidates, key=written))
     of_name = [path for path in candidates if _run_of(path)[0] == name]
@@ -72,33 +71,30 @@ def newest(candidates: list[Path]) -> Path:
 
 
 def _run_of(checkpoint: Path) -> tuple[Path, int]:
-    """Returns the folder <out>/<name> and the version of the run that wrote a checkpoint. The version is -1 outside of
-    a run folder."""
+    """Returns the folder <out>/<name> and the version of a checkpoint's run. Outside of a run folder the version is
+    -1."""
     folder = checkpoint.absolute().parent.parent  # version_N, if the path is <name>/version_N/checkpoints/last.ckpt
     return folder.parent, _version(folder)
 
 
 def _version(folder: Path) -> int:
-    """Returns N for a folder named version_N, and -1 for any other folder."""
     version = folder.name.removeprefix("version_")
     return int(version) if version.isdecimal() else -1
 
 
 def newest_run(folder: Path) -> Path:
-    """Returns the newest run folder in `folder`, which has the runs of one name, or `folder` itself if it is a run."""
+    """Returns the run folder with the highest version in `folder`, or `folder` itself if it contains none."""
     return max(folder.glob("version_*"), key=_version, default=folder)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns all complete checkpoints under a folder, which are *.ckpt files and DeepSpeed's folders *.ckpt, in no
-    order."""
+    """Returns all complete checkpoints under a folder, in no order: *.ckpt files and DeepSpeed's *.ckpt folders."""
     return [path for path in folder.rglob("*.ckpt") if path.is_file() or is_checkpoint_folder(path)]
 
 
 def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
-    """Returns the checkpoint that `--resume last` names, which is the newest checkpoint of all runs named `name` under
-    `out`. With `fallback`, runs that fell back from CIFAR-10 to the digits count too. Raises UsageError if there is
-    none."""
+    """Returns the checkpoint that `--resume last` names: the newest of all runs named `name` under `out`. With
+    `fallback`, runs that fell back from CIFAR-10 to the digits count too. Raises UsageError if there is none."""
     own, digits = Path(out, name), Path(out, name + FALLBACK_SUFFIX)
     candidates = checkpoints(own)
     if fallback:
@@ -117,9 +113,9 @@ def last_checkpoint(out: str, name: str, fallback: bool = False) -> Path:
 
 
 def find_checkpoint(path: str) -> Path:
-    """Returns the checkpoint that a path on the command line names, such as the value of `--resume`. The path may be
-    the checkpoint itself (a file or DeepSpeed's folder), something inside it, or a folder whose newest checkpoint is
-    returned. Raises UsageError if there is none."""
+    """Returns the checkpoint that a path on the command line names. The path may be a checkpoint (a file or DeepSpeed's
+    folder), a file or folder inside DeepSpeed's folder, or any other folder, whose newest checkpoint is returned.
+    Raises UsageError if there is none."""
     named = Path(path)
     if not named.exists():
         raise UsageError(f"{path} does not exist: give a run folder, or a .ckpt file or folder")
@@ -137,12 +133,12 @@ def written(checkpoint: Path) -> int:
     """Returns when a checkpoint was finished, in nanoseconds since 1970."""
     finished = checkpoint
     if checkpoint.is_dir():
-        finished = checkpoint / LATEST  # DeepSpeed writes it last
+        finished = checkpoint / LATEST  # written last
     return finished.stat().st_mtime_ns
 
 
 def recipe_of(checkpoint: Path) -> Path | None:
-    """Returns the config.yaml of the run folder that contains a checkpoint, or None outside of a run folder."""
+    """Returns the config.yaml of a checkpoint's run folder, or None outside of a run folder."""
     folder = checkpoint.resolve().parent
     recipe = folder.parent / CONFIG
     if folder.name == CHECKPOINTS and recipe.is_file():

@@ -20,15 +20,13 @@ HARMLESS = (
 
 
 def load_safely(file: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> Any:
-    """Returns the content of a file written by torch.save.
+    """Returns the content of a file written by torch.save. Raises UsageError if the file is missing or damaged, is not
+    a checkpoint, or would need `trust`.
 
     Args:
-        trust: Whether to load a file with more than tensors and plain Python objects, which can run code.
+        trust: Whether to load more than tensors, plain Python objects and HARMLESS, which can run code.
         verify: Whether to compare the checksum of each record first, which torch does not do.
         device: Device of the tensors. On `meta` they have shapes but no values, and the values are not read.
-
-    Raises:
-        UsageError: If the file is damaged, is not a checkpoint, or would need `trust`.
     """
     import torch
 
@@ -49,9 +47,9 @@ def load_safely(file: Path, trust: bool = False, verify: bool = True, device: st
 
 
 def _stage(enum: Any, name: str) -> Any:
-    """Returns the ZeRO stage called `name`. Raises UsageError if `enum` is another object than the enum of the stages.
-    Python 3.11.2 pickles a member of an enum as a call of getattr, which this function replaces, because getattr can
-    reach all code. Python 3.11.7 pickles its value."""
+    """Returns the ZeRO stage called `name`. Raises UsageError if `enum` is not the enum of the stages. It replaces
+    getattr, which can reach all code. Python 3.11.2 pickles a member of an enum as a call of getattr, and Python 3.11.7
+    as its value."""
     if enum is not pkgutil.resolve_name(STAGE):
         raise UsageError(f"the checkpoint reads {name} of {enum}, which could run any code")
     return enum[name]
@@ -59,8 +57,8 @@ def _stage(enum: Any, name: str) -> Any:
 
 def check_records(file: Path, checksums: bool) -> None:
     """Compares every record of a file of torch.save with its checksum. Without `checksums`, only reads the list of
-    records at the file's end, which a truncated file lacks. Raises UsageError if a checksum differs, or if torch.save
-    did not write the file."""
+    records at the file's end, which a truncated file lacks. Raises UsageError if the file is damaged, or not of
+    torch.save."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip() if checksums else None

@@ -1,6 +1,5 @@
-"""Reads the weights of a model from any file, compares them with a model and loads them. Also writes and applies
-deltas, which are safetensors files with only the weights that a run has trained. A delta needs the weights that the run
-started from."""
+"""Reads, compares and loads the weights of a model. Also writes and applies deltas: safetensors files with only the
+weights that a run has trained, which need the weights that the run started from."""
 
 import hashlib
 import json
@@ -26,32 +25,31 @@ from cifar_zero.core.errors import UsageError, short
 PREFIX = "net."  # prefix of the model's names in the LightningModule
 
 BASE, DTYPES, RECIPE = "base", "base_dtypes", "recipe"
-"""Additional keys of a delta's metadata. BASE is the checksum of the frozen tensors. DTYPES is a JSON object with the
-dtype of each frozen tensor in the run, because DeepSpeed's mixed precision rounds them. RECIPE is a JSON object with
-the run's configuration."""
+"""Additional keys of a delta's metadata. BASE is the `checksum` of the frozen tensors. DTYPES is a JSON object with the
+dtype of each of them in the run, because DeepSpeed's mixed precision rounds them. RECIPE is a JSON object with the
+run's configuration."""
 
 FILE = "weights.txt"  # file in the run folder with all names that were loaded, initialised or not used
 LISTED = 4  # maximum number of names of each kind in a line on the console
 
 
 def net_weights(checkpoint: Mapping[str, Any], averaged: bool = True) -> dict[str, Tensor]:
-    """Returns the model's weights in a checkpoint, keyed by the model's own names, without PREFIX. If the checkpoint
-    has averaged weights and `averaged` is set, each weight that has an average is replaced by its average."""
+    """Returns the model's weights in a checkpoint, keyed by the model's own names, without PREFIX. If `averaged` is
+    set, each weight that has an average in the checkpoint is replaced by its average."""
     average = checkpoint[AVERAGE]["weights"] if averaged and AVERAGE in checkpoint else {}
     state = checkpoint["state_dict"]
     return {key.removeprefix(PREFIX): average.get(key, value) for key, value in state.items() if key.startswith(PREFIX)}
 
 
 def merged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the weights of `net_weights` with the LoRA adapters merged into them, so that they fit a model of models/
-    without adapters."""
+    """Returns the weights of `net_weights` with LoRA adapters merged into them, for a model without adapters."""
     lora = checkpoint.get(RECORD, {}).get("config", {}).get("lora", {})
     return merged(net_weights(checkpoint), lora.get("alpha", 0.0))
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Loads weights into a model, or only compares names and shapes if the weights and the model are on torch's meta
-    device. Raises UsageError if weights are missing, unknown or of another shape than in the model."""
+    """Loads weights into a model. If both are on torch's meta device, only compares names and shapes. Raises
+    UsageError, which names `checkpoint`, if weights are missing, unknown or of another shape than in the model."""
     try:
         net.load_state_dict(dict(weights))
     except RuntimeError as error:
@@ -60,14 +58,13 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor], checkpoint: str)
 
 
 def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Returns the metadata of an exported file, which describes the checkpoint's model. All values are strings, because
-    safetensors allows no others.
-
-    `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is the side
-    of its images in pixels. `mean` and `std` normalise images with pixels from 0 to 1. Each is one number, or three for
-    red, green and blue with commas between them. `dtype` is the dtype of the weights, and `checkpoint` and `step` are
-    their origin. `format` is required by transformers and other programs in a safetensors file of torch. Raises
+    """Returns the metadata of an exported file. All values are strings, because safetensors allows no others. Raises
     UsageError if cifar-zero train did not write the checkpoint.
+
+    `model`, `options` (JSON object) and `classes` (JSON list) are needed to build the model. `image_size` is in pixels.
+    `mean` and `std` normalise images with pixels from 0 to 1. Each is one number, or three for red, green and blue with
+    commas between them. `dtype` is the dtype of the weights in the file. `checkpoint` and `step` are their origin.
+    transformers and other programs require `format`.
     """
     if RECORD not in checkpoint:
         raise UsageError(f"{name} does not name its model, because cifar-zero train did not write it")
@@ -88,8 +85,7 @@ def metadata_of(checkpoint: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def encode(weights: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """Returns the content of a safetensors file with these weights and this metadata. Weights that share memory are
-    written once for each name."""
+    """Returns the bytes of a safetensors file. Weights that share memory are written once for each name."""
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
     return safetensors.torch.save(plain, metadata)
 
@@ -115,7 +111,7 @@ class Match:
     unused: list[str]  # names and shapes of tensors that the model lacks, or has in another shape
 
     def summary(self, run_dir: Path) -> str:
-        """Returns a line for the console. If the line leaves names out, writes all names into the run folder."""
+        """Returns a line for the console. If the line leaves names out, writes all names to FILE in the run folder."""
         line = f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.initialised)} tensors"
         lines = ["loaded:", *self.loaded]
         for title, names in (("initialised", self.initialised), ("not used", self.unused)):
@@ -130,8 +126,8 @@ class Match:
 
 def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
     """Returns the weights of a checkpoint of any strategy, a safetensors file or a file with a state_dict, on the CPU.
-    Those of a checkpoint of this program are the averaged weights, if it has them, with adapters merged. Raises
-    UsageError if the file is damaged, of another kind, or would need `trust`."""
+    A checkpoint of this program gives its averaged weights, if it has them, with adapters merged. Raises UsageError if
+    the file is damaged, a delta or of another kind, or would need `trust`."""
     if file.suffix == ".safetensors":
         return read_full_safetensors(file)[0]
     if file.is_dir():
@@ -149,8 +145,7 @@ def read_plain(file: Path, trust: bool = False) -> dict[str, Tensor]:
 
 
 def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the weights and the metadata of a safetensors file. Raises UsageError if the file is missing, damaged or
-    a delta."""
+    """Like `read_safetensors`, but also raises UsageError if the file is a delta."""
     weights, metadata = read_safetensors(file)
     if BASE in metadata:
         how = f"merge it with its base: cifar-zero export BASE --delta {file} --to safetensors"
@@ -159,8 +154,8 @@ def read_full_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]
 
 
 def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
-    """Returns the weights that have the name and shape of a tensor in `net`, and the names and shapes of all other
-    tensors of the model and of the file. Raises UsageError if no weight fits. `file` names the file in the message."""
+    """Compares weights with the tensors of `net`. Raises UsageError, which names `file`, if none has a fitting name and
+    shape."""
     expected = net.state_dict()
     loaded = {
         name: value for name, value in weights.items() if name in expected and value.shape == expected[name].shape
@@ -178,9 +173,9 @@ def match(net: nn.Module, weights: Mapping[str, Tensor], file: str) -> Match:
 
 
 def load_full_weights(net: nn.Module, weights: Mapping[str, Tensor], write: Callable[[Any, Tensor], Any]) -> None:
-    """Loads full tensors, keyed by the model's own names, into a model whose tensors may be sharded. Tensors of the
-    model that `weights` lacks stay as they are. `write` overwrites a parameter or buffer with a full tensor. Every rank
-    must call this function."""
+    """Loads full tensors, keyed by the model's own names, into a model whose tensors may be sharded. `weights` may lack
+    tensors of the model. `write` overwrites a parameter or buffer with a full tensor. Every rank must call this
+    function."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):
         if name in weights:
             write(tensor, weights[name])
@@ -198,17 +193,17 @@ def _few(names: list[str]) -> str:
 
 
 def read_with_delta(checkpoint: Path, delta: str, trust: bool) -> dict[str, Any]:
-    """Returns the content of a checkpoint. If `delta` is not empty, it is the path of a delta, which is applied to
-    `checkpoint`. The run that trained the weights in the delta must have started from `checkpoint`."""
+    """Reads a checkpoint and applies the delta in the file `delta`, unless this path is empty. The run that trained the
+    delta must have started from `checkpoint`."""
     if delta:
         return apply_delta(checkpoint, Path(delta), trust)
     return read(checkpoint, trust)
 
 
 def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[str]:
-    """Writes a delta, which contains only the weights that the checkpoint's run trained, and returns their names. If
-    the checkpoint has averaged weights, these are written. `name` names the checkpoint in the metadata and in messages.
-    Raises UsageError if the run froze nothing, or cifar-zero train did not write the checkpoint."""
+    """Writes a delta with the weights that the checkpoint's run trained, averaged if the checkpoint has averages, and
+    returns their names. Raises UsageError, which names the checkpoint as `name`, if the run froze nothing, or
+    cifar-zero train did not write the checkpoint."""
     metadata = metadata_of(checkpoint, name)
     record = checkpoint[RECORD]
     recipe = settings_of(record["config"]).recipe
@@ -228,9 +223,9 @@ def write_delta(checkpoint: Mapping[str, Any], output: Path, name: str) -> list[
 
 
 def apply_delta(base: Path, delta: Path, trust: bool = False) -> dict[str, Any]:
-    """Reconstructs, bit for bit, the weights that were stored as a delta. The result has the form that `read.read`
-    returns, but lacks what is needed to resume. `base` is the file from which the run started. Raises UsageError if one
-    of the files is damaged, if `base` would need `trust`, or if the two files do not belong together."""
+    """Reconstructs, bit for bit, the weights that were stored as a delta of `base`, the file from which the run
+    started. Returns them in the form of `read.read`, without what is needed to resume. Raises UsageError if a file is
+    damaged, if `base` would need `trust`, or if the files do not belong together."""
     trained, metadata = read_safetensors(delta)
     if BASE not in metadata:
         raise UsageError(f"--delta {delta} was not written by cifar-zero export --to delta")

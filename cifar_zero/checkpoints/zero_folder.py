@@ -1,19 +1,19 @@
-"""Assembles a DeepSpeed checkpoint folder, with the files of all ranks, into the form of Lightning's plain checkpoints.
-Only this module contains the names of the files and of their keys. Imports torch only when a file is read.
+"""Assembles a folder of DeepSpeed's files, from all ranks, into the form of Lightning's plain checkpoints. Imports
+torch only when a file is read.
 
-DeepSpeed's own tools do not suffice. zero_to_fp32 loads files that could run code, and drops the optimizer's state.
-Universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files into the folder TAG:
+DeepSpeed's own tools do not suffice: zero_to_fp32 loads files that could run code, and drops the optimizer's state, and
+universal checkpoints support only Adam. DeepSpeed (0.19.8) writes these files into the folder TAG:
 
-- `mp_rank_00_model_states.pt` at stages 0 to 2, with the model in the dtype in which it computes and whatever the run
-  adds. At stage 0 it also contains the optimizer.
-- `zero_pp_rank_<rank>_mp_rank_00_model_states.pt` of each rank at stage 3, without the sharded parameters.
-- `[bf16_]zero_pp_rank_<rank>_mp_rank_00_optim_states.pt` of each rank at stages 1 to 3, with the rank's shard of the
-  float32 weights and of the optimizer's state. Each parameter group (at stage 3 each sub-group) is one flat tensor. A
-  group of experts is sharded over the ranks that have the same experts.
-- `layer_<mixture>_expert_<number>_mp_rank_00_model_states.pt` for each expert of a mixture of experts.
-- `expp_rank_<rank>_mp_rank_00_optim_states.pt` at stage 0 with experts, with the optimizer of each rank that has other
-  experts.
-- `offloaded_tensors/rank<rank>/` for an optimizer on NVMe, with the flat tensors that are empty in the other files, in
+- `mp_rank_00_model_states.pt` at stages 0 to 2: the model in the dtype in which it computes, and at stage 0 also the
+  optimizer.
+- `zero_pp_rank_<rank>_mp_rank_00_model_states.pt` at stage 3: the model without the sharded parameters.
+- `[bf16_]zero_pp_rank_<rank>_mp_rank_00_optim_states.pt` at stages 1 to 3: the rank's shard of the float32 weights and
+  of the optimizer's state. Each parameter group (at stage 3 each sub-group) is one flat tensor. A group of experts is
+  sharded over the ranks that have the same experts.
+- `layer_<mixture>_expert_<number>_mp_rank_00_model_states.pt`: an expert of a mixture of experts.
+- `expp_rank_<index>_mp_rank_00_optim_states.pt` at stage 0 with experts: the optimizer of one of the ep_size ranks that
+  together have all experts.
+- `offloaded_tensors/rank<rank>/` for an optimizer on NVMe: the flat tensors that are empty in the other files, in
   float32. `<group>.tensor.swp` are the weights and `<key>-<group>.tensor.swp` is the state.
 
 To each file, except the experts' files, the strategy adds PARTS, TIED and PROGRESS, and for NVMe also ON_DISK. A folder
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TAG = "checkpoint"  # folder inside a DeepSpeed checkpoint, as Lightning names it
-LATEST = "latest"  # file next to it, which DeepSpeed writes last, with the name of the folder
+LATEST = "latest"  # file next to the folder TAG, with the text TAG; it is written last
 LAYOUT = "zero_layout"  # key of what a shard depends on, such as the number of ranks
 
 PARTS = "zero_parts"
-"""Key of the `Parts` of each of a rank's flat tensors."""
+"""Key of a list with the `Parts` of each flat tensor of the rank."""
 
 ON_DISK = "zero_on_disk"  # key of the names of this rank's groups in DeepSpeed's files on NVMe
 
 AVERAGE = "average"
-"""Key under which callbacks/averaging.py adds `count`, `weights` and `sharded` to the checkpoints of every strategy.
-`count` is the number of averaged steps. `weights` are the averages over these steps, keyed by the names in state_dict.
-If `sharded` is set, they are only this rank's shards, as stage 3 shards the parameters, without padding."""
+"""Key under which training/callbacks/averaging.py adds `count`, `weights` and `sharded` to the checkpoints of every
+strategy. `weights` are the averages over `count` steps, keyed as in state_dict. If `sharded` is set, the averages of
+parameters are this rank's shards (stage 3), without padding."""
 
 TIED = "zero_tied"
 """Key of a dict that maps each additional plain name of a tied weight to its first plain name, under which the shards
@@ -62,8 +62,7 @@ DEEPSPEED_GROUP_KEYS = {"params", "param_names", "name", "moe"}
 """Keys of a parameter group that only DeepSpeed's engine uses, or that `_as_torch` replaces."""
 
 EXPERT = re.compile(r"(.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.*)")
-"""DeepSpeed's name of an expert's weight, with groups for the mixture, the expert's number and the weight's own
-name."""
+"""DeepSpeed's name of an expert's weight. The groups are the mixture, the expert's number and the weight's own name."""
 
 Parts = Mapping[str, tuple["torch.Size", int, int, int]]
 """The parts of parameters that lie in a flat tensor, by the parameter's plain name. A part is the parameter's shape,
@@ -73,19 +72,15 @@ MASTER = "master weight"  # key of the float32 weights that the optimizer update
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Returns whether DeepSpeed wrote the folder as a checkpoint. A file `latest` alone may belong to another
-    program."""
+    """Returns whether a folder is a checkpoint of DeepSpeed. A file `latest` alone may belong to another program."""
     return (path / LATEST).is_file() and (path / TAG).is_dir()
 
 
 def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: str = "cpu") -> dict[str, Any]:
-    """Returns the content of a folder of DeepSpeed's files in the form in which Lightning's plain strategies write it,
-    with state_dict, optimizer_states and progress.
-
-    If DeepSpeed keeps float32 master weights in addition to the model's own weights, the state_dict has the master
-    weights. For the arguments see `safe_load.load_safely`. Raises UsageError if a file is missing, damaged or of
-    another kind.
-    """
+    """Returns the content of the folder TAG as Lightning's plain strategies write it: state_dict, optimizer_states and
+    the entries of PROGRESS. The state_dict has DeepSpeed's float32 master weights, if there are any. For the arguments
+    see `safe_load.load_safely`. Raises UsageError if a file is missing, damaged, of another program or would need
+    `trust`."""
     paths = files_of(folder)
     files = [[load_safely(file, trust, verify, device) for file in kind] for kind in paths]
     models, experts, shards, of_expert_ranks = files
@@ -106,14 +101,14 @@ def read_folder(folder: Path, trust: bool = False, verify: bool = True, device: 
 
 
 def layout_of(folder: Path, trust: bool) -> Any:
-    """Returns what the shards in a folder of DeepSpeed's files depend on, such as the number of ranks, as the strategy
-    recorded it under LAYOUT. Returns None if there is no such record. Raises UsageError if the file cannot be read."""
+    """Returns the record under LAYOUT in the folder TAG, or None if there is none. Raises UsageError if the file cannot
+    be read."""
     return load_safely(files_of(folder)[0][0], trust, verify=False, device="meta").get(LAYOUT)
 
 
 def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
-    """Maps DeepSpeed's names of weights to the names in the plain model. DeepSpeed numbers the experts of each rank
-    from 0.
+    """Returns the plain name for each of DeepSpeed's `names` of weights. It is the name in the model without
+    DeepSpeed's layers. On each rank, DeepSpeed numbers the experts from 0.
 
     `names` are the names of one rank, whose index among the ranks that share the experts of a mixture is `rank`. They
     may also be the names of all weights, with the experts of all ranks.
@@ -132,9 +127,8 @@ def plain_names(names: Iterable[str], rank: int = 0) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> tuple[list[Path], ...]:
-    """Returns four lists of files: the model's files, its experts' files, the optimizer's shards, and the `expp_rank`
-    files, which exist only at stage 0 with experts. Each list is sorted by the numbers in the names, such as the rank.
-    Raises UsageError if no file of the model exists."""
+    """Returns the files of the model, its experts, the optimizer's shards, and the `expp_rank` files. Each list is
+    sorted by the numbers in the names. Raises UsageError if no file of the model exists."""
 
     def sorted_files(pattern: str) -> list[Path]:
         return sorted(folder.glob(pattern), key=lambda file: [*map(int, re.findall(r"\d+", file.stem))])
@@ -162,8 +156,8 @@ def _check_complete(folder: Path, stage: int, files: Sequence[Sequence[Any]]) ->
 
 
 def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: Sequence[str], device: str) -> None:
-    """Fills a rank's shard, in place, with the tensors that DeepSpeed kept on NVMe and copied into the checkpoint.
-    `names` has an entry for each parameter group: the part of its files' names that stands for the group."""
+    """Replaces the empty tensors of a rank's shard, in place, by the tensors that DeepSpeed kept on NVMe and copied
+    into the checkpoint. `names` has the <group> of the file names for each sub-group."""
     import torch
 
     files = folder / "offloaded_tensors" / f"rank{rank:02d}"  # DeepSpeed's dp_index_to_str
@@ -183,22 +177,21 @@ def _fill_from_disk(optimizer: dict[str, Any], folder: Path, rank: int, names: S
 
 
 def _flat_weights(optimizer: Mapping[str, Any], stage: int) -> Sequence[Tensor]:
-    """Returns the float32 weights that a rank's optimizer updates, one flat tensor for each group. The result is empty
-    if it updates the model's own weights."""
+    """Returns the float32 weights that a rank's optimizer updates, one flat tensor for each group, or nothing if it
+    updates the model's own weights."""
     if stage:
         return optimizer["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
     return optimizer.get("fp32_groups_flat") or [*chain(*optimizer.get("fp32_groups", ()))]
 
 
 def _base_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state_dict of the optimizer inside DeepSpeed's optimizer, or the given one if there is none."""
+    """Returns the state_dict of the optimizer that DeepSpeed's optimizer wraps, if it wraps one."""
     return optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or optimizer
 
 
 def _unshard(optimizers: Sequence[Any], stage: int) -> dict[str, dict[str, Any]]:
-    """Returns the optimizer's master weights, under MASTER, and its state, by the state's keys. The values of each key
-    are keyed by the parameter's plain name. `optimizers` has the files of all ranks. Raises ValueError if a part of a
-    parameter is in no file."""
+    """Returns the full optimizer state, joined from all ranks, as {state key: {plain parameter name: value}}, with the
+    master weights under MASTER. Raises ValueError if a part of a parameter is in no file."""
     full: dict[str, dict[str, Any]] = defaultdict(dict)
     missing: dict[str, int] = {}  # number of elements that no rank has
     for file in optimizers:
@@ -216,8 +209,9 @@ def _unshard(optimizers: Sequence[Any], stage: int) -> dict[str, dict[str, Any]]
 
 
 def _add_parts(full: dict[str, Any], key: str, value: Any, parts: Parts) -> None:
-    """Adds a rank's value to `full`, which maps the names of parameters to their values under `key`, in place. A flat
-    tensor is divided into its `parts`. Any other value holds for each parameter in `parts`."""
+    """Adds one rank's `value`, the state under `key` of a flat tensor, to `full` in place. `full` maps the names of
+    parameters to their full values. A flat tensor is divided into its `parts`, and any other value is given to each
+    parameter in `parts`."""
     import torch
 
     for name, (shape, start, offset, length) in parts.items():
@@ -234,7 +228,7 @@ def _add_parts(full: dict[str, Any], key: str, value: Any, parts: Parts) -> None
 def _model_weights(
     models: Sequence[Any], experts: Sequence[Any], masters: Mapping[str, Tensor], tied: Mapping[str, str], stage: int
 ) -> dict[str, Tensor]:
-    """Returns all weights and buffers, keyed by plain name, in the model's order, except that the experts come last."""
+    """Returns all weights and buffers by plain name, in the model's order, with the experts last."""
     main = models[0]
     stored = {name: value for name, value in main["module"].items() if stage < 3 or name in main["buffer_names"]}
     for expert in experts:
@@ -249,7 +243,7 @@ def _model_weights(
 
 
 def _join(shards: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    """Returns the tensor of which each rank has a flat shard. The last shard may be padded."""
+    """Returns the tensor of shape `shape` of which each rank has a flat shard. The last shard may be padded."""
     import torch
 
     return torch.cat([*map(torch.flatten, shards)])[: math.prod(shape)].reshape(shape)
@@ -276,10 +270,10 @@ def _content(models: Sequence[Any], experts: Sequence[Any], optimizers: Sequence
 def _as_torch(
     full: Mapping[str, Mapping[str, Any]], names: Mapping[int, Iterable[str]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns an optimizer state in the form of torch's `state_dict`.
+    """Returns an optimizer state in the form of torch's `state_dict`, with the names of the parameters in each group.
 
     Args:
-        full: the state of all parameters, keyed by the state's key and the parameter's name.
+        full: see `_unshard`.
         names: the names of the parameters in each flat tensor.
         groups: DeepSpeed's parameter groups, whose `params` are indices of flat tensors.
     """

@@ -20,7 +20,8 @@ from cifar_zero.launch import rank_environment
 
 def main() -> int:
     """Runs the comparison that the command line describes, prints the verdicts and writes the report. Returns the exit
-    code, which is 1 if a variant did not train, does not agree or does not reach --min_accuracy."""
+    code, which is 1 if a variant did not train, does not agree, could not be judged or does not reach
+    --min_accuracy."""
     arguments, rest = parse()
     if rank_environment.is_rank():
         raise UsageError("cifar-zero compare starts the ranks itself: start it once, without torchrun or srun")
@@ -32,7 +33,8 @@ def main() -> int:
 
 
 def judge(arguments: Namespace, folder: Path, variants: list[Variant]) -> int:
-    """Prints the verdicts on finished runs, and writes the report into `folder`. Returns the exit code."""
+    """Judges variants, prints the verdicts, and writes comparison.json and losses.png into `folder` and the file of
+    --junit. Returns the exit code."""
     from cifar_zero.comparison.finished_runs import summarize  # here, because it imports torch
     from cifar_zero.comparison.plot import write_plot  # here, because it imports matplotlib
 
@@ -43,14 +45,14 @@ def judge(arguments: Namespace, folder: Path, variants: list[Variant]) -> int:
     report.show(comparison, folder)
     report.write_comparison(comparison, folder / "comparison.json")
     if arguments.junit:
-        report.write_junit(comparison, Path(arguments.junit))
+        report.write_junit(comparison, arguments.junit)
     write_plot(comparison, folder / "losses.png")
     return 0 if comparison.passed else 1
 
 
 def of_runs(arguments: Namespace) -> tuple[Path, list[Variant]]:
     """Reads the finished runs that --runs names. A folder with all runs of one name stands for the newest of them.
-    Returns a new folder for the report, and the runs as variants. Raises UsageError if there are fewer than two runs,
+    Returns a new folder for the report, and a variant for each run. Raises UsageError if there are fewer than two runs,
     or one of them twice."""
     runs = [load_run(run_folder.newest_run(Path(run))) for run in arguments.runs]
     if len({Path(run.folder).resolve() for run in runs}) < len(runs):
@@ -62,7 +64,8 @@ def of_runs(arguments: Namespace) -> tuple[Path, list[Variant]]:
 
 def judge_trainings(arguments: Namespace, rest: Sequence[str]) -> int:
     """Trains the variants and judges them. `rest` has the options of train for all variants. Returns the exit code. If
-    a signal, a failing disk or another error ends the comparison, the message says how to compare the finished runs."""
+    a signal or an error, such as of a full disk, ends the comparison, the message says how to compare the finished
+    runs."""
     if arguments.trust:
         rest = [*rest, "--trust"]
     planned = plan_variants(arguments.strategies, arguments.devices, arguments.accumulate, rest)
@@ -78,8 +81,6 @@ def judge_trainings(arguments: Namespace, rest: Sequence[str]) -> int:
 
 
 def _how_to_compare(folder: Path) -> str:
-    """Returns a text with the command that compares the finished runs of a stopped comparison, or with their folder if
-    fewer than two are finished."""
     finished = sorted(str(file.parent) for file in folder.glob(f"*/version_*/{run_folder.METRICS}"))
     if len(finished) < 2:
         return f"the runs are in {folder}"

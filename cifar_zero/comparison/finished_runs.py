@@ -21,8 +21,8 @@ Weights = Mapping[str, Tensor]  # parameters and buffers, keyed by the plain mod
 
 
 def summarize(variants: list[Variant], trust: bool = False) -> Comparison:
-    """Sets the outcomes of the variants, and returns the comparison of them. The first variant is the reference. A
-    variant without a run keeps its outcome. With `trust`, checkpoints that could run code are loaded too."""
+    """Sets the outcomes of the variants, of which the first is the reference, and returns their comparison. A variant
+    without a run keeps its outcome. With `trust`, checkpoints that could run code are loaded too."""
     comparison = Comparison(variants, differences(variants))
     for variant in variants:
         if variant.run is None:
@@ -39,8 +39,7 @@ def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: 
 
     - "different" if the variant's own step check found a difference
     - "reference" for the reference itself
-    - "not judged" if the reference has no run, or its recipe differs
-    - "not judged" if the runs have recorded no step in common
+    - "not judged" if the reference has no run, if the recipes differ, or if no step was recorded in both runs
     - "different" if the losses of step 1 differ by more than FIRST_LOSS, unless they may depend on the split
     - "bit-identical" if there is no drift
     - the outcome of the step check
@@ -74,21 +73,23 @@ def _verdict(comparison: Comparison, variant: Variant, run: FinishedRun, trust: 
 
 FIRST_LOSS = 0.02
 """Largest relative difference allowed between the first losses of two runs, which start from the same weights and
-images. No precision explains a larger difference, because even bfloat16 has 8 bits of precision."""
+images. No precision explains a larger difference, as even bfloat16 has 8 bits of precision."""
 
 BY_SPLIT = ("model.dropout", "model.ep_size")
-"""Settings that, if set, make the loss depend on how a batch is split. Each rank draws its own dropout, and experts
+"""Settings that, if set, make the loss depend on how a batch is split: each rank draws its own dropout, and experts
 have places for a share of each micro-batch."""
 
 UNCHECKED: dict[str, Any] = {"outcome": "not judged", "summary": "no step was checked (--audit, --check_steps)"}
-"""The result of the step check for a run that has no step check."""
+"""Stands for the step check of a run that has none."""
 
 
 def _may_depend_on_split(one: FinishedRun, other: FinishedRun, weights: Sequence[Weights | None]) -> bool:
-    """Returns whether two runs split a batch differently into micro-batches, and their model's loss depends on it, as
-    with batch norms, which use the statistics of a micro-batch. It may also depend on the split if the weights of
-    neither run could be read, or if the model is not the project's, because it may have dropout without an option. Two
-    runs have the model in common, so that the names of one run's `weights` suffice."""
+    """Returns whether the losses of two runs may differ because the runs split a batch differently into micro-batches.
+
+    The loss depends on the split with an option of BY_SPLIT, or with batch norms, which use the statistics of a
+    micro-batch. It may depend on it if the weights of neither run could be read, or if the model is not the project's,
+    which may have dropout without an option. `weights` are those of both runs, whose names are equal.
+    """
     split = ("micro_batch_size", "accumulate", "world_size")
     if all(one.metrics.get(key) == other.metrics.get(key) for key in split):
         return False
@@ -100,14 +101,13 @@ def _may_depend_on_split(one: FinishedRun, other: FinishedRun, weights: Sequence
 
 
 def _steps(run: FinishedRun) -> str:
-    """Returns the steps that a run has recorded as text."""
     return f"steps {min(run.losses):,} to {max(run.losses):,}"
 
 
 def _drift(reference: FinishedRun, other: FinishedRun, one: Weights | None, two: Weights | None) -> str:
-    """Describes how far the losses and the last weights of a run are from those of the reference's run. Returns an
-    empty text if they are equal bit by bit. `one` and `two` are the weights of the reference and of the other run, or
-    None if they cannot be read."""
+    """Describes how far the losses and the last weights of a run are from those of the reference. Returns an empty text
+    if they are equal bit by bit. `one` and `two` are the weights of the reference and of the other run, or None if they
+    cannot be read."""
     expected, losses = reference.losses, other.losses
     parts = []
     if expected.keys() != losses.keys():
@@ -130,8 +130,8 @@ def _drift(reference: FinishedRun, other: FinishedRun, one: Weights | None, two:
 
 
 def _weights(run: FinishedRun, trust: bool, notes: list[str]) -> Weights | None:
-    """Returns the weights in a run's last checkpoint, not their average (--ema). If the checkpoint cannot be read, adds
-    a note to `notes` and returns None."""
+    """Returns the weights (not averaged by --ema) in a run's last checkpoint. If it cannot be read, adds a note to
+    `notes` and returns None."""
     try:
         checkpoint = Path(run.folder, run_folder.CHECKPOINTS, run_folder.LAST)
         if not checkpoint.exists():

@@ -1,6 +1,5 @@
 """Defines the command line of `cifar-zero compare`, and refuses options that do not fit together."""
 
-import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -8,9 +7,9 @@ from cifar_zero.config.rules import check_plain_name
 from cifar_zero.core import exits
 from cifar_zero.core.console import command
 from cifar_zero.core.errors import UsageError
+from stepcheck.report import check_files
 
-OF_TRAININGS = ("strategies", "devices", "accumulate")
-"""Options that choose what is trained. They do not work with --runs."""
+OF_TRAININGS = ("strategies", "devices", "accumulate")  # options that do not work with --runs
 
 EPILOG = """\
 Each step of each run is audited, and 20 steps (--check_steps) are computed again by plain PyTorch from the same
@@ -28,8 +27,9 @@ examples:
 
 
 def parse() -> tuple[Namespace, list[str]]:
-    """Parses the command line. Returns the options of compare, and the other words, which are options of train. Raises
-    UsageError if an option has a wrong value, or if options do not fit together."""
+    """Returns the options of compare, and the other words of the command line, which are options of train. Raises
+    UsageError if an option has a wrong value, if options do not fit together, or if the file of --junit cannot be
+    written."""
     parser = exits.Parser(
         prog=command("compare"),
         description="Trains one recipe under several strategies, numbers of ranks or micro-batches, or reads existing "
@@ -51,7 +51,7 @@ def parse() -> tuple[Namespace, list[str]]:
         metavar="SHARE",
         help="fail variants with a lower test accuracy (0 to 1), because untrained models agree too",
     )
-    add("--junit", metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
+    add("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI systems")
     add("--out", default="comparisons", metavar="DIR", help="directory for comparisons (default: %(default)s)")
     add("--name", default="", metavar="NAME", help="name of this comparison (default: name of the model, or runs)")
     add("--trust", action="store_true", help="load checkpoints that could run code; only if you trust their author")
@@ -59,8 +59,7 @@ def parse() -> tuple[Namespace, list[str]]:
     check_plain_name(arguments.name)
     if not 0 <= arguments.min_accuracy <= 1:
         raise UsageError(f"--min_accuracy {arguments.min_accuracy:g}: give a share from 0 to 1, such as 0.5")
-    if arguments.junit:
-        _check_can_write(Path(arguments.junit))
+    check_files(arguments)
     if arguments.runs:
         for option in OF_TRAININGS:
             if getattr(arguments, option):
@@ -68,11 +67,3 @@ def parse() -> tuple[Namespace, list[str]]:
         if rest:
             raise UsageError(f"--runs only reads finished runs: leave out {' '.join(rest)}")
     return arguments, rest
-
-
-def _check_can_write(file: Path) -> None:
-    if file.is_dir():
-        raise UsageError(f"--junit {file} is a directory: name a file")
-    existing = next(folder for folder in file.absolute().parents if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UsageError(f"--junit {file} cannot be written: {existing} is not a directory that you may write to")

@@ -18,8 +18,7 @@ from cifar_zero.comparison.result import Comparison
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
 """matplotlib's options for the plots. Mathematical notation is not parsed, so that a $ in a name stays a $."""
 
-REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}
-"""Style of the reference's curve, which is drawn under the other curves."""
+REFERENCE: dict[str, Any] = {"color": "black", "alpha": 0.2, "linewidth": 7}  # drawn under the other curves
 
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#92dadd")
 """Eight colours that colour-blind readers can distinguish, from Petroff 2021 (https://arxiv.org/abs/2107.02270). The
@@ -41,7 +40,7 @@ def write_plot(comparison: Comparison, file: Path) -> None:
 
 def loss_plot(comparison: Comparison) -> Figure:
     """Returns a plot of the loss of each run by step and, below it, of the absolute difference from the reference's
-    loss on a logarithmic scale. Without any difference, the second plot is left out. At least one variant must have a
+    loss on a logarithmic scale. If no run differs, the second plot is left out. At least one variant must have a
     run."""
     runs = {variant.name: variant.run for variant in comparison.variants if variant.run}
     expected = comparison.reference.run.losses if comparison.reference.run else {}
@@ -72,8 +71,8 @@ def loss_plot(comparison: Comparison) -> Figure:
 
 
 def _draw(axes: Axes, comparison: Comparison, lines: Sequence[Line], marker: str = "") -> None:
-    """Draws the reference's wide line, and thin lines over it. Equal lines would hide one another. If there are several
-    thin lines, each is therefore drawn a second time as dashes, with gaps for the dashes of the other lines."""
+    """Draws the reference's wide line, and thin lines over it. Because equal lines would hide one another, several thin
+    lines are each drawn again as dashes, with gaps for the dashes of the other lines."""
     outcomes = {variant.name: variant.outcome for variant in comparison.variants}
     names = [name for name, _, _ in lines if name != comparison.reference.name]
     for name, x, y in lines:
@@ -99,6 +98,5 @@ def _array(values: Iterable[float]) -> Array:
 
 
 def _style(comparison: Comparison, name: str) -> dict[str, Any]:
-    """Returns colour and width of a variant's lines."""
     number = [variant.name for variant in comparison.variants].index(name)
     return {"color": PALETTE[(number - 1) % len(PALETTE)], "linewidth": 1.5} if number else REFERENCE

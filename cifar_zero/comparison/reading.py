@@ -16,17 +16,18 @@ from cifar_zero.core.errors import UsageError
 from cifar_zero.core.plain_data import read_json, read_yaml
 
 MEASURED = ("dataset", "num_train")
-"""Keys of metrics.json that describe what was trained, in addition to the recipe."""
+"""Keys of metrics.json that describe the training images and that the recipe does not fix."""
 
 ENVIRONMENT = ("precision", "accelerator", "device_name", "git_commit", "versions")
-"""Keys of metrics.json whose values may differ between runs. The report shows their differences, but the runs are
-judged all the same, because a comparison tests the effect of these differences."""
+"""Keys of metrics.json whose values may differ between runs, because a comparison tests the effect of these
+differences. The report shows them."""
 
 PLACEMENT = ("strategy", "world_size", "num_nodes", "accumulate")  # keys of metrics.json that define a variant
 
 
 def load_run(folder: Path) -> FinishedRun:
-    """Reads the folder of a finished run. Raises UsageError if the run has not finished, or a file is damaged."""
+    """Reads the folder of a finished run. Raises UsageError if it is no run folder, the run has not finished, or a file
+    is damaged."""
     config, results, per_step = folder / run_folder.CONFIG, folder / run_folder.METRICS, folder / run_folder.LOSSES
     if not config.is_file():
         raise UsageError(f"{folder} is not a run folder: give <out>/<name>/version_N")
@@ -54,8 +55,8 @@ def load_run(folder: Path) -> FinishedRun:
 
 
 def read_losses(file: Path) -> dict[int, float]:
-    """Returns the loss of each optimizer step from a file of losses, without rounding. Raises ValueError if the file
-    has no losses, is damaged or is cut off."""
+    """Returns the loss of each optimizer step from a losses.csv, without rounding. Raises ValueError if it has no
+    losses, is damaged or is cut off."""
     text = file.read_text()
     if not text.endswith("\n"):
         raise ValueError(f"the last line of {file.name} is cut off")
@@ -66,16 +67,15 @@ def read_losses(file: Path) -> dict[int, float]:
 
 
 def shared(run: FinishedRun) -> dict[str, Any]:
-    """Returns the settings whose differences a comparison reports, keyed by their dotted names. They are a run's
-    recipe, and the values of MEASURED and ENVIRONMENT in metrics.json."""
+    """Returns the settings whose differences a comparison reports, keyed by their dotted names: a run's recipe, and
+    MEASURED and ENVIRONMENT from metrics.json."""
     recipe = {key: value for key, value in run.settings.items() if owner_of(key) == "recipe"}
     return {**recipe, **flat({key: run.metrics.get(key) for key in (*MEASURED, *ENVIRONMENT)})}
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
-    """Returns those settings (see the function `shared`) in which the runs of the variants differ, by name. Each has
-    its value as text for each variant, keyed by the variant's name. The text is "missing" if a run lacks the
-    setting."""
+    """Returns the settings of `shared` that differ between the runs of the variants. Each has its value as text, or
+    "missing", for each variant with a run, keyed by the variant's name."""
     runs = {variant.name: shared(variant.run) for variant in variants if variant.run}
     differing = {}
     for key in dict.fromkeys(key for settings in runs.values() for key in settings):
@@ -87,7 +87,7 @@ def differences(variants: Sequence[Variant]) -> dict[str, dict[str, str]]:
 
 def blocking_settings(differences: Mapping[str, Mapping[str, str]], one: str, other: str) -> list[str]:
     """Returns the names of the settings in `differences` that differ between the variants `one` and `other` and make a
-    verdict on the two variants meaningless. Settings in ENVIRONMENT may differ and are never returned."""
+    verdict on the two meaningless. Settings in ENVIRONMENT are never returned."""
     blocking = []
     for setting, values in differences.items():
         if setting.split(".")[0] not in ENVIRONMENT and values.get(one) != values.get(other):
@@ -96,9 +96,9 @@ def blocking_settings(differences: Mapping[str, Mapping[str, str]], one: str, ot
 
 
 def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
-    """Returns a name for each variant. `placements` has the values of PLACEMENT for each variant. A name lists the
-    values that vary between the variants. If none varies, the name is the strategy. Variants with equal values have
-    equal names."""
+    """Returns a name for each variant, which lists the values that vary between the variants, or is the strategy if
+    none varies. `placements` has the values of PLACEMENT for each variant. Variants with equal values have equal
+    names."""
     named: list[tuple[str, ...]] = []
     for strategy, ranks, nodes, micro_batches in placements:
         sizes = with_unit(ranks, "rank", "ranks"), with_unit(nodes, "node", "nodes")
@@ -108,13 +108,12 @@ def variant_names(placements: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def with_unit(number: int, one: str, many: str) -> str:
-    """Returns a number with its unit, which is `one` in the singular and `many` in the plural."""
     return f"{number} {one}" if number == 1 else f"{number} {many}"
 
 
 def variants_of(runs: Sequence[FinishedRun]) -> list[Variant]:
-    """Returns a variant for each finished run, baseline first. If an earlier variant has the same name, the folder of
-    the run is added to the name."""
+    """Returns a variant for each finished run, those with the strategy baseline first. If an earlier variant has the
+    same name, the folder of the run is added to the name."""
     ordered = sorted(runs, key=lambda run: run.metrics["strategy"] != "baseline")
     names = variant_names([[run.metrics[key] for key in PLACEMENT] for run in ordered])
     variants: list[Variant] = []

@@ -23,8 +23,7 @@ MISSING = "-"  # text for an unknown number
 
 
 def number(value: float) -> str:
-    """Returns a number with three significant digits, or all digits before the point if they are more, and a thousands
-    separator: 0.0123, 1.23, 4,329."""
+    """Returns a number with at least three significant digits and thousands separators: 0.0123, 1.23, 4,329."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -32,12 +31,11 @@ def number(value: float) -> str:
 
 
 def in_percent(share: float) -> str:
-    """Returns a share from 0 to 1 in percent, without the percent sign, because the column's title has it."""
+    """Returns a share from 0 to 1 in percent, without the percent sign."""
     return f"{100 * share:.2f}"
 
 
 def size(count: float) -> str:
-    """Returns a number of bytes in a suitable unit."""
     return decimal(round(count), precision=2)
 
 
@@ -47,11 +45,12 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "memory": ("mem/peak_rank_bytes", size),
     "accuracy (%)": ("test/acc", in_percent),
 }
-"""The columns after the verdict: each one's key in metrics.json, and the format of its values."""
+"""The titles of the columns after the verdict, each with its key in metrics.json and the function that formats its
+values."""
 
 
 def show(comparison: Comparison, folder: Path) -> None:
-    """Prints the settings that differ, the verdicts, and where the files are."""
+    """Prints the settings that differ, the verdicts, the notes, and where the plot and TensorBoard's curves are."""
     console = Console(highlight=False, soft_wrap=True, width=None if Console().is_terminal else 160)
     for setting, values in comparison.differences.items():
         listed = "; ".join(f"{value} ({name})" for name, value in values.items())
@@ -64,7 +63,6 @@ def show(comparison: Comparison, folder: Path) -> None:
 
 
 def _table(comparison: Comparison) -> rich.table.Table:
-    """Returns a table with a row for each variant. Columns for which no variant has a value are left out."""
     filled: dict[str, tuple[str, Callable[[float], str]]] = {}
     for title, (key, form) in COLUMNS.items():
         if any(variant.number(key) is not None for variant in comparison.variants):
@@ -86,7 +84,7 @@ def write_comparison(comparison: Comparison, file: Path) -> None:
 
 
 def write_junit(comparison: Comparison, file: Path) -> None:
-    """Writes a test case for each variant, for CI systems. A variant that has not passed is a failure."""
+    """Writes a JUnit test case for each variant. A variant that has not passed is a failure."""
     cases = []
     for variant in comparison.variants:
         seconds = variant.number("perf/fit_seconds") or 0.0

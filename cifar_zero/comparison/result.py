@@ -26,14 +26,14 @@ SIGNS: dict[Outcome, str] = {
     "not judged": "?",
     "not trained": "✗",
 }
-"""Sign before each outcome, so that outcomes can be distinguished without colour."""
+"""Signs before the outcomes, so that they can be distinguished without colour."""
 
 FLAT = 0.01  # a run counts as learning if its loss falls by more than this share of the first loss
 
 
 def has_fallen(losses: Sequence[float]) -> bool:
-    """Returns whether the loss has fallen by more than the share FLAT of the first loss. The fall is measured from the
-    mean over the first quarter of the steps to the mean over the last quarter. `losses` must not be empty."""
+    """Returns whether the loss has fallen by more than the share FLAT of the first loss, from the mean over the first
+    quarter of the steps to the mean over the last quarter. `losses` must not be empty."""
     quarter = max(1, len(losses) // 4)
     fall = statistics.fmean(losses[:quarter]) - statistics.fmean(losses[-quarter:])
     return fall > FLAT * abs(losses[0])
@@ -59,16 +59,15 @@ class Variant:
     outcome: Outcome = "not judged"
     remark: str = ""  # what was judged, what differs, or why there is no verdict, in one line
     run: FinishedRun | None = None  # None if it did not train
-    drift: str = ""  # how far the last losses and weights are from the reference; not part of the verdict
+    drift: str = ""  # how far losses and weights are from the reference by rounding, which is not judged
 
     @property
     def passed(self) -> bool:
-        """Whether the variant trained, agrees with the reference, and reaches --min_accuracy."""
+        """Whether the variant trained, agrees with the reference or is the reference, and reaches --min_accuracy."""
         return self.outcome in PASSING
 
     @property
     def verdict(self) -> str:
-        """The outcome, the remark and the drift in one line."""
         return ": ".join(filter(None, [f"{SIGNS[self.outcome]} {self.outcome}", self.remark, self.drift]))
 
     def number(self, key: str) -> float | None:
@@ -94,18 +93,16 @@ class Comparison:
 
     @property
     def reference(self) -> Variant:
-        """The variant with which the others are compared."""
         return self.variants[0]
 
     @property
     def passed(self) -> bool:
-        """Whether every variant trained, agrees with the reference, and reaches --min_accuracy."""
         return all(variant.passed for variant in self.variants)
 
     @property
     def headline(self) -> str:
-        """One sentence that says how many variants agree with the reference, and how many have each outcome. If the
-        reference itself has failed, or no variant has learned, the sentence says that too."""
+        """One sentence with the number of variants that agree with the reference and the number of each outcome. It
+        also says if the reference itself has failed, or if no variant has learned."""
         outcomes = [variant.outcome for variant in self.variants[1:]]
         agree = sum(outcome in PASSING for outcome in outcomes)
         counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in SIGNS if outcome in outcomes)
@@ -118,8 +115,8 @@ class Comparison:
         return sentence
 
     def require(self, least: float) -> None:
-        """Sets the outcome "too inaccurate" and a remark for each variant, including the reference, that has passed so
-        far but whose test accuracy (0 to 1) is unknown or below `least`."""
+        """Changes the outcome of variants that have passed so far, including the reference, to "too inaccurate" if
+        their test accuracy (0 to 1) is unknown or below `least`."""
         for variant in self.variants:
             if not variant.passed:
                 continue

@@ -26,8 +26,8 @@ from cifar_zero.launch import local_launcher
 from cifar_zero.training.resolve import resolve, warn_of_few_cores
 
 CHECKED_STEPS = 20
-"""Number of optimizer steps of each run that are computed again by plain PyTorch. All steps are audited. --check_steps
-overrides it."""
+"""Number of optimizer steps of each run that plain PyTorch computes again, unless --check_steps is given. All steps are
+audited."""
 
 TRAIN = ("cifar_zero", "train")  # the Python module that trains a run, and its first argument
 
@@ -44,7 +44,7 @@ class Planned:
 
     @property
     def run_name(self) -> str:
-        """The name of the run, which is also the name of its folder and of its curves."""
+        """The name of the run and of its folder, without spaces and commas."""
         return self.variant.name.replace(", ", "-").replace(" ", "_")
 
 
@@ -63,8 +63,7 @@ def train_variants(planned: Sequence[Planned], folder: Path) -> list[Variant]:
 
 
 def train_run(name: str, flags: Sequence[str], folder: Path) -> Path:
-    """Trains one run in a separate process group, and returns its folder. Python runs with -P, so that modules in the
-    user's directory cannot shadow other modules.
+    """Trains one run in a separate process group, and returns its folder.
 
     If this process is interrupted, the run receives SIGINT, as from Ctrl-C. Its process group is killed if it has not
     ended SAVING_SECONDS later, or at once if the user presses Ctrl-C again. Raises RunError with the run's last error
@@ -83,6 +82,7 @@ def train_run(name: str, flags: Sequence[str], folder: Path) -> Path:
     environment.pop(exits.STARTED, None)
     with log.open("w") as output:
         run = subprocess.Popen(
+            # With -P, modules in the user's directory cannot shadow other modules.
             [sys.executable, "-P", "-m", *TRAIN, *flags, *more],
             env=environment,
             stdout=output,
@@ -102,7 +102,7 @@ def train_run(name: str, flags: Sequence[str], folder: Path) -> Path:
 
 def _end(run: subprocess.Popen[bytes]) -> None:
     """Ends a run that still runs: sends SIGINT and waits up to SAVING_SECONDS. Then kills whatever is left of its
-    process group, also if the run had ended already."""
+    process group, also if the run had already ended."""
     try:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGINT)  # like Ctrl-C: the ranks save a checkpoint, then all end
@@ -115,9 +115,8 @@ def _end(run: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(log: Path, code: int) -> str:
-    """Returns why a run failed: the text of the last line in its log that begins with `error:`. If there is no such
-    line, returns how the run ended (by its exit code) and the last line of the log. With --debug, also prints the full
-    log to standard error."""
+    """Returns why a run failed: the last line of its log that begins with `error:`, without this word, or else how the
+    run ended and the last line of the log. With --debug, also prints the full log to standard error."""
     text = log.read_text(errors="replace")
     if exits.wants_traceback():
         sys.stderr.write(text)
@@ -131,9 +130,10 @@ def _failure(log: Path, code: int) -> str:
 def plan_variants(
     strategies: Sequence[str], devices: Sequence[str], accumulate: Sequence[str], rest: Sequence[str]
 ) -> list[Planned]:
-    """Returns the variants to train, one for each combination of `strategies`, `devices` and `accumulate`. An empty
-    argument stands for the default of train. The first variant is the reference. Its strategy is baseline, if that is
-    among `strategies`. Raises UsageError if a variant cannot run on this machine, or there is nothing to compare.
+    """Returns a variant for each combination of `strategies`, `devices` and `accumulate`, of which an empty one stands
+    for the default of train. The first variant is the reference; its strategy is baseline, if that is among
+    `strategies`. Raises UsageError if a variant cannot run on this machine, if `rest` has an option that does not work
+    with compare, or if there is nothing to compare.
 
     Args:
         strategies: Names of strategies, or DeepSpeed configurations. All variants train the recipe of a configuration.
@@ -171,8 +171,8 @@ def plan_variants(
 
 
 def prepare(planned: Sequence[Planned]) -> None:
-    """Checks the Trainer options and the pretrained weights of each variant, and prepares the images. Prints a warning
-    if there are fewer CPU cores than ranks. Call it before the first run."""
+    """Prepares the images, and checks the Trainer options and pretrained weights of each variant. Warns if there are
+    fewer CPU cores than ranks. Call it before the first run."""
     from cifar_zero import data
     from cifar_zero.training import build, starting
 

@@ -1,5 +1,6 @@
-"""Splits a command line into the names and untyped values of its options. A value is a string, a list of strings, or
-True. Types come later, from the fields of Recipe, Placement and Output. Only SWITCHES have their type here."""
+"""Splits a command line into the names and untyped values of its options. A value is a string, a list of strings or,
+for an option without a value and for SWITCHES, a bool. Other types come later, from the fields of Recipe, Placement and
+Output."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ NEED_NO_VALUE |= {option.name for part in OWNERS.values() for option in fields(p
 """Options whose value is true if the command line gives none."""
 
 LISTS = {option for option, default in flat(Settings()).items() if isinstance(default, list)}
-"""Options that take several values."""
 
 CALLBACKS = "trainer.callbacks"  # the only option that names classes; jsonargparse gets it unchanged
 
@@ -33,13 +33,13 @@ class Arguments:
 
     @property
     def consent(self) -> Consent:
-        """The consent to run code, as given by --trust and --trainer.callbacks."""
+        """The consent to run code that --trust and --trainer.callbacks give."""
         return Consent(self.options.get("trust", False), tuple(self.callbacks))
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Returns the options of a command line. If an option is repeated, its last value counts, but --config adds a file
-    each time. Raises UsageError if an option has no value or more values than it takes, or if the command line does not
+    """Returns the options of a command line. If an option is repeated, its last value counts, but each --config adds a
+    file. Raises UsageError if an option has no value or more values than it takes, or if the command line does not
     begin with an option."""
     arguments, values, name = Arguments(), dict[str, list[str]](), ""
     for word in argv:

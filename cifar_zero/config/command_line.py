@@ -1,10 +1,10 @@
 """Parses the command line and YAML recipes into a checked `Settings` with jsonargparse, without torch or Lightning.
 
 The options of the chosen model, optimizer and schedule are typed flags like all others (`--optimizer adam
---optimizer.betas '[0.8, 0.999]'`). The names of model, optimizer and schedule are therefore read first, and the parser
-is built for them. Until then, options are untyped values in one flat mapping, keyed by flag. It is filled from the
-recipes, in their order, and then from the flags. Later values override earlier ones. The options of a DeepSpeed
-configuration come just before those of the recipe or the flags that name it.
+--optimizer.betas '[0.8, 0.999]'`). The names of the three are therefore read first, and the parser is built for them.
+Until then, options are untyped values in one flat mapping, keyed by flag. It is filled from the recipes, in their
+order, and then from the flags, and later values override earlier ones. The options of a DeepSpeed configuration come
+just before those of the recipe or the flags that name it.
 """
 
 import sys
@@ -46,27 +46,26 @@ from stepcheck.lightning import user_code
 
 EarlierRun = Callable[[Settings], dict[str, Any] | None]
 """A function that returns the options of the earlier run that a command line continues, keyed by flag, or None for a
-new run. Its argument holds the options of the command line that identify the earlier run."""
+new run. Its argument holds the options that identify the earlier run (see `_early_settings`)."""
 
-ONLY_FLAGS = ("config", "print_config", "help", "debug")
-"""Options of the command line that a recipe cannot set."""
+ONLY_FLAGS = ("config", "print_config", "help", "debug")  # options that a recipe cannot set
 
 
 def parse(argv: Sequence[str] | None = None, earlier_run: EarlierRun | None = None) -> Settings:
-    """Returns the settings of a command line, by default this process's command line; see `settings_of_arguments`."""
+    """Returns the settings of a command line, by default this process's; see `settings_of_arguments`."""
     return settings_of_arguments(read_arguments(sys.argv[1:] if argv is None else argv), earlier_run)
 
 
 def settings_of_arguments(arguments: Arguments, earlier_run: EarlierRun | None = None) -> Settings:
     """Returns the settings of a command line. Recipes (`--config`) override the defaults in their order, and flags
     override the recipes. A model or transform of the user that a flag names is imported. `--help` and `--print_config`
-    print and exit.
+    print and exit (SystemExit).
 
     Args:
         arguments: The command line.
-        earlier_run: Returns the options of the earlier run that the command line continues, if there is one. Recipes
-            and flags override these options. If they choose another strategy, the earlier run's strategy options do
-            not apply. The strategy auto keeps the earlier run's strategy.
+        earlier_run: Returns the options of the earlier run that the command line continues. Recipes and flags override
+            them. If these choose another strategy, the earlier run's strategy options do not apply. The strategy auto
+            keeps the earlier run's strategy.
 
     Raises:
         UsageError: If an option is unknown, a value is missing, has the wrong type or makes no sense, a recipe or the
@@ -128,8 +127,8 @@ def strategy_flags(strategy: str) -> list[str]:
 
 
 def dump(given: Settings) -> str:
-    """Returns the settings as a YAML recipe, without the consent to run code, which only flags can give. `--config`
-    with this recipe repeats the run."""
+    """Returns the settings as a YAML recipe that repeats the run with `--config`. It lacks the consent to run code,
+    which only flags can give."""
     return yaml.safe_dump(_nested(flat(given)), sort_keys=False)
 
 
@@ -159,17 +158,16 @@ def read_recipe(file: str | Path) -> dict[str, Any]:
 
 
 def _refuse_empty(given: Mapping[str, Any], recipes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UsageError for a flag with an empty text as its value, if this is also its default and no recipe sets the
-    option. The cause is a shell variable without a value: after `--resume "$RUN"` the training would begin again
-    without a word."""
+    """Raises UsageError for a flag whose value is an empty text, if this is also its default and no recipe sets the
+    option. It comes from an unset shell variable: after `--resume "$RUN"` the training would begin again."""
     for option, default in flat(Settings()).items():
         if given.get(option) == default == "" and not any(recipe.get(option) for recipe in recipes):
             raise UsageError(f"--{option} has an empty value, as from an unset shell variable: leave it out or set it")
 
 
 def allow_code(model: str, transform: str) -> None:
-    """Imports the user's model and the user's transform of the images, if the names are those of user's code, so that
-    the run may use them. The names must come from the command line itself. Raises UsageError if the import fails."""
+    """Imports the user's model and transform, if these are names of user's code, so that the run may use them. The
+    names must come from the command line. Raises UsageError if the import fails."""
     if transform:
         user_code.allow(transform, "--augment.transform")
     if ":" in model and model not in MODELS:
@@ -177,8 +175,8 @@ def allow_code(model: str, transform: str) -> None:
 
 
 def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the options of recipes and of the command line, and returns them. Later sources override earlier ones, and
-    each source overrides the DeepSpeed configuration that it names, if that file exists."""
+    """Merges the options of recipes and the command line. Later sources override earlier ones, and each source
+    overrides the DeepSpeed configuration that it names, if that file exists."""
     options: dict[str, Any] = {}
     for source in map(_with_trainer_options, sources):
         file = str(source.get("ds_config", ""))
@@ -189,8 +187,8 @@ def _merged(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
-    """Returns `options`, overridden by the options `by`. If `by` chooses another model, optimizer or schedule, the
-    options of the old one are dropped."""
+    """Returns `options`, overridden by `by`. If `by` chooses another model, optimizer or schedule, the options of the
+    old one are dropped."""
     for key in REGISTRIES:
         if key in by and by[key] != options.get(key, by[key]):
             options = {option: value for option, value in options.items() if not option.startswith(f"{key}.")}
@@ -198,8 +196,7 @@ def _overridden(options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
 
 
 def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
-    """Returns settings with only those options of a command line that identify an earlier run. The other options are
-    not checked yet."""
+    """Returns settings with only the options that identify an earlier run. Other options are not checked yet."""
     named = ("resume", "out", "name", "strategy", "ds_config")
     early = make_settings(
         **{option: str(options[option]) for option in named if option in options},
@@ -211,8 +208,8 @@ def _early_settings(options: Mapping[str, Any], consent: Consent) -> Settings:
 
 
 def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of the earlier run, `base`, that the new run keeps. If `given`, the options of recipes and
-    flags, chooses another strategy or DeepSpeed configuration, all strategy options are left out."""
+    """Returns the options of the earlier run, `base`, that the new run keeps. If the new options `given` choose another
+    strategy or DeepSpeed configuration, it keeps no strategy options."""
     if all(given.get(key, base.get(key)) == base.get(key) for key in ("strategy", "ds_config")):
         return base
     of_strategy = {option.name for option in fields(StrategyOptions)}
@@ -220,9 +217,8 @@ def _inherited(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_trainer_options(source: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a recipe or of the flags, with `trainer` replaced by an option for each of its entries,
-    such as trainer.benchmark. Raises UsageError if `trainer` is not a mapping, or if an entry is also set as an option
-    of its own."""
+    """Returns options with each entry of `trainer` as an option, such as trainer.benchmark. Raises UsageError if
+    `trainer` is not a mapping, or if an entry is also set as an option of its own."""
     rest = {**source}
     given = rest.pop("trainer", {})
     entries = plain_data.load_value(given) if isinstance(given, str) else given
@@ -235,7 +231,7 @@ def _with_trainer_options(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_overlap(options: Mapping[str, Any]) -> None:
-    """Raises UsageError if an option and a part of it are both set, of which one would be lost."""
+    """Raises UsageError if an option and a part of it are both set, because one of them would be lost."""
     for option in options:
         for section in (option[:dot] for dot, letter in enumerate(option) if letter == "."):
             if section in options and section not in REGISTRIES:
@@ -244,7 +240,7 @@ def _refuse_overlap(options: Mapping[str, Any]) -> None:
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options in jsonargparse's nested form: optimizer.lr becomes an entry of optimizer, and the value of
-    optimizer itself becomes the entry `name`."""
+    optimizer itself its entry `name`."""
     tree: dict[str, Any] = {}
     for option, value in options.items():
         path = option
@@ -260,8 +256,8 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache  # compare parses several command lines
 def _parser(names: tuple[str, ...], with_help: bool) -> ArgumentParser:
-    """Returns the parser of the train command. `names` are the names of the chosen model, optimizer and schedule, whose
-    options become flags. The parser can print help texts only if `with_help` is true."""
+    """Returns the parser of the train command. `names` are those of the chosen model, optimizer and schedule, whose
+    options become flags. Help texts are complete only if `with_help` is true."""
     set_parsing_settings(docstring_parse_attribute_docstrings=with_help)  # they take a third of the time
     parser = ArgumentParser(
         prog=command("train"),

@@ -1,6 +1,6 @@
 """Reads the DeepSpeed configuration of DeepSpeedExamples, and a user's own configuration (`--ds_config FILE.json`).
-Batch size, accumulation, clipping, precision, optimizer and scheduler of the user's file become options of train.
-`for_engine` returns what goes to the engine.
+Global batch size, accumulation, clipping, precision, optimizer and scheduler of the user's file become options of
+train, and `for_engine` returns the rest for the engine.
 
 Names, defaults and meanings are DeepSpeed's (0.19.8). The value "auto" leaves an option to the flags, as in Hugging
 Face's Trainer.
@@ -21,8 +21,8 @@ from cifar_zero.core.usage import nearest
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
+# The configuration of DeepSpeedExamples (training/cifar/cifar10_deepspeed.py).
 EXAMPLES = Path(__file__).with_name("deepspeed_examples.json")
-"""The configuration of DeepSpeedExamples' CIFAR-10 program (training/cifar/cifar10_deepspeed.py)."""
 
 KEYS = Path(__file__).with_name("deepspeed_keys.json")
 """A file with DeepSpeed's release and the keys that it reads, by section. null stands for a value, or for a section
@@ -35,8 +35,7 @@ RENAMED = {
 }
 """DeepSpeed keys that become an option of train, and the name of that option."""
 
-OFFLOADS = ("offload_optimizer", "offload_param")
-"""Sections of `zero_optimization` that configure offloading."""
+OFFLOADS = ("offload_optimizer", "offload_param")  # sections of `zero_optimization`
 
 RESTRICTED: dict[str, tuple[Any, str]] = {
     # The first imports modules that the file names. The second unpickles "universal" checkpoints unchecked.
@@ -79,10 +78,11 @@ RESTRICTED: dict[str, tuple[Any, str]] = {
     "zero_optimization.pipeline_loading_checkpoint": (False, "ranks on several nodes would wait for each other"),
     "zero_optimization.zero_quantized_nontrainable_weights": (False, "checkpoints would hold quantized weights"),
 }
-"""The keys that would change what a run computes, break its checkpoints, load code or name a file. Each has the only
-value that is accepted, and what to use instead or the reason. The key of a section stands for all keys in it, and has
-the accepted values of some of them. The table is complete for DeepSpeed 0.19.8: as read in its code, all other keys of
-KEYS do none of this, but some lower the precision, as their names say."""
+"""The keys that would change what a run computes, break its checkpoints, load code or name a file. Each has the
+accepted value (None: the key must not be set), and what to use instead or the reason. The key of a section stands for
+all keys in it. If its value is a dict, only the keys of this dict may be set, to these values. The table is complete
+for DeepSpeed 0.19.8: as read in its code, all other keys of KEYS do none of this, but some lower the precision, as
+their names say."""
 
 READ_ALTHOUGH_OFF = ("fp16", "data_efficiency", "weight_quantization")
 """Sections of which DeepSpeed reads some keys also if `enabled` is false, such as `fp16.auto_cast`."""
@@ -98,14 +98,14 @@ EQUIVALENTS: dict[str, dict[str, Any]] = {
     "warmuplr": {"name": "warmup_lr"},
     "warmupdecaylr": {"name": "warmup_decay_lr", "warmup_max_lr": 0.001},
 }
-"""Maps an optimizer or scheduler of DeepSpeed or torch, by its name in lower case, to options of this project. The
-options are the name in this project's registry, and each default of DeepSpeed or torch that differs from the registry's
-default."""
+"""Maps the name of an optimizer or scheduler of DeepSpeed or torch, in lower case, to options of this project: the name
+in this project's registry, and each default of DeepSpeed or torch that differs from the registry's default."""
 
 
 def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
-    """Returns the configuration of DeepSpeedExamples' CIFAR-10 program, ready for `deepspeed.initialize`. A run uses
-    all of it except batch size, clipping, optimizer and scheduler, which are options of the run."""
+    """Returns the configuration of DeepSpeedExamples' CIFAR-10 program with this ZeRO stage and precision, ready for
+    `deepspeed.initialize`. A run uses all of it except batch size, clipping, optimizer and scheduler, which are options
+    of the run."""
     content = json.loads(EXAMPLES.read_text())
     content["zero_optimization"]["stage"] = stage
     for key in ("bf16", "fp16"):
@@ -114,9 +114,9 @@ def get_ds_config(stage: int, dtype: Dtype) -> dict[str, Any]:
 
 
 def options_of(file: str) -> dict[str, Any]:
-    """Returns the options of train that a DeepSpeed configuration file sets, keyed by flag. With an optimizer or
-    scheduler, these include the options whose default in DeepSpeed is not this project's. Raises UsageError if the file
-    is refused (see `_read`), or if its optimizer or scheduler has no counterpart in this project."""
+    """Returns the options of train that a DeepSpeed configuration file sets, keyed by flag. For an optimizer or
+    scheduler, they include the options whose default in DeepSpeed is not this project's. Raises UsageError if the file
+    is refused (see `_read`), or if its optimizer or scheduler has no counterpart."""
     raw = _read(file)
     content = _without_auto(raw)
     options = {option: content[key] for key, option in RENAMED.items() if key in content}
@@ -158,14 +158,12 @@ def summary(file: str) -> str:
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Returns options as command-line flags and their values."""
     return [part for option, value in options.items() for part in (f"--{option}", str(value))]
 
 
 def check_flags(settings: Settings) -> None:
-    """Raises UsageError for the first option whose value differs from the DeepSpeed configuration file. It is called
-    only if the flag --ds_config names the file, so that only another flag can have changed the value. Flags may
-    override a file that a recipe names."""
+    """Raises UsageError for the first option whose value differs from the DeepSpeed configuration file. Call it only if
+    the flag --ds_config names the file, because flags may override a file that a recipe names."""
     chosen, file = flat(settings), settings.placement.ds_config
     for option, value in options_of(file).items():
         if chosen[option] != value:
@@ -176,9 +174,8 @@ def check_flags(settings: Settings) -> None:
 
 
 def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a DeepSpeed configuration that the engine gets: all keys except batch size, accumulation,
-    clipping, optimizer and scheduler, which become options of train. The old keys `cpu_offload` and `cpu_offload_param`
-    are replaced by sections. Below ZeRO 3, which is the only stage that offloads parameters, `offload_param` is left
+    """Returns the part of a DeepSpeed configuration that the engine gets, without the keys of RENAMED, optimizer and
+    scheduler. The old keys `cpu_offload` and `cpu_offload_param` become sections. Below ZeRO 3 `offload_param` is left
     out, as DeepSpeed ignores it."""
     raw = {key: value for key, value in content.items() if key not in (*RENAMED, "optimizer", "scheduler")}
     zero = raw["zero_optimization"] = {**_section(raw, "zero_optimization")}
@@ -191,8 +188,9 @@ def for_engine(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spec_of(placement: Placement) -> Spec:
-    """Returns the `Spec` of a placement's strategy, or of the raw configuration that replaces the strategy. Raises
-    UsageError if the file is refused (see `_read`), or if its ZeRO stage or an offload device is unknown."""
+    """Returns the `Spec` of a placement's strategy, or of the raw configuration that replaces it. Raises UsageError if
+    the file is refused (see `_read`), if its ZeRO stage or an offload device is unknown, or if the stage is too low to
+    offload to that device."""
     file = placement.ds_config
     if not file:
         return STRATEGIES[placement.strategy]
@@ -222,7 +220,8 @@ def spec_of(placement: Placement) -> Spec:
 
 
 def nvme_paths(placement: Placement, spec: Spec) -> dict[str, str]:
-    """Returns the directories to which a run offloads, keyed by the option that names them."""
+    """Returns the directories (empty if not given) to which a run offloads on NVMe, keyed by the option that names
+    them."""
     if spec.raw is None:
         return {"--nvme_path": placement.nvme_path} if spec.offload_optimizer == "nvme" else {}
     zero = spec.raw["zero_optimization"]
@@ -234,8 +233,8 @@ def nvme_paths(placement: Placement, spec: Spec) -> dict[str, str]:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """Returns the content of a DeepSpeed configuration file. Raises UsageError if the file is not a DeepSpeed
-    configuration, or sets a refused key."""
+    """Returns the content of a DeepSpeed configuration file. Raises UsageError if it is not a DeepSpeed configuration
+    or sets a refused key."""
     raw = plain_data.read_json(Path(file), f"--ds_config {file}")
     if not isinstance(raw, dict):
         raise UsageError(f"--ds_config {file} must hold a JSON object")
@@ -253,8 +252,7 @@ def _read(file: str) -> dict[str, Any]:
 
 @cache
 def known_keys() -> dict[str, Any]:
-    """Returns the keys that DeepSpeed reads. The value of a section's key is a dictionary of the keys in this section.
-    The value of any other key is None."""
+    """Returns the keys that DeepSpeed reads: a dictionary for each section, and None for each null in KEYS."""
     return json.loads(KEYS.read_text())["keys"]
 
 
@@ -272,8 +270,7 @@ def _check_keys(section: Mapping[str, Any], known: Mapping[str, Any], what: str,
 
 
 def _switched_on(section: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a section without the inner sections whose key `enabled` is false and which DeepSpeed therefore
-    ignores."""
+    """Returns a section without its inner sections that DeepSpeed ignores, because their key `enabled` is false."""
     active = dict[str, Any]()
     for key, value in section.items():
         keys = known[key] or {}
@@ -286,8 +283,8 @@ def _switched_on(section: Mapping[str, Any], known: Mapping[str, Any]) -> dict[s
 
 
 def _section(content: Mapping[str, Any], key: str, what: str = "") -> dict[str, Any]:
-    """Returns the object under a key, or an empty dict if there is none. Raises UsageError if the value is not an
-    object. Its message begins with `what`, which names the file and the section that has the key."""
+    """Returns the object under a key, or an empty dict if the key is missing, null or "auto". Raises UsageError for
+    another value. Its message begins with `what`, which names the file and the section that has the key."""
     section = content.get(key)
     if section in (None, "auto"):
         return {}
@@ -311,10 +308,10 @@ def _without_auto(value: Any) -> Any:
 
 
 def _equivalent(raw: Mapping[str, Any], key: str, what: str) -> dict[str, Any]:
-    """Returns the options of the file's optimizer or scheduler, including its name in this project, or an empty dict if
-    the file has none. An option that is "auto" is left out, so that the flags decide instead of DeepSpeed's or this
-    project's default. Raises UsageError if the optimizer or scheduler has no counterpart in this project. `key` is
-    optimizer or scheduler. The message begins with `what`."""
+    """Returns the options of the file's optimizer or scheduler (`key`), including its name in this project, or an empty
+    dict. An option that is "auto" is left out, so that flags and this project's default decide it, not DeepSpeed's
+    default. Raises UsageError, whose message begins with `what`, if it has no counterpart in this project, or if
+    `params` has the key `name`."""
     section = _section(raw, key)
     if not section:
         return {}

@@ -20,7 +20,6 @@ COMMON = {
     "output": ("out", "name", "logger"),
     "recipes and benchmarks": ("config", "print_config", "bench_steps"),
 }
-"""The flags of the short help, by title."""
 
 USAGE = "%(prog)s [--config FILE ...] [--strategy NAME] [--devices N] [--<option> VALUE ...]"
 EPILOG = """\
@@ -41,15 +40,15 @@ strategies:
 
 
 def epilog() -> str:
-    """Returns the end of the full help: examples, and lists of all optimizers and strategies."""
+    """Returns the end of the full help: examples, and all optimizers and strategies."""
     optimizers = _listed({name: summary(entry) for name, entry in OPTIMIZERS.items()})
     strategies = _listed({name: spec.summary for name, spec in STRATEGIES.items()})
     return EPILOG.format(optimizers=optimizers, strategies=strategies)
 
 
 def short(parser: ArgumentParser) -> str:
-    """Returns the short help, which fits one screen. It lists the flags of COMMON, each with its default and with its
-    choices or the first sentence of its help text."""
+    """Returns the short help, which fits one screen: the flags of COMMON, each with its choices or the first sentence
+    of its help text, and with its default unless that is empty, 0 or -1."""
     actions = parser._option_string_actions
     names = {key: choices(key) for key in REGISTRIES} | {"strategy": [*STRATEGIES, AUTO]}
     lines = [f"usage: {USAGE}" % {"prog": parser.prog}]
@@ -83,7 +82,8 @@ def _listed(lines: dict[str, str]) -> str:
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows help texts as they are written, followed by the default value."""
+    """Shows the default value after each help text, unless it is empty, None or false. A % in a help text needs no
+    escape."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = re.sub(r"%(?!\()", "%%", action.help or "")  # "94 %" is text, %(default)s is a placeholder

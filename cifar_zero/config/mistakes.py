@@ -30,7 +30,7 @@ ELSEWHERE = {
     "accumulate_grad_batches": "accumulate",
     "gradient_accumulation_steps": "accumulate",
 }
-"""Options of other programs, and the option of train that does the same."""
+"""Options of other programs, and the options of train that do the same."""
 
 OWNED = {
     "accelerator": "--accelerator",
@@ -53,20 +53,19 @@ OWNED = {
     "strategy": "--strategy",
     "use_distributed_sampler": "--data.loader (it shards the data itself)",
 }
-"""Options of Lightning's Trainer for which this program has its own flag, and what to use instead. They are
-refused, so that each setting has only one owner."""
+"""Options of Lightning's Trainer that are refused, because this program has its own flag, and what to use instead."""
 
 
 def choices(key: str) -> list[str]:
-    """Returns the names that --model, --optimizer or --schedule accepts. `key` is model, optimizer or schedule."""
+    """Returns the names that --model, --optimizer or --schedule (`key`) accepts."""
     others = ["torchvision:NAME", "FILE.py:NAME"] if key == "model" else []
     return [*REGISTRIES[key], *others]
 
 
 def chosen(options: Mapping[str, Any], key: str) -> str:
-    """Returns the name of the model, optimizer or schedule that `options` choose, or the default name if they choose
-    none. `key` is model, optimizer or schedule. Raises UsageError if the name is unknown. A model in the user's code is
-    known only if the command line has named it (see `command_line.allow_code`)."""
+    """Returns the name of the model, optimizer or schedule (`key`) that `options` choose, or the default. Raises
+    UsageError if the name is unknown. A model in the user's code is known only if the command line has named it (see
+    `command_line.allow_code`)."""
     name = str(options.get(key, getattr(Recipe(), key).name))
     if name in REGISTRIES[key]:
         return name
@@ -78,8 +77,8 @@ def chosen(options: Mapping[str, Any], key: str) -> str:
 
 
 def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for the first option that `parser` does not know. The sections trainer and, if the parser has
-    it, model.kwargs may have any options, except that those of Lightning's Trainer in OWNED are refused."""
+    """Raises UsageError for the first option that `parser` does not know. Unknown options are allowed under
+    model.kwargs, if the parser has it, and under trainer, except those in OWNED."""
     known = {flag.lstrip("-") for action in parser._actions for flag in action.option_strings} | {*REGISTRIES}
     known -= {f"{key}.name" for key in REGISTRIES}
     for option in options:
@@ -95,8 +94,8 @@ def refuse_unknown(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
 
 
 def refuse_base_60(parser: ArgumentParser, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for a text such as 1:30 where a number is expected. jsonargparse (4.53) would read it as 90, in
-    base 60, as YAML 1.1 does."""
+    """Raises UsageError for a text such as 1:30 where a number is expected. jsonargparse (4.53) would read it in base
+    60, as 90, like YAML 1.1."""
     for action in parser._actions:
         hint = getattr(action, "_typehint", str)
         if BASE_60.search(str(options.get(action.dest, ""))) and not _takes_text(hint):
@@ -141,8 +140,8 @@ def described(hint: Any) -> str:
 
 
 def check_plain_type(flag: str, value: Any, hint: Any) -> None:
-    """Raises UsageError unless jsonargparse can convert `value` to `hint`. Of a union, only plain data (`is_plain`)
-    counts: for a class, jsonargparse would import whatever a string in `value` names. A bool does not count as a
+    """Raises UsageError unless jsonargparse can convert `value` to `hint`. Of a union, only types of plain data
+    (`is_plain`) count, because for a class jsonargparse would import what a string in `value` names. A bool is not a
     number."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     plain = [kind for kind in kinds if is_plain(kind) and kind is not NoneType]

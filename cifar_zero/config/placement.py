@@ -1,6 +1,6 @@
 """The placement: where and how a run is trained. These options change only the rounding of what it computes, so
-precision is one of them. The docstring under each field is its `--help` text; numbers are at least 0 unless `limited`
-sets other limits."""
+precision is one of them. Dropout, batch norms and experts also depend on how they split a batch. The docstring under
+each field is its `--help` text; numbers are at least 0 unless `limited` sets other limits."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +169,7 @@ class Placement(ComputeOptions, DeviceOptions, StrategyOptions):
 
     @property
     def strategy_name(self) -> str:
-        """The name of the strategy, or of the raw DeepSpeed configuration that replaces it, without .json."""
+        """The strategy, or the file name of the raw DeepSpeed configuration that replaces it, without .json."""
         if self.ds_config:
             return Path(self.ds_config).stem
         return self.strategy

@@ -43,14 +43,14 @@ class Inputs(NamedTuple):
     std: tuple[float, ...]
 
     def batch_size_of_equal_pixels(self, images: int) -> int:
-        """Returns how many images of this size have as many pixels together as `images` images of CIFAR's size, rounded
-        down to a whole number. The result is at least 1."""
+        """Returns how many images of this size have at most as many pixels as `images` images of CIFAR's size, but at
+        least 1."""
         return max(1, images * IMAGE_SHAPE[1] * IMAGE_SHAPE[2] // self.side**2)
 
 
 def inputs(side: int = IMAGE_SHAPE[1], normalization: str = "half") -> Inputs:
-    """Returns the size and normalisation of the images from the values of --data.image_size and --data.normalize.
-    Raises UsageError if the normalisation is invalid."""
+    """Returns the size and normalisation of images for the values of --data.image_size and --data.normalize. Raises
+    UsageError if the normalisation is invalid."""
     try:
         numbers = [float(number) for number in NORMALIZATIONS.get(normalization, normalization).split(",")]
     except ValueError:
@@ -116,7 +116,6 @@ class DataConfig:
 
     @property
     def inputs(self) -> Inputs:
-        """Size and normalisation of the images that the model is given."""
         return inputs(self.image_size, self.normalize)
 
 
@@ -264,7 +263,7 @@ class Recipe(FineTuning, Regularization, Training):
 
     @property
     def only_measures(self) -> bool:
-        """Whether the run is a benchmark, which runs a few steps and has no checkpoint and no test."""
+        """Whether the run is a benchmark (--bench_steps), which has no checkpoint and no test."""
         return bool(self.bench_steps)
 
     @property

@@ -1,10 +1,6 @@
 """Refuses a run that cannot work, before anything is launched: values that make no sense on any machine, models that do
 not fit the images, and requirements that this computer does not meet. strategy_rules.py refuses what a strategy cannot
-do.
-
-A check raises UsageError with one line that names what to use instead. Nothing here imports torch, except to try out a
-model.
-"""
+do. Imports torch only to try out a model. Each UsageError is one line that names what to use instead."""
 
 import ctypes.util
 import importlib.util
@@ -31,8 +27,7 @@ from cifar_zero.optimizers import OPTIMIZERS
 MOST_NAME_BYTES = 200  # file systems allow 255 bytes, and a suffix may follow
 
 CPU_RANK_BYTES = 1_000_000_000
-"""Memory in bytes of one CPU rank in the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed
-0.19)."""
+"""Memory of one CPU rank in the smallest run (measured: 0.9 to 1.1 GB resident, torch 2.15 with DeepSpeed 0.19)."""
 
 
 def check(run: Run) -> None:
@@ -101,8 +96,7 @@ def _check_images(settings: Settings) -> None:
 
 
 def of_validation(settings: Settings) -> list[str]:
-    """Returns the names of the given options that need a validation. An option is given if it differs from its
-    default."""
+    """Returns the names of the options that need a validation and differ from their defaults."""
     given, defaults = flat(settings), flat(Settings())
     names = ("early_stopping", "monitor", "save_top_k")
     return [name for name in names if given[name] != defaults[name]]
@@ -117,8 +111,8 @@ def check_plain_name(name: str) -> None:
 
 
 def check_model(run: Run) -> None:
-    """Raises UsageError if the model cannot train on the run's micro-batches. Builds and runs a model once if it comes
-    from outside this project, or if the images are not 32 x 32 pixels."""
+    """Raises UsageError if the model cannot train on the run's micro-batches. Builds and runs the model only if it
+    comes from outside this project, or if the images are not 32 x 32 pixels."""
     model, side = run.recipe.model, run.data.image_size
     if ":" in model.name or side != IMAGE_SHAPE[1]:
         from cifar_zero.models.external import check
@@ -131,8 +125,8 @@ def check_model(run: Run) -> None:
 
 
 def check_here(run: Run) -> None:
-    """Raises UsageError if the run needs something that this computer lacks but another computer may have: memory for
-    its CPU ranks, a package, a version of torch, a compiler, or a disk and library for NVMe offloading."""
+    """Raises UsageError if the run needs something that this computer lacks but another may have: memory for its CPU
+    ranks, a package, a version of torch, a compiler, or a disk and library for NVMe offloading."""
     placement, optimizer, spec = run.placement, run.recipe.optimizer.name, run.spec
     assert placement.devices != "auto"
     launched = "LOCAL_WORLD_SIZE" in os.environ  # ranks of a launcher have already allocated their memory
@@ -166,7 +160,7 @@ def ranks_in_memory() -> int:
 
 def check_nvme(path: str, option: str = "--nvme_path") -> None:
     """Raises UsageError if the directory `path` for NVMe offloading, which `option` names, is missing or not writable,
-    or if the computer lacks libaio, against which DeepSpeed compiles its asynchronous I/O."""
+    or if the computer lacks libaio, which DeepSpeed needs for it."""
     refuse(
         {
             f"{option} is missing: offloading to a disk needs a directory on a local disk": not path,

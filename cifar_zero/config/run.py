@@ -14,33 +14,29 @@ from cifar_zero.core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Settings):
-    """A run with its open options decided; `training.resolve.resolve` makes it. Among its options, devices is a number,
-    accelerator is cpu or gpu, precision is a number format, and resume and weights are paths.
-
-    Two options may still be open, until `training.starting` decides them: data.source may be auto, and resume may be
-    last or auto on several nodes or under torchrun."""
+    """A run with its open options decided; `training.resolve.resolve` makes it. devices is a number, accelerator is cpu
+    or gpu, precision is a number format, and resume and weights are paths. Two options may still be open, until
+    `training.starting` decides them: data.source may be auto, and on several nodes or under torchrun resume may be last
+    or auto."""
 
     num_classes: int  # width of the model's output
 
     @cached_property
     def spec(self) -> Spec:
-        """The properties of the strategy, or of the raw DeepSpeed configuration that replaces it. Raises UsageError if
-        this configuration is refused."""
+        """The `Spec` of the strategy or of --ds_config. Raises UsageError if the configuration is refused."""
         return ds_config.spec_of(self.placement)
 
     @property
     def micro_batch(self) -> int:
-        """Images per forward pass of one replica. Raises UsageError if the batch size cannot be divided into
-        micro-batches."""
+        """Images per forward pass of one replica. Raises UsageError like `micro_batch_size`."""
         return micro_batch_size(self.recipe.batch_size, self.placement.replicas, self.placement.accumulate)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the ranks are CPU processes."""
         return self.placement.accelerator == "cpu"
 
     def to_bytes(self) -> bytes:
-        """Returns the run as `run_of_bytes` reads it. Raises ValueError if an option is not plain data."""
+        """Returns the run for `run_of_bytes`. Raises ValueError if an option is not plain data."""
         # Unlike JSON, marshal keeps tuples and the types of keys. Unlike pickle, it loads no code. Both sides are the
         # same Python.
         consent = (self.consent.trust, self.consent.callbacks)
@@ -48,7 +44,7 @@ class Run(Settings):
 
 
 def run_of_bytes(content: bytes) -> Run:
-    """Returns the run that `Run.to_bytes` has written. The content includes the user's consent to run code, so it must
+    """Returns the run that `Run.to_bytes` has written. It includes the user's consent to run code, so `content` must
     come from this program itself and never from a user's file."""
     tree, consent, named, num_classes = marshal.loads(content)
     settings = replace(settings_of(tree), consent=Consent(*consent), named=named)
@@ -56,12 +52,12 @@ def run_of_bytes(content: bytes) -> Run:
 
 
 def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:
-    """Returns the images per forward pass of one replica. Raises UsageError if batch_size = micro-batch x replicas x
-    accumulate has no solution in whole images.
+    """Returns the images per forward pass of one replica. Raises UsageError unless the batch size is a multiple of
+    replicas x accumulate.
 
     Args:
         batch_size: images per optimizer step, over all ranks.
-        replicas: number of models that train on different images.
+        replicas: number of copies of the model that train on different images.
         accumulate: micro-batches per optimizer step.
     """
     parts = replicas * accumulate
@@ -77,8 +73,8 @@ def micro_batch_size(batch_size: int, replicas: int, accumulate: int) -> int:
 
 
 def with_accelerator(settings: Settings, on_gpu: bool, has_bfloat16: Callable[[], bool] = lambda: True) -> Settings:
-    """Returns the settings with the accelerator set, and precision auto replaced by a number format. `has_bfloat16`
-    returns whether the GPU computes in bfloat16, and is called only for precision auto on GPUs."""
+    """Returns the settings with the accelerator set, and precision auto replaced by a number format. `has_bfloat16` is
+    called only for precision auto on GPUs, and returns whether the GPU computes in bfloat16."""
     precision = settings.placement.precision
     if precision == "auto":
         precision = "32-true"

@@ -18,20 +18,20 @@ Owner = Literal["recipe", "placement", "output"]
 OWNERS: dict[Owner, type] = {"recipe": Recipe, "placement": Placement, "output": Output}
 
 REGISTRIES: dict[str, Mapping[str, Any]] = {"model": MODELS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-"""The registries from which the recipe chooses its model, optimizer and schedule. Each `Choice` is the name of an entry
-together with the options of that entry."""
+"""The registries from which the recipe chooses model, optimizer and schedule. A `Choice` has the name of an entry and
+its options."""
 
 FALLBACK_SUFFIX = "-digits-fallback"
-"""Suffix of the run's name if the run uses the embedded digits because CIFAR-10 was not available."""
+"""Suffix of the name of a run that uses the embedded digits because CIFAR-10 was not available."""
 
 PLACED = ("model.ep_size", "data.root", "data.cache", "data.url", "data.loader", "data.workers")
-"""Options of the recipe's sections that belong to the placement: on which ranks the parts of a model are, where the
-images are, and how they are read."""
+"""Options in sections of the recipe that belong to the placement: on which ranks the experts are, where the images are,
+and how they are read."""
 
 
 def sections(part: type) -> dict[str, type]:
-    """Returns the class of each section of a recipe, placement or output class, keyed by the section's name. A section,
-    such as zero or offload, is a field that holds a dataclass of options. Its flags have dotted names."""
+    """Returns the class of each section of a recipe, placement or output class, keyed by the section's name. A section
+    is a field that holds a dataclass of options, such as zero. Its flags have dotted names."""
     return {
         option.name: option.default_factory
         for option in fields(part)
@@ -50,7 +50,7 @@ class Consent:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that a user asks for. Each option belongs to the recipe, the placement or the output."""
+    """The options that a user asks for."""
 
     recipe: Recipe = field(default_factory=Recipe)
     placement: Placement = field(default_factory=Placement)
@@ -83,8 +83,8 @@ class Settings:
         return self.changed(data=replace(self.data, source=source), name=name)
 
     def changed(self, **options: Any) -> Self:
-        """Returns the settings with some options changed, for example `changed(devices=2, seed=1)`. Raises TypeError
-        for an unknown option."""
+        """Returns the settings with some options changed: `changed(devices=2, seed=1)`. Raises TypeError for an unknown
+        option."""
         parts: dict[Owner, Any] = {}
         for owner, part in OWNERS.items():
             given = {name: options.pop(name) for name in _names(part) & options.keys()}
@@ -100,22 +100,22 @@ def make_settings(**options: Any) -> Settings:
 
 
 def settings_of(tree: Mapping[str, Any]) -> Settings:
-    """Returns the settings from a dictionary that `tree_of` made. Raises TypeError if the dictionary has unknown
-    options, because another version of the program wrote it, and UsageError if it sets `trust`."""
+    """Returns the settings from a dictionary that `tree_of` made. Raises TypeError for unknown options, which another
+    version of the program wrote, and UsageError if the dictionary sets `trust`."""
     check_no_consent(tree, "the checkpoint's configuration")
     types = {**sections(Recipe), **sections(Placement), **dict.fromkeys(REGISTRIES, Choice)}
     return make_settings(**{key: types[key](**value) if key in types else value for key, value in tree.items()})
 
 
 def tree_of(given: Settings) -> dict[str, Any]:
-    """Returns all options of recipe, placement and output, keyed by name, with sections as dictionaries. A checkpoint
-    records this dictionary, and config.yaml has the same options."""
+    """Returns all options of recipe, placement and output, keyed by name, with sections as dictionaries, as a
+    checkpoint records them."""
     return {**asdict(given.recipe), **asdict(given.placement), **asdict(given.output)}
 
 
 def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of all options, keyed by flag, for example data.root, optimizer.lr and seed. The value of
-    `model` is the model's name. Accepts settings, the content of a recipe, or the options that a checkpoint records."""
+    """Returns the values of all options, keyed by flag, such as data.root, optimizer.lr and seed. The value of `model`
+    is the model's name. Accepts settings, the content of a recipe, or the options that a checkpoint records."""
     options: dict[str, Any] = {}
     if isinstance(given, Settings):
         given = tree_of(given)
@@ -134,7 +134,7 @@ def flat(given: Settings | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical(option: str) -> str:
-    """Returns `model` for the option model.name, and likewise for optimizer and schedule. Returns all other options
+    """Returns `model` for the option model.name, likewise for optimizer and schedule, and any other option
     unchanged."""
     chooser = option.removesuffix(".name")
     return chooser if chooser in REGISTRIES else option
@@ -153,7 +153,7 @@ def owner_of(flag: str) -> Owner:
 
 
 def may_change_on_resume(flag: str) -> bool:
-    """Returns whether a resumed run may change an option. Options of the placement and the output may always change.
+    """Returns whether a resumed run may change an option. It may change all options of the placement and the output.
     Raises KeyError for an unknown option."""
     if owner_of(flag) != "recipe":
         return True
@@ -165,8 +165,8 @@ def may_change_on_resume(flag: str) -> bool:
 
 
 def check_no_consent(tree: Mapping[str, Any], source: str) -> None:
-    """Raises UsageError if the options in `tree`, which were read from a file, set `trust`, because no file may allow
-    code to run. `source` names the file in the error."""
+    """Raises UsageError if the options in `tree` set `trust`, because no file may allow code to run. `source` names the
+    file that they come from."""
     if "trust" in tree:
         raise UsageError(f"{source} sets trust, which works only on the command line: remove it and add --trust")
 

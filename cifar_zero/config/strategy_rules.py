@@ -1,8 +1,5 @@
 """Refuses what a strategy cannot do. The rules are about devices and number formats, optimizers, weight averaging,
-splitting a model, experts, resuming, and DeepSpeed's options for ZeRO (--zero) and offloading (--offload).
-
-Several functions return `Rules`, which map each error message to a value that is true if the run breaks the rule.
-"""
+splitting a model, experts, resuming, and DeepSpeed's options for ZeRO (--zero) and offloading (--offload)."""
 
 from cifar_zero.config.placement import OffloadConfig, ZeROConfig
 from cifar_zero.config.run import Run
@@ -41,7 +38,7 @@ def _devices(run: Run) -> Rules:
 
 
 def _graphs(run: Run) -> Rules:
-    """Returns the rules of --cuda_graphs. A CUDA graph replays the same kernels on the same memory addresses."""
+    """A CUDA graph replays the same kernels on the same memory addresses."""
     placement = run.placement
     if not placement.cuda_graphs:
         return {}
@@ -79,7 +76,7 @@ def _optimizers(run: Run) -> Rules:
 
 
 def _switches(run: Run) -> Rules:
-    """Returns the rules of --zero.* and --offload.*, which refuse an option that would have no effect."""
+    """Refuses options of --zero.* and --offload.* that would have no effect."""
     spec, placement = run.spec, run.placement
     zero, offload = placement.zero != ZeROConfig(), placement.offload != OffloadConfig()
     return {

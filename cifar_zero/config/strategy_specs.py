@@ -1,7 +1,7 @@
-"""The registry of strategies. It describes how each strategy spreads a run over ranks, what it shards or offloads, and
-which options it supports. Imports no torch, Lightning or DeepSpeed.
+"""The registry of strategies: how each one spreads a run over ranks, what it shards or offloads, and which options it
+supports. Imports no torch, Lightning or DeepSpeed.
 
-Names that Lightning has too (ddp, fsdp, deepspeed_stage_2, ...) mean the same as in Lightning. `fsdp` runs torch's
+Names that Lightning has too (ddp, deepspeed_stage_2, ...) mean the same as in Lightning. Only `fsdp` runs torch's
 FSDP2, because torch tells users of FullyShardedDataParallel to migrate to FSDP2. A raw DeepSpeed configuration can
 replace a strategy (ds_config.py).
 """
@@ -15,8 +15,6 @@ Device = Literal["", "cpu", "nvme"]  # where something is offloaded to; if empty
 
 @dataclass(frozen=True)
 class Spec:
-    """Describes what a strategy does and which options it supports."""
-
     family: Literal["baseline", "deepspeed", "fsdp2", "tensor_parallel", "pipeline"]  # its code in `strategies`
     summary: str  # one line for the help and the documentation
     stage: int = 0  # ZeRO stage; 0 shards nothing
@@ -40,19 +38,17 @@ class Spec:
 
     @property
     def casts(self) -> bool:
-        """Whether the strategy implements mixed precision by casting the model to 16 bits, instead of running it under
-        autocast."""
+        """Whether mixed precision casts the model to 16 bits, instead of running it under autocast."""
         return self.family in ("deepspeed", "fsdp2")
 
     @property
     def averages(self) -> bool:
-        """Whether --ema can average the model's weights."""
+        """Whether --ema can average the weights."""
         return not self.splits_model and self.offload_parameters != "nvme"
 
     @property
     def graphs(self) -> bool:
-        """Whether --cuda_graphs can record the training steps. It can do so only if the strategy keeps the parameters
-        at the same memory addresses."""
+        """Whether --cuda_graphs can record the training steps, which needs parameters at constant memory addresses."""
         return not self.splits_model and self.stage < 3 and self.raw is None
 
 

@@ -1,5 +1,5 @@
-"""Writes files and folders atomically: after a crash at any moment, the previous version is complete and can be found.
-`attempt` reports an error while writing instead of ending the run."""
+"""Writes files and folders atomically: after a crash at any moment, the previous version is complete and can be
+found."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ASIDE = ".old"  # suffix of the previous folder while the new one is renamed to 
 
 
 def staged(final: Path) -> Path:
-    """Returns the temporary path to which the content of `final` is written before it is renamed."""
+    """Returns the temporary path at which the content of `final` is written before it is renamed."""
     return final.with_name(final.name + STAGED)
 
 
@@ -33,7 +33,7 @@ def discard(path: Path) -> None:
 
 @contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """Yields the temporary path of a new, empty file, which replaces `final` at the end of the block. After an error it
+    """Yields the path of a new, empty file, which replaces `final` at the end of the block. After an error the new file
     is removed, and `final` stays as it was. A file that is already at the temporary path is removed first, so that no
     link of another user is followed. An OSError without a file name gets the name of `final`."""
     new = staged(final)
@@ -48,8 +48,7 @@ def replacing(final: Path) -> Iterator[Path]:
 
 
 def put_in_place(final: Path) -> None:
-    """Flushes the file or folder at `staged(final)` to disk, and renames it to `final`, where it replaces the previous
-    version."""
+    """Flushes the file or folder at `staged(final)` to disk, and renames it to `final`, which it replaces."""
     new, old = staged(final), final.with_name(final.name + ASIDE)
     for path in (*new.rglob("*"), new) if new.is_dir() else (new,):
         flush_to_disk(path)
@@ -65,8 +64,8 @@ def put_in_place(final: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Renames the previous checkpoints under a folder back to their final names, after a crash between the two renames
-    of `put_in_place`."""
+    """Renames the previous *.ckpt folders under a folder back to their final names, after a crash between the two
+    renames of `put_in_place`."""
     for old in folder.rglob(f"*{ASIDE}"):
         final = old.with_name(old.name.removesuffix(ASIDE))
         if final.suffix == ".ckpt" and not final.exists():
@@ -75,16 +74,15 @@ def recover(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what a process left in a folder when it was killed while it wrote a checkpoint: the unfinished
-    checkpoint, and the previous one if it was already replaced. Several processes may call this function at the same
-    time."""
+    """Removes what a process that was killed while writing a checkpoint left in a folder: the unfinished checkpoint,
+    and the previous one if it was already replaced. Several processes may call it at the same time."""
     for left in (*folder.glob(f"*.ckpt*{STAGED}"), *folder.glob(f"*.ckpt{ASIDE}")):
         with suppress(OSError):  # another process was faster, or the folder is read-only
             discard(left)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Makes the operating system write a file, or the entries of a folder, to disk now (fsync)."""
+    """Writes a file, or the entries of a folder, to disk now (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,8 +92,8 @@ def flush_to_disk(path: Path) -> None:
 
 @contextmanager
 def named(file: Path) -> Iterator[None]:
-    """Context manager that adds the name of a file to an OSError without one, as Python raises it if a file becomes too
-    large or the disk is full."""
+    """Adds the name of a file to an OSError without a file name that the `with` block raises, as Python does if a file
+    becomes too large or the disk is full."""
     try:
         yield
     except OSError as error:
@@ -117,8 +115,8 @@ def write_json(file: Path, values: Mapping[str, Any] | list[Any]) -> None:
 
 
 def failure_of(write: Callable[[], Any]) -> str:
-    """Calls `write` and returns its error message, or an empty string if there was no error. Every Exception is caught,
-    because an exception that ends one rank would leave the other ranks waiting for this rank."""
+    """Calls `write` and returns its error message, or "" if there was none. No Exception is passed on, because an
+    exception that ends one rank would leave the other ranks waiting for it."""
     try:
         write()
     except Exception as error:
@@ -132,8 +130,8 @@ def failure_of(write: Callable[[], Any]) -> str:
 
 
 def attempt(write: Callable[[], Any], what: object) -> bool:
-    """Calls `write` and returns whether it succeeded. An error does not end the run. It is printed as "`what` could not
-    be written"."""
+    """Calls `write` and returns whether it succeeded. An error does not end the run, but is printed as "`what` could
+    not be written"."""
     failure = failure_of(write)
     if failure:
         say(f"{what} could not be written: {failure}. The training continues.")

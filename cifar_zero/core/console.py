@@ -1,4 +1,4 @@
-"""Prints messages for the user on standard error, and filters known messages of the libraries out. Also builds the
+"""Prints messages for the user on standard error, and filters out known messages of the libraries. Also builds the
 commands that messages tell the user to type, so that they work in the current directory."""
 
 import logging
@@ -10,8 +10,7 @@ import threading
 import warnings
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "train.py"
-"""The training script in a clone of the repository; it does the same as `cifar-zero train`."""
+SCRIPT = Path(__file__).parents[2] / "train.py"  # only in a clone of the repository
 
 WARNINGS = (
     # Lightning 2.6.6 with torch 2.15 (lightning/pytorch/utilities/_pytree.py). Remove with the next Lightning.
@@ -63,22 +62,22 @@ RESUME_WITH = "resume with:"  # before the command that continues a run
 
 
 def say(message: str, *details: str) -> None:
-    """Prints a line on standard error, followed by the details, each on an indented line. Control characters are
+    """Prints a line on standard error, followed by each of the details on an indented line. Control characters are
     escaped, except tabs and line breaks."""
     print(printable("\n  ".join((message, *details)), keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns a text in which characters that cannot be printed are escaped, except those in `keep`. Control characters
-    in names that come from files could otherwise forge lines or colour them."""
+    """Returns a text in which unprintable characters are escaped, except those in `keep`. Control characters in names
+    that come from files could otherwise forge lines or colour them."""
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def quieten() -> None:
-    """Filters known messages out of the output of the libraries, including exceptions of threads that `_thread_failed`
-    skips. Call it before the Trainer is created."""
+    """Filters known messages out of the output of the libraries and of failed threads. Call it before the Trainer is
+    created."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # Drops "GPU available: ..." and "`Trainer.fit` stopped: ...", which the summary shows too.
@@ -90,9 +89,9 @@ def quieten() -> None:
 
 
 def command(name: str, *arguments: object) -> str:
-    """Returns a shell command line that starts a command of this program, such as `cifar-zero compare ...`. The line
-    begins with `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python
-    -m cifar_zero` if `cifar-zero` is not installed. The programs are written as `next_to_python` returns them."""
+    """Returns a shell command line that starts a command of this program, such as `cifar-zero compare ...`. It begins
+    with `python train.py` instead of `cifar-zero train` if this process was started that way, and with `python -m
+    cifar_zero` if `cifar-zero` is not installed. Programs are written as by `next_to_python`."""
     installed, python = Path(sys.executable).with_name("cifar-zero"), next_to_python(Path(sys.executable).name)
     if name == "train" and _is_script():
         start = [python, _short(SCRIPT)]
@@ -104,23 +103,22 @@ def command(name: str, *arguments: object) -> str:
 
 
 def torchrun(name: str, nodes: object = "N", ranks: object = "M") -> str:
-    """Returns the torchrun command that starts a command of this program on `nodes` nodes with `ranks` ranks each. It
-    must be run on every node."""
+    """Returns the torchrun command, to be run on every node, that starts a command of this program with `ranks` ranks
+    on each."""
     program = shlex.quote(_short(SCRIPT)) if name == "train" and _is_script() else f"-m cifar_zero {name}"
     start = f"{shlex.quote(next_to_python('torchrun'))} --nnodes {nodes} --nproc_per_node {ranks}"
     return f"{start} --rdzv_backend c10d --rdzv_endpoint HOST:PORT {program}"
 
 
 def curves(folder: Path) -> str:
-    """Returns the TensorBoard command that shows the curves of all runs in a folder, followed by the page to open."""
+    """Returns the TensorBoard command for all runs in a folder, with the page to open as a comment."""
     command = f"{shlex.quote(next_to_python('tensorboard'))} --logdir {shlex.quote(str(folder))} --host localhost"
     return f"{command}  # then open http://localhost:6006/#custom_scalars"
 
 
 def next_to_python(name: str) -> str:
-    """Returns what to type in a shell to start the program `name` of this interpreter's environment, even if the
-    environment is not activated. This is the program's path, or only its name if PATH leads to the same program or the
-    environment lacks the program."""
+    """Returns what to type in a shell to start the program `name` of this interpreter's environment, activated or not:
+    the program's path, or only its name if PATH leads to it or the environment lacks it."""
     program, first = Path(sys.executable).with_name(name), shutil.which(name)
     known = first is not None and os.path.samefile(os.path.dirname(first), program.parent)
     if known or not program.exists():
@@ -129,7 +127,7 @@ def next_to_python(name: str) -> str:
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
-    """Prints the exception that ended a thread. Skips an OSError, because TensorBoard's writer raises it in the main
+    """Prints the exception that ended a thread, but no OSError, because TensorBoard's writer raises it in the main
     thread too."""
     if not isinstance(failed.exc_value, OSError):
         threading.__excepthook__(failed)

@@ -9,23 +9,22 @@ from stepcheck.usage import short as short
 
 
 class RunError(Exception):
-    """Raised if the run failed (network, disk, a dead rank). The message is one line that names the failure and the
-    fix."""
+    """Raised if the run failed (network, disk, a dead rank). The message is one line with the failure and the fix."""
 
     exit_code = 1
 
 
 class FaultFound(Exception):
-    """Raised at the end of a run whose steps were checked, if a step has a fault. It is no RunError, because the run
-    has not failed, and has written all its results."""
+    """Raised at the end of a run in which a step check found a fault. The run itself has not failed, and has written
+    all its results."""
 
     exit_code = 3
 
 
 class Stopped(BaseException):
-    """Raised when the user or the cluster stops the run. The message, if there is one, is one line, such as the command
-    that resumes the run. The exit code is 128 + the number of the signal, as in a shell. The class does not derive from
-    Exception, because libraries catch every Exception and continue."""
+    """Raised when the user or the cluster stops the run. The message may be empty, or one line such as the command that
+    resumes the run. The exit code is 128 + the number of the signal, as in a shell. It does not derive from Exception,
+    because libraries catch every Exception and continue."""
 
     def __init__(self, number: int, message: str = ""):
         super().__init__(message)
@@ -43,8 +42,7 @@ FEWER_WORKERS = "use fewer --data.workers or --data.loader memory; docker run --
 
 
 class KnownFailure(NamedTuple):
-    """A frequent failure of torch or DeepSpeed, which is recognised by an error message of torch 2.15 or DeepSpeed
-    0.19.8."""
+    """A frequent failure of torch or DeepSpeed. The messages are those of torch 2.15 and DeepSpeed 0.19.8."""
 
     messages: tuple[str, ...]  # each is part of the "Type: message" line of an exception
     cause: str  # what happened
@@ -102,8 +100,8 @@ that matches, so a failure that causes another one comes before it."""
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns `<cause>; <fix>` if the exception is a known failure, otherwise None. Also searches the exceptions that
-    led to it, which a traceback prints before it."""
+    """Returns "<cause>; <fix>" if the exception, or one that led to it (a cause or context), is a known failure.
+    Otherwise returns None."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:  # a chain may lead back to itself

@@ -1,5 +1,5 @@
-"""Starts and ends the programs of this package. An error prints one clear line and sets the exit code. A traceback is
-printed only with --debug."""
+"""Starts and ends the programs of this package. An error prints one line, and with --debug a traceback, and sets the
+exit code."""
 
 import argparse
 import atexit
@@ -23,29 +23,27 @@ from stepcheck.lightning import user_code
 EXTRAS = ("onnx", "onnxruntime", "onnxscript")  # packages that only the command export needs
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a program: SIGINT (Ctrl-C), SIGTERM (from a cluster or container) and SIGHUP (a closed terminal)."""
+"""Signals that end a program. SIGTERM comes from a cluster or container, and SIGHUP from a closed terminal."""
 
+# Codes of errors that a wrong path causes.
 PATH_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EROFS, errno.ELOOP)
 PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTEMPTY)
-"""Codes of errors that a wrong path causes."""
 
 STARTED = "CIFAR_ZERO_STARTED"
-"""Environment variable that holds the time when the command was given, in seconds since 1970. Ranks inherit it from
-their launcher, and the runs of a benchmark inherit it from the benchmark."""
+"""Environment variable with the time when the command was given, in seconds since 1970. Ranks inherit it from their
+launcher, and the runs of a benchmark from the benchmark."""
 
 RANKS = ("RANK", "SLURM_PROCID")  # environment variables in which launchers give a process its rank
 
 FALSE = ("false", "no", "off")  # values of a flag, as in YAML, whose package is imported after this module
 
-WITH_EXIT_CODE = (UsageError, RunError, FaultFound)
-"""Errors that have an exit code, and whose message is the line to print."""
+WITH_EXIT_CODE = (UsageError, RunError, FaultFound)  # their message is the line to print
 
 _guarded = False  # whether `guarded` is running and catches Stopped
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that turns errors into one line, has the option --debug, and keeps the line breaks of help
-    texts."""
+    """An argparse parser that raises UsageError, has the option --debug, and keeps the line breaks of help texts."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -56,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Unfailing(io.FileIO):
-    """A file that drops what it cannot write, for example a log on a full disk. A message that is lost must not end a
+    """A file that drops what it cannot write, for example a log on a full disk. A lost message must not end a
     training."""
 
     def write(self, content: Any) -> int | None:
@@ -71,8 +69,8 @@ def install() -> None:
     before slow imports.
 
     A signal that the process ignores stays ignored, such as Ctrl-C in a background job and SIGHUP under nohup. A Ctrl-C
-    that `local_launcher.prepare` has blocked is delivered now. The start time is recorded in the environment, unless a
-    parent process has recorded it.
+    that `local_launcher.prepare` has blocked is delivered now. Also records the start time in the environment
+    (STARTED), unless a parent process has.
     """
     os.environ.setdefault(STARTED, str(time.time()))
     for number in SIGNALS:
@@ -88,9 +86,9 @@ def ignore() -> None:
 
 
 def interrupt(number: int, frame: object) -> None:
-    """Handles a signal. Raises Stopped if `guarded` can catch it. Otherwise, and while a module is being imported,
-    prints a line and ends the process at once. In a callback of the import system, Python would print the exception and
-    continue."""
+    """Handles a signal. Raises Stopped if `guarded` can catch it. Otherwise prints a line and ends the process at once.
+    This also happens while a module is being imported, because in a callback of the import system Python would print
+    the exception and continue."""
     stop = Stopped(number)
     caller = sys._getframe()
     while caller is not None and not caller.f_code.co_filename.startswith("<frozen importlib"):
@@ -105,11 +103,11 @@ def interrupt(number: int, frame: object) -> None:
 def run(main: Callable[[], int]) -> NoReturn:
     """Runs a program's `main` and ends the process with the exit code of `guarded`. If this is 0 but standard output
     could not be written, the exit code is 1. Messages on standard error that cannot be written are dropped. Only rank 0
-    prints results, so on the other ranks standard output is treated like standard error.
+    prints results, so on other ranks the same goes for standard output.
 
     If an error has left a process group of torch open, the process ends without the destructors of its libraries. With
-    gloo, the destructors of torch 2.15 abort about one such process in ten, which then has the exit code 134.
-    Destroying the group instead could hang, because other ranks may wait in a collective.
+    gloo, the destructors of torch 2.15 abort about one such process in ten (exit code 134). Destroying the group
+    instead could hang, because other ranks may wait in a collective.
     """
     _open_streams()
     if sys.stderr is sys.__stderr__:  # otherwise it is no file, as in a notebook
@@ -134,8 +132,8 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Opens os.devnull for each standard stream that the parent process has closed, as `>&-` does. Python has None for
-    it, and the next file that is opened would get its number."""
+    """Opens os.devnull for each standard stream that the parent process has closed, as `>&-` does. Otherwise the stream
+    is None in Python, and the next file that is opened gets its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -151,10 +149,10 @@ def _unfailing(stream: TextIO) -> TextIO:
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """Runs a program's `main` and returns its exit code. If `main` raises an exception, the exit code is 2 for a user's
-    mistake, 3 for a fault that a step check has found, 1 for any other failure while running, and 128 + the number of
-    the signal if a signal stopped the program. Errors are printed in one line, followed by their notes, or with their
-    traceback if --debug is given. SystemExit, as after --help, is not caught."""
+    """Runs a program's `main` and returns its exit code, or, if `main` raises an exception, 2 for a user's mistake, 3
+    for a fault that a step check has found, 1 for any other failure, and 128 + the number of the signal if a signal
+    stopped the program. Prints the exception in one line, followed by its notes, or its traceback with --debug.
+    SystemExit, as after --help, is not caught."""
     global _guarded
     _guarded = True
     try:
@@ -180,9 +178,8 @@ def guarded(main: Callable[[], int]) -> int:
 
 
 def _mistake(error: Exception) -> UsageError | None:
-    """Returns the mistake of the user that caused an error, or None. A mistake is a package that the command needs and
-    that is not installed, or a refused path: one on the command line, a path inside it, or a folder that contains
-    it."""
+    """Returns the mistake of the user that caused an error, or None. A mistake is a missing package of EXTRAS, or a
+    refused path: one on the command line, a path inside it, or a folder that contains it."""
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         return UsageError(f"this command needs a package: pip install {error.name}")
     if not isinstance(error, OSError) or error.errno not in PATH_ERRORS or not isinstance(error.filename, str):
@@ -199,7 +196,7 @@ def _mistake(error: Exception) -> UsageError | None:
 
 
 def wants_traceback() -> bool:
-    """Returns whether the command line of this process has --debug, without a false value such as `no`."""
+    """Returns whether this process's command line has --debug, unless its value is in FALSE."""
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if option == "--debug":
@@ -208,9 +205,9 @@ def wants_traceback() -> bool:
 
 
 def _unexplained(error: Exception) -> str:
-    """Returns the line to print for an error that `explain` does not recognise. For an OSError, it is the system's
-    message with the file. For other errors, it is the type and the message, shortened, preceded by the file and line of
-    the user's code that failed, if any."""
+    """Returns the line to print for an error that `explain` does not recognise: for an OSError the system's message
+    with the file, otherwise the type and the shortened message, after the place in the user's code that failed, if
+    any."""
     if isinstance(error, OSError):
         if error.filename:
             return f"{error.strerror or error} ({error.filename})"

@@ -1,6 +1,6 @@
-"""Describes the hardware of this computer and the versions of its software. torch is imported only by the functions
-about GPUs, because the import takes seconds. `gpu_count` and `gpu_memory_bytes` import it only if there is a GPU
-driver."""
+"""Describes the hardware of this computer and the versions of its software. torch, whose import takes seconds, is
+imported only by the functions about GPUs other than `has_gpu_driver`. `gpu_count` and `gpu_memory_bytes` import it only
+if there is a GPU driver."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ DRIVER = Path("/sys/module/nvidia/version")  # file with the version of NVIDIA's
 
 
 def has_gpu_driver() -> bool:
-    """Returns whether a driver for NVIDIA or AMD GPUs is loaded, without importing torch."""
+    """Returns whether a driver for NVIDIA or AMD GPUs is loaded."""
     files = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA on Linux, NVIDIA under WSL 2, AMD ROCm
     return any(Path(file).exists() for file in files)
 
@@ -37,8 +37,8 @@ def gpu_count() -> int:
 
 
 def has_bfloat16() -> bool:
-    """Returns whether this computer's first GPU computes in bfloat16, as NVIDIA's GPUs do from compute capability 8.0
-    on. Returns False without a GPU. Imports torch."""
+    """Returns whether torch's current GPU computes in bfloat16, as NVIDIA's GPUs do from compute capability 8.0 on.
+    Returns False without a GPU. Imports torch."""
     import torch
 
     return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -51,18 +51,17 @@ def free_memory_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Returns the bytes of CPU memory of this computer, used or not."""
+    """Returns the CPU memory of this computer, used or not."""
     return psutil.virtual_memory().total
 
 
-def gpu_memory_bytes() -> int:
-    """Returns the bytes of memory of all GPUs of this computer, used or not."""
-    total = 0
-    for number in range(gpu_count()):
-        import torch
+def gpu_memory_bytes() -> list[int]:
+    """Returns the bytes of memory of each GPU of this computer, used or not."""
+    if not gpu_count():
+        return []
+    import torch
 
-        total += torch.cuda.get_device_properties(number).total_memory
-    return total
+    return [torch.cuda.get_device_properties(number).total_memory for number in range(gpu_count())]
 
 
 def cores() -> list[int]:
@@ -71,14 +70,13 @@ def cores() -> list[int]:
 
 
 def core_count() -> int:
-    """Returns how many CPU cores this process may run on."""
     return len(cores())
 
 
 def share_of_cores(rank: int, ranks: int) -> set[int]:
     """Returns the IDs of the CPU cores for one of `ranks` ranks on this computer. Each rank gets the same number of
-    neighbouring cores, at least one. If there are more ranks than cores, ranks share cores. A rank that is bound to its
-    cores was measured 7 % faster than an unbound rank, and its slowest steps a third faster."""
+    neighbouring cores, at least one. If there are more ranks than cores, ranks share cores. A rank bound to its cores
+    was measured 7 % faster than an unbound rank, and its slowest steps a third faster."""
     mine = cores()
     each = max(1, len(mine) // ranks)
     first = rank * each % len(mine)
@@ -93,8 +91,8 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of PACKAGES, the packages that can change a result. The version of a package
-    that is not installed is None."""
+    """Returns the versions of Python and of PACKAGES, which can change a result. A package that is not installed has
+    None."""
     installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -103,8 +101,8 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_versions() -> dict[str, str]:
-    """Returns the versions of NCCL and of NVIDIA's driver, which is "unknown" if Linux does not list it. Call it only
-    if torch can use a GPU."""
+    """Returns the versions of NCCL and of NVIDIA's driver ("unknown" if Linux does not list it). Call it only if torch
+    can use a GPU."""
     from torch.cuda import nccl
 
     driver = DRIVER.read_text().strip() if DRIVER.is_file() else "unknown"
@@ -112,8 +110,8 @@ def gpu_versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path = REPOSITORY) -> str | None:
-    """Returns the commit that is checked out in a folder, followed by -dirty if tracked files differ from this commit.
-    Returns None if the folder is not a git repository or has no commit, or if git is not installed."""
+    """Returns the commit that is checked out in a folder, followed by -dirty if tracked files differ from it. Returns
+    None if the folder is not the top of a git repository or has no commit, or if git is not installed or fails."""
     if not (folder / ".git").exists():  # installed package: an enclosing repository belongs to another project
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

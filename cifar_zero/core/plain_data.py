@@ -18,14 +18,13 @@ from cifar_zero.core.errors import UsageError, short
 from stepcheck.usage import nearest
 
 Plain = bool | int | float | str | list | dict | None
-"""The type of an option that accepts any plain data. The type is not Any, because jsonargparse imports the class or
-function that the value of an Any option names."""
+"""The type of an option that accepts any plain data. For the type Any, jsonargparse would import the class or function
+that a value names."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters but tab and newline
 NAMES_CODE = ("class_path", "init_args")  # keys that mark a class and its arguments for jsonargparse
 MOST_VALUES, MOST_LEVELS = 100_000, 20
-"""The largest allowed number of values in a file, and of levels of nested lists or mappings. A recipe has far fewer of
-both."""
+"""The largest allowed number of values in a file, and of nested levels. A recipe has far fewer of both."""
 
 
 NUMBERS = {
@@ -36,9 +35,9 @@ NUMBERS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that reads numbers as NUMBERS describes them. It refuses repeated keys, of which only the last value
-    would count. It refuses aliases, because a few lines with aliases can stand for more values than memory holds, or
-    for values that contain themselves."""
+    """A SafeLoader that reads numbers as in NUMBERS. It refuses repeated keys, of which only the last value would
+    count, and aliases, with which a few lines can stand for more values than memory holds, or for values that contain
+    themselves."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, form) for tag, form in resolvers if not tag.endswith((":int", ":float"))]
@@ -68,7 +67,7 @@ for _kind, _form in NUMBERS.items():
 
 
 def load_value(text: str) -> Any:
-    """Returns the value that a text on the command line stands for, such as a number, a list or the text itself."""
+    """Returns the value that a text on the command line stands for, such as a number or a list, or else the text."""
     try:
         value = load_yaml(text)
     except yaml.YAMLError:
@@ -93,20 +92,17 @@ def load_yaml(text: str) -> Any:
 
 def read_yaml(file: Path, what: str) -> Any:
     """Returns the content of a YAML file as plain data. Raises UsageError if the file cannot be read, or if `load_yaml`
-    or `check` refuses its content. The error message begins with `what`, which describes the file."""
+    or `check` refuses its content. The message begins with `what`, which describes the file."""
     return _parsed(read_text(file, what), what, load_yaml, "YAML")
 
 
 def read_json(file: Path, what: str) -> Any:
-    """Returns the content of a JSON file as plain data. Raises UsageError if the file cannot be read, is not JSON or
-    repeats a key, or if `check` refuses its content. The error message begins with `what`, which describes the file."""
+    """Like `read_yaml`, for a JSON file. A repeated key is refused too."""
     return parse_json(read_text(file, what), what)
 
 
 def parse_json(text: str, what: str) -> Any:
-    """Returns the content of a JSON text, which was read from a file, as plain data. Raises UsageError if the text is
-    not JSON or repeats a key, or if `check` refuses its content. The error message begins with `what`, which describes
-    the file."""
+    """Like `read_json`, for a text that was read from the file."""
     return _parsed(text, what, partial(json.loads, object_pairs_hook=_without_repeats), "JSON")
 
 
@@ -120,8 +116,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(file: Path, what: str) -> str:
-    """Returns the content of a text file. Raises UsageError, whose message begins with `what`, if the file cannot be
-    read or is not a text."""
+    """Returns the content of a text file. Raises UsageError if it cannot be read or is not text. The message begins
+    with `what`."""
     try:
         return file.read_text()
     except OSError as error:
@@ -142,10 +138,10 @@ def _parsed(text: str, what: str, load: Callable[[str], Any], language: str) -> 
 
 
 def check(tree: Any, what: str) -> None:
-    """Raises UsageError unless `tree`, the content of a file, is plain data. It must not have control characters except
-    tabs and line breaks. It must not have the keys `class_path` and `init_args`, also as a part of a dotted key, with
-    which jsonargparse imports code. It must not be too large or nested too deeply. A string is checked as the YAML
-    value that jsonargparse would read. The error message begins with `what`, which describes the file."""
+    """Raises UsageError unless `tree`, the content of a file, is plain data within MOST_VALUES and MOST_LEVELS. Refuses
+    control characters except tabs and line breaks. Refuses the keys `class_path` and `init_args`, also as part of a
+    dotted key, with which jsonargparse imports code. A string is checked as the YAML value that jsonargparse would
+    read. The message begins with `what`, which describes the file."""
     left, seen = [("", tree, 0)], 0
     while left:
         name, value, level = left.pop()
@@ -178,7 +174,7 @@ def check(tree: Any, what: str) -> None:
 
 
 def is_plain(kind: Any) -> bool:
-    """Returns whether all values of a type are plain data, so that jsonargparse imports nothing when it parses them."""
+    """Returns whether all values of a type are plain data, so that jsonargparse imports nothing for them."""
     if get_origin(kind) in (Union, UnionType, list, tuple, dict):
         return all(map(is_plain, get_args(kind)))
     return get_origin(kind) is Literal or kind in (bool, int, float, str, list, tuple, dict, None, NoneType, ...)

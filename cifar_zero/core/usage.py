@@ -1,5 +1,4 @@
-"""Helpers that check options: rules with their error messages, limits of numbers, and suggestions for misspelled names.
-Needs no third-party package."""
+"""Helpers that check options: rules with error messages, limits of numbers, and suggestions for misspelled names."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -16,8 +15,7 @@ Value = TypeVar("Value")
 Rules = dict[str, object]
 """Maps each error message to a value that is true if the rule of this message is broken."""
 
-MAY_CHANGE = {"may_change_on_resume": True}
-"""Metadata of a recipe field whose value a resumed run may change."""
+MAY_CHANGE = {"may_change_on_resume": True}  # metadata of a field that a resumed run may change
 
 LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "at_least": ("at least", ge),
@@ -25,27 +23,27 @@ LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "below": ("under", lt),
     "at_most": ("at most", le),
 }
-"""The limits that `limited` accepts. Each limit has its name in words, and a comparison that is true for a number
-within the limit."""
+"""The limits that `limited` accepts, each with its name in words, and a comparison that is true for a number within the
+limit."""
 
 
 def refuse(rules: Rules) -> None:
-    """Raises UsageError with the first message in `rules` whose rule is broken."""
+    """Raises UsageError for the first broken rule."""
     for message, broken in rules.items():
         if broken:
             raise UsageError(message)
 
 
 def delta_file(path: str) -> str:
-    """Returns the value of --delta, for argparse. Raises UsageError if the file does not exist."""
+    """Converts the value of --delta, for argparse. Raises UsageError if the file does not exist."""
     if path and not Path(path).is_file():
         raise UsageError(f"--delta {path} does not exist, or is not a file")
     return path
 
 
 def nearest_flag(key: str, known: Iterable[str]) -> str:
-    """Returns a clause that suggests one of the `known` flags for a misspelled flag, for a flag without its section, or
-    for a section without its flag. `key` and `known` have no dashes."""
+    """Returns a clause that suggests one of the `known` flags for a misspelled flag, a flag without its section, or a
+    section without its flag, and otherwise refers to --help all. `key` and `known` have no dashes."""
     word, flags = f"--{key}", [f"--{flag}" for flag in sorted(known)]
     parts = [flag for flag in flags if flag.endswith(f".{key}") or flag.startswith(f"{word}.")]
     if parts:
@@ -54,8 +52,8 @@ def nearest_flag(key: str, known: Iterable[str]) -> str:
 
 
 def check_numbers(options: Any) -> None:
-    """Raises ValueError unless each number in the fields of the dataclass `options` is finite and within its limits;
-    see `limited`."""
+    """Raises ValueError unless all numbers in the fields of a dataclass are finite and within their limits
+    (`limited`)."""
     for option in fields(options):
         value = getattr(options, option.name)
         limits = {name: option.metadata[name] for name in LIMITS if name in option.metadata}
@@ -75,7 +73,6 @@ def limited(default: Value, may_change_on_resume: bool = False, **limits: float)
     """Returns a dataclass field with limits for its numbers. Without a lower limit, the numbers must be at least 0.
 
     Args:
-        default: Default value of the field.
         may_change_on_resume: Whether a resumed run may change the value. Otherwise `resume.check_same_run` refuses
             another value.
         **limits: `at_least` and `at_most` are inclusive, `over` and `below` are exclusive. `over` replaces `at_least`.
@@ -85,8 +82,8 @@ def limited(default: Value, may_change_on_resume: bool = False, **limits: float)
 
 @dataclass
 class Options:
-    """Base class for the options of models, optimizers and schedules. The constructor raises ValueError, with the name
-    of the first option at fault, unless all numbers are finite and within their limits."""
+    """Base class for the options of models, optimizers and schedules. The constructor raises ValueError, which begins
+    with the option's name, for a number that is not finite or not within its limits."""
 
     def __post_init__(self) -> None:
         check_numbers(self)

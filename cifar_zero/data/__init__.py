@@ -1,8 +1,8 @@
 """Prepares and loads the images of each source. A source decodes its images into one cache, which all ranks map into
 memory.
 
-To add a source, add its class names to `classes.CLASSES`, add one line to `_MODULES`, and write a module with three
-functions:
+To add a source, add its name to `recipe.SourceName`, its class names to `classes.CLASSES` and one line to `_MODULES`,
+and write a module with three functions:
 
 - `cache_key(config)` returns the name of the directory for the decoded images. Configurations whose decoded images
   should be kept at the same time need different names.
@@ -72,12 +72,8 @@ def prepare(config: DataConfig) -> SourceName:
 
 
 def load(config: DataConfig, source: str) -> Dataset:
-    """Maps the decoded images of a source into memory. Raises RunError if `prepare` has not prepared them, or if they
-    are damaged or are replaced during this call.
-
-    Args:
-        source: the name that `prepare` returned.
-    """
+    """Maps the decoded images of `source`, which `prepare` returned, into memory. Raises RunError if the images are not
+    prepared, are damaged, or are replaced during this call."""
     from cifar_zero.data import cache
 
     return cache.load(_directory(replace(config, source=source)))

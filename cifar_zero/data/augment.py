@@ -1,9 +1,8 @@
 """Augments and normalises blocks of images, on any device.
 
-A block has the shape (n, H, W, 3), in which images are stored. The bytes of a row of pixels are then contiguous and can
-be copied at once. Each step runs a few operations on all images of the block. The same draws must give the same bits
-for every block size and on every device. lerp and addcmul are therefore not used, because a processor may fuse their
-multiplication with their addition.
+A block has the shape (n, H, W, 3), in which images are stored, so that the bytes of a row of pixels are contiguous. The
+same draws must give the same bits for every block size and on every device. lerp and addcmul are therefore not used,
+because a processor may fuse their multiplication with their addition.
 """
 
 from collections.abc import Callable
@@ -37,12 +36,11 @@ class Augmentation:
         self.transforms = transforms_of(self.config)  # called once per group of images
 
     def draw(self, epoch: int) -> Draws:
-        """Draws the augmentation of each image for an epoch. The rows of the result are ordered by position in the
-        split."""
+        """Draws an epoch's augmentation of each image. The rows of the result are ordered by position in the split."""
         return draw(self.config, self.count, self.seed, epoch, self.inputs.side)
 
     def apply(self, images: Tensor, labels: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Augments a block of stored images, normalises it for the model, and returns it with its labels.
+        """Augments and normalises a block of stored images, and returns it with its labels.
 
         Args:
             images: uint8 (n, H, W, 3). With mixing, there are 2n images, of which the last n are the partners.
@@ -68,8 +66,8 @@ class Augmentation:
 
 def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch.float32, channels: int = 1) -> Tensor:
     """Normalises uint8 pixels bit for bit like torchvision's ToTensor and Normalize, and casts them to `dtype`.
-    `channels` is the dimension of red, green and blue. Floating-point images have been normalised by a loader and are
-    only cast. The arithmetic is always float32, because pixels 1/255 apart would become equal in bfloat16."""
+    `channels` is the dimension of red, green and blue. Floating-point images are only cast, because a loader has
+    normalised them. The arithmetic is float32, because pixels 1/255 apart would become equal in bfloat16."""
     if not images.is_floating_point():
         # For a division by a Python number, torch multiplies with its reciprocal on a GPU, which gives a different
         # result for 111 of the 256 values. (x / 255 - 0.5) / 0.5 is computed in two passes, as x / 127.5 - 1. This
@@ -84,9 +82,8 @@ def normalize(images: Tensor, inputs: Inputs = PLAIN, dtype: torch.dtype = torch
 
 
 def filled_like(values: tuple[float, ...], images: Tensor, channels: int) -> Tensor:
-    """Returns a float32 image of the shape of `images[:1]` and in their memory layout, filled with one value, or with
-    one value per channel. torch's operations are 5 times as fast with this image as with a tensor of three values, over
-    which their inner loop would run."""
+    """Returns a float32 image like `images[:1]` in shape and memory layout, filled with one value, or with one value
+    per channel. torch's operations are 5 times as fast with it as with a tensor of three values."""
     image = torch.empty_like(images[:1], dtype=torch.float32)
     for channel, value in enumerate(values):
         image.movedim(channels, 0)[channel :: len(values)] = value
@@ -95,14 +92,12 @@ def filled_like(values: tuple[float, ...], images: Tensor, channels: int) -> Ten
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace torch.backends
 def memory_format(device: torch.device) -> torch.memory_format:
-    """Returns the memory format of batches (N, 3, H, W), which is channels_last except on a CPU where oneDNN does not
-    compute convolutions.
+    """Returns the memory format of batches (N, 3, H, W): channels_last, except on a CPU without oneDNN's convolutions.
 
     Max-pooling is vectorised only for channels_last. With this format, a training step of Net took 14 % less time for
-    512 images, and 6 % less for 4 images. Without oneDNN, torch's own convolutions, which are faster for the smallest
-    batches, take 1.5 times as long in this format. Both were measured in float32 on an AMD EPYC with torch 2.15. On a
-    GPU, cuDNN's tensor core kernels for half precision prefer this format (NVIDIA, Convolutional Layers User's Guide,
-    "Tensor Layouts In Memory").
+    512 images and 6 % less for 4 images, but torch's own convolutions, without oneDNN, took 1.5 times as long (float32,
+    AMD EPYC, torch 2.15). On a GPU, cuDNN's tensor core kernels for half precision prefer this format (NVIDIA,
+    Convolutional Layers User's Guide, "Tensor Layouts In Memory").
     """
     onednn = torch.backends.mkldnn
     if device.type == "cpu" and not (onednn.is_available() and onednn.enabled):
@@ -116,12 +111,10 @@ def flip_and_crop(
     """Returns images uint8 (n, H, W, 3), mirrored where `flip` is true, then padded and cropped as torchvision does.
 
     Args:
-        flip: bool (n,), whether to mirror each image. None mirrors no image.
-        crop: int (n, 2), top left corner of each crop in the padded image. None crops at the top left corner of the
-            padded image.
+        flip: bool (n,), or None to mirror no image.
+        crop: int (n, 2), top left corner of each crop in the padded image. None is the top left corner of that image.
         border: padding in pixels on each side.
-        padding: "black" pads with black pixels, and "reflect" with the image mirrored at its outermost pixels (torch's
-            reflection padding).
+        padding: "black" pads with black pixels, and "reflect" with the image mirrored at its outermost pixels.
     """
     count, height, width, channels = images.shape
     variants = [images]
@@ -147,23 +140,24 @@ def flip_and_crop(
 
 
 def reflect(canvas: Tensor, border: int, dim: int) -> None:
-    """Fills the first and last `border` entries of a dimension with the mirrored entries next to them, in place."""
+    """Fills the first and last `border` entries of a dimension, in place, with the mirror image of the entries next to
+    them, without repeating the outermost one."""
     size = canvas.shape[dim]
     canvas.narrow(dim, 0, border).copy_(canvas.narrow(dim, border + 1, border).flip(dim))
     canvas.narrow(dim, size - border, border).copy_(canvas.narrow(dim, size - 2 * border - 1, border).flip(dim))
 
 
 def blank_out(images: Tensor, boxes: Tensor) -> None:
-    """Sets the box (n, 4) of each normalised image (n, W, W, 3) to 0, which is the mean, in place. This is the cutout
-    of DeVries and Taylor."""
+    """Sets the box (n, 4) of each normalised image (n, W, W, 3) to 0, which is the mean, in place, as in the cutout of
+    DeVries and Taylor."""
     vertical, horizontal = sides(boxes, images)
     keep = torch.maximum(1 - vertical, 1 - horizontal)
     images.view(keep.shape).mul_(keep)
 
 
 def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Blends each image with its partner inside a box. Outside the box the image stays as it is. The labels of the two
-    images are mixed in proportion to the share of each image in the result.
+    """Blends each image with its partner inside a box. The labels of the two are mixed in proportion to their shares of
+    the result.
 
     Args:
         images: float32 (2n, W, W, 3), with the partners last. All of them are overwritten.
@@ -185,9 +179,9 @@ def mix(images: Tensor, labels: Tensor, boxes: Tensor, weights: Tensor, num_clas
 
 
 def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two masks for square images (n, W, W, 3), whose product is 1 inside the box of each image and 0 outside.
-    `boxes` is int (n, 4): top, bottom, left, right, where bottom and right are excluded. The first mask has a value per
-    row, float32 (n, W, 1). The second has a value per column and channel, float32 (n, 1, W * 3)."""
+    """Returns two masks for square images (n, W, W, 3), whose product is 1 inside the box of each image and 0 outside:
+    float32 (n, W, 1) for the rows, and (n, 1, W * 3) for the columns and channels. `boxes` is int (n, 4): top, bottom,
+    left, right, where bottom and right are excluded."""
     start, stop = boxes.view(-1, 2, 2, 1).unbind(2)
     pixel = torch.arange(images.shape[1], device=images.device)
     vertical, horizontal = ((pixel >= start) & (pixel < stop)).float().unbind(1)
@@ -195,8 +189,8 @@ def sides(boxes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transforms_of(config: AugmentConfig) -> list[Transform]:
-    """Returns the transforms of --augment. Raises UsageError if a configuration names a transform in the user's code
-    that the command line does not name too."""
+    """Returns the transforms of --augment.policy and --augment.transform, in this order. Raises UsageError if a
+    configuration names a transform in the user's code that the command line does not name too."""
     transforms: list[Transform] = []
     if config.policy == "randaugment":
         transforms.append(v2.RandAugment())
@@ -211,8 +205,8 @@ def transforms_of(config: AugmentConfig) -> list[Transform]:
 
 def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Tensor:
     """Applies the transforms to images uint8 (n, H, W, 3) and returns the results. Images with the same seed form a
-    group, and each transform is called once per group. The random generators from which torchvision draws are seeded
-    for each group, and restored afterwards. Raises ValueError if the transforms change the shape or dtype.
+    group. Each transform is called once per group, with torch's random generators seeded for the group. At the end the
+    generators are restored. Raises ValueError if the transforms change the shape or dtype.
 
     Args:
         seeds: int64 (n,) on the CPU, the seed of each image's group.
@@ -233,12 +227,8 @@ def in_groups(images: Tensor, seeds: Tensor, transforms: list[Transform]) -> Ten
 
 
 def check_transform(config: AugmentConfig, side: int) -> None:
-    """Tries the user's transform on a few images.
-
-    Raises:
-        UsageError: if the command line does not name the transform, if it fails, if it changes the shape or dtype of
-            the images, or if its result for an image depends on the other images.
-    """
+    """Tries the user's transform on a few images. Raises UsageError if the command line does not name it, if it fails,
+    if it changes the shape or dtype of the images, or if its result for an image depends on the other images."""
     (transform,) = transforms_of(AugmentConfig(transform=config.transform))
     flag = f"--augment.transform {config.transform}"
     brightness = torch.tensor([64, 128, 192, 255])[:, None, None, None]

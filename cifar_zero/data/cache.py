@@ -1,8 +1,8 @@
 """Stores decoded images in a cache. Images are decoded once, and then memory-mapped by every rank and every later run.
 
 One directory per source holds `train_images.npy`, `train_labels.npy`, `test_images.npy`, `test_labels.npy` and
-`meta.json`. The directory is written next to its final place, flushed to the disk and renamed in one step. A reader
-therefore sees a complete cache or none, even if a writer is killed.
+`meta.json`. It is written next to its final place, flushed to the disk and renamed in one step, so that a reader sees a
+complete cache or none, even if a writer is killed.
 """
 
 import errno
@@ -31,13 +31,11 @@ replaced."""
 
 META = "meta.json"
 ARRAYS = ("train_images", "train_labels", "test_images", "test_labels")
-READ_BYTES = 2**20
-"""Bytes of an array that are read at once for its checksum. They are read and not mapped, because mapped pages would
-count as memory of the rank."""
+READ_BYTES = 2**20  # of an array at once for its checksum; mapped pages would count as memory of the rank
 
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, tokenize.TokenError)
-"""Exceptions that reading a missing or damaged cache raises. NumPy (2.4) raises tokenize.TokenError for some headers of
-an array."""
+"""Exceptions of reading a missing or damaged cache. NumPy (2.4) raises tokenize.TokenError for some headers of an
+array."""
 
 _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
@@ -45,8 +43,8 @@ _USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.
 @dataclass(frozen=True)
 class Dataset:
     """Holds decoded images and labels as read-only memory maps, so that the ranks of a node share the same pages of
-    memory. Images are stored in the shape (N, H, W, 3), as in image files. Seen as (N, 3, H, W), they have torch's
-    format channels_last without a copy. This format is faster on a CPU."""
+    memory. Images are stored in the shape (N, H, W, 3). Seen as (N, 3, H, W), they have torch's format channels_last,
+    which is faster on a CPU, without a copy."""
 
     name: str  # the source that the images come from (never `auto`)
     classes: tuple[str, ...]  # name of each class; a label is an index into it
@@ -61,9 +59,9 @@ def ensure(
     directory: Path, source: str, classes: tuple[str, ...], fingerprint: str, build: Callable[[Path], None]
 ) -> None:
     """Builds the cache of decoded images in `directory` if it is missing, out of date or damaged. Any number of
-    processes may call this at once: one builds, and the others wait. Prints a note if the cache belongs to another
-    user. Raises UsageError if the place cannot be written to or holds other files, and RunError if writing fails, for
-    example on a full disk.
+    processes may call this at once: one builds, and the others wait. Prints a note if the cache belongs to another user
+    than root. Raises UsageError if the place cannot be written to or holds other files, and RunError if writing fails,
+    for example on a full disk.
 
     Args:
         classes: name of each class, in the order of the labels.
@@ -93,8 +91,8 @@ def ensure(
 
 def locked(path: Path, work: str) -> AcquireReturnProxy:
     """Takes the lock file at `path` until the end of a `with` block, or until the process ends. The file is never
-    removed, because two processes could then hold the lock at the same time. `work` says what the holder does, such as
-    "prepares x", for the message to a process that waits."""
+    removed, because two processes could then hold the lock. `work` says what the holder does, such as "prepares x", for
+    the message to a process that waits."""
     lock = FileLock(path)
     try:
         return lock.acquire(timeout=1.0)  # seconds until the user gets a message
@@ -107,8 +105,7 @@ def allocate(
     directory: Path, split: str, count: int, side: int = IMAGE_SHAPE[1]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Creates the arrays of a split ("train" or "test") on the disk: images uint8 (count, side, side, 3) and labels
-    int64 (count,). For train, prints that the images are being prepared. A source calls it when it has the images, so
-    that this message comes after a download."""
+    int64 (count,). For train, prints that the images are being prepared. A source calls it after its download."""
     if split == "train":
         say(f"Preparing the images in {directory.parent} (only once).")
     images = _create(directory / f"{split}_images.npy", (count, side, side, IMAGE_SHAPE[0]), np.uint8)
@@ -116,8 +113,8 @@ def allocate(
 
 
 def load(directory: Path) -> Dataset:
-    """Maps the cache in `directory`, which `ensure` has prepared. Raises RunError if the cache is missing or damaged,
-    or if another process replaces it during this call, because the files could then be from two caches."""
+    """Maps the cache in `directory`, which `ensure` has prepared. Raises RunError if it is missing or damaged, or if
+    another process replaces it during this call, because the files could then be from two caches."""
     try:
         meta = _read_meta(directory)
         arrays = {name: _open(directory, name) for name in ARRAYS}
@@ -131,7 +128,6 @@ def load(directory: Path) -> Dataset:
 
 
 def _is_ready(directory: Path, expected: Mapping[str, Any]) -> bool:
-    """Returns whether the cache has the entries `expected` in its META file, and arrays that match their checksums."""
     try:
         return _read_meta(directory) == {**expected, "checksums": _checksums(directory)}
     except _DAMAGE:
@@ -143,8 +139,8 @@ def _read_meta(directory: Path) -> dict[str, Any]:
 
 
 def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], None]) -> None:
-    """Builds a new cache with the entries `meta` and replaces the old one. The caller must hold the lock. Raises
-    UsageError if the folder that would be replaced is not a cache."""
+    """Builds a new cache with the entries `meta` in META, and replaces the old one. The caller must hold the lock.
+    Raises UsageError if the folder to be replaced is not a cache."""
     temporary = atomic.staged(directory)
     for folder in (directory, temporary):
         _check_only_cache(folder)
@@ -162,7 +158,6 @@ def _write(directory: Path, meta: Mapping[str, Any], build: Callable[[Path], Non
 
 
 def _check_only_cache(folder: Path) -> None:
-    """Raises UsageError if a folder holds anything but the files of a cache. The folder may be missing or empty."""
     files = {META, *(f"{name}.npy" for name in ARRAYS)}
     if foreign := sorted({entry.name for entry in folder.glob("*")} - files):
         raise UsageError(
@@ -185,8 +180,8 @@ def _open(directory: Path, name: str) -> np.memmap[Any, Any]:
 
 
 def _checksums(directory: Path) -> dict[str, int]:
-    """Returns the CRC-32 of the elements of each array, keyed by the array's name. A gigabyte in memory takes less than
-    a second."""
+    """Returns the CRC-32 of the elements of each array, by the array's name. In memory, a gigabyte takes less than a
+    second."""
     checksums: dict[str, int] = {}
     for name in ARRAYS:
         array, checksum = _open(directory, name), 0

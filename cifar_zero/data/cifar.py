@@ -1,9 +1,9 @@
 """Reads the `cifar10` and `cifar100` sources, Krizhevsky's archives of 50,000 + 10,000 labelled images of 32 x 32
 pixels.
 
-The files of an archive are pickled. A file is unpickled from memory, and only if the MD5 of these bytes is the
-published one, so no archive can run code. torchvision's classes have the published sums. They are not used to read the
-files, because torchvision (0.29) reads each file a second time after it has checked it.
+The files of an archive are pickled. A file is unpickled from memory, and only if these bytes have the published MD5
+(from torchvision's classes), so no archive can run code. torchvision (0.29) itself reads each file a second time after
+it has checked it.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ def fingerprint(config: DataConfig) -> str:
 
 def write_arrays(config: DataConfig, directory: Path) -> None:
     """Decodes the extracted files in the root directory or, if they are missing or damaged, the archive, which is
-    downloaded if necessary. Raises DownloadError if the archive cannot be downloaded, and RunError if it does not
-    contain the published files."""
+    downloaded if necessary. Raises DownloadError if the download fails, and RunError if the archive does not contain
+    the published files."""
     published = {"cifar10": CIFAR10, "cifar100": CIFAR100}[config.source]
     splits = _decoded(published, _extracted(published, Path(config.root)))
     if splits is None:
@@ -67,7 +67,7 @@ def _extracted(published: type[CIFAR10], root: Path) -> dict[str, bytes]:
 
 
 def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
-    """Returns the content of the published files in an archive, keyed by path, as far as they can be read."""
+    """Returns the published files in an archive, as far as they can be read, keyed by path."""
     names, contents = {path for sums in _sums(published) for path in sums}, dict[str, bytes]()
     try:
         with tarfile.open(archive) as members:
@@ -82,7 +82,7 @@ def _packed(published: type[CIFAR10], archive: Path) -> dict[str, bytes]:
 
 
 def _decoded(published: type[CIFAR10], files: Mapping[str, bytes]) -> list[list[dict[str, Any]]] | None:
-    """Returns the training batches and the test batches, or None if a file is missing or has a wrong MD5."""
+    """Returns the training and the test batches, or None if a file is missing or has a wrong MD5."""
     for sums in _sums(published):
         for path, md5 in sums.items():
             if hashlib.md5(files.get(path, b""), usedforsecurity=False).hexdigest() != md5:
@@ -91,9 +91,8 @@ def _decoded(published: type[CIFAR10], files: Mapping[str, bytes]) -> list[list[
 
 
 def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
-    """Returns the archive in the root directory, and downloads it if it is missing or damaged. Several runs with
-    separate caches may call this at once: one downloads, and the others wait. Raises DownloadError if the download
-    fails."""
+    """Returns the archive in the root directory, and downloads it if it is missing or damaged. If several runs call
+    this at once, one downloads, and the others wait. Raises DownloadError if the download fails."""
     root = Path(config.root)
     root.mkdir(parents=True, exist_ok=True)
     archive = root / published.filename
@@ -106,17 +105,18 @@ def _obtain(config: DataConfig, published: type[CIFAR10]) -> Path:
 
 
 class DownloadError(RunError):
-    """Raised if a file cannot be downloaded. The reason is a missing or broken connection, or wrong content."""
+    """Raised if a file cannot be downloaded, because the connection fails or the content is wrong."""
 
 
 def download(url: str, target: Path, md5: str, fix: str) -> None:
-    """Downloads `url` to `target` completely, if its MD5 is right, or not at all.
+    """Downloads `url` to `target`, completely or not at all.
 
     Args:
+        md5: hash that the content must have.
         fix: end of the error message, which says what the user can do.
 
     Raises:
-        DownloadError: if the download fails.
+        DownloadError: if the download fails or the content is wrong.
         OSError: if the disk fails.
     """
     default_timeout_s = socket.getdefaulttimeout()

@@ -20,9 +20,9 @@ MAPPED_SHARE = 0.9  # mapped images stay in memory up to this share of the free 
 
 
 def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
-    """Turns off read-ahead for memory-mapped images that are too many to stay in memory, and returns their memory map.
-    Returns None for other images. By default, the kernel reads 128 kB or more around an image, and these pages leave
-    memory before they are used. Without read-ahead, it reads only the pages in use."""
+    """Turns off read-ahead for memory-mapped images that are too many to stay in memory, and returns their memory map,
+    or None for other images. By default, the kernel reads 128 kB or more around an image, and these pages leave memory
+    before they are used."""
     pages: mmap.mmap | None = getattr(images, "_mmap", None)
     if pages is None or images.nbytes <= free_memory_bytes() * MAPPED_SHARE:
         return None
@@ -31,17 +31,16 @@ def map_beyond_memory(images: NDArray[np.uint8]) -> mmap.mmap | None:
 
 
 class Split:
-    """A subset of the stored images, addressed by position. The split's images have the positions 0 to count - 1.
-    Position `count` repeats the first image, with the label IGNORED."""
+    """A subset of the stored images, addressed by position from 0 to count - 1. Position `count` repeats the first
+    image, with the label IGNORED.
+
+    Args:
+        images: all stored images (N, H, W, 3).
+        labels: all stored labels (N,).
+        indices: rows of the split's images (n,), with n at least 1.
+    """
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
-        """Makes a split of the stored images.
-
-        Args:
-            images: all stored images (N, H, W, 3).
-            labels: all stored labels (N,).
-            indices: rows of the split's images (n,), with n at least 1.
-        """
         self.images = images
         self.indices = np.append(indices, indices[0])  # row of `images` at each position, (count + 1,)
         self.labels = np.append(labels[indices], IGNORED)  # label at each position, (count + 1,)
@@ -52,7 +51,7 @@ def stratified_split(
     labels: NDArray[np.int64], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns sorted indices (train, held out) into `labels` (N,), int64. The share `fraction` of each class is held
-    out at random, rounded to whole images. At least one image of each class stays in train."""
+    out at random, rounded to whole images, but at least one image of each class stays in train."""
     rng = np.random.default_rng(seed)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -62,8 +61,8 @@ def stratified_split(
 
 
 class Order:
-    """Determines which images each micro-batch of an epoch has on one replica, and in which order. Images are given by
-    their positions in the split."""
+    """Determines which images each micro-batch of an epoch has on one replica, and in which order, by positions in the
+    split."""
 
     epoch = 0  # the current epoch
     skipped = 0  # micro-batches that the next pass of a DataLoader skips
@@ -85,13 +84,13 @@ class Order:
 
 
 class TrainOrder(Order):
-    """Shuffles the images in each epoch, like torch's DistributedSampler with drop_last. Replica r takes the
-    shuffled images r, r + replicas, r + 2 * replicas and so on.
+    """Shuffles the images in each epoch, like torch's DistributedSampler with drop_last. Replica r takes the shuffled
+    images r, r + replicas, r + 2 * replicas and so on.
 
-    An epoch has floor(count / batch_size) optimizer steps, and leaves out the remaining images. DeepSpeed would
-    complete a step with images of the next epoch, whereas DDP would step at the end of the epoch. Step k sees the same
-    set of images for every number of replicas and every accumulation. Raises UsageError if the batch size cannot be
-    divided into micro-batches, or is more than the number of images.
+    An epoch has floor(count / batch_size) optimizer steps. The remaining images are left out, because DeepSpeed would
+    complete their step with images of the next epoch, whereas DDP would step at the end of the epoch. Step k sees the
+    same set of images for every number of replicas and every accumulation. Raises UsageError if the batch size cannot
+    be divided into micro-batches, or is more than the number of images.
 
     Args:
         batch_size: images of one optimizer step over all replicas, in `accumulate` micro-batches per replica.
@@ -121,8 +120,8 @@ class TrainOrder(Order):
 
 
 class EvalOrder(Order):
-    """Reads every image once over all replicas, unshuffled and in the same order in all passes. Replica r takes the
-    positions r, r + replicas, r + 2 * replicas and so on.
+    """Reads every image once over all replicas, in the stored order. Replica r takes the positions r, r + replicas, r +
+    2 * replicas and so on.
 
     All replicas get the same number of batches of the same size, because ZeRO 3 gathers weights in every forward pass
     and would hang if one rank had more batches. Missing images are padded with position `count`, the split's ignored

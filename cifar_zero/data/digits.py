@@ -1,9 +1,9 @@
 """Makes the `digits` source, which renders handwritten digits in CIFAR-10's shape, without a download.
 
-digits.npz holds 1,797 images of 8x8 pixels. They are the test set of UCI's "Optical Recognition of Handwritten Digits"
-(E. Alpaydin and C. Kaynak, 1998, doi.org/10.24432/C50P49, CC BY 4.0), which scikit-learn distributes too. From them,
-50,000 train and 10,000 test colour images of 3x32x32 are rendered, so that every recipe and benchmark for CIFAR-10 runs
-on them unchanged. Train and test images come from different originals, so the test accuracy measures generalisation.
+digits.npz holds 1,797 images of 8x8 pixels, the test set of UCI's "Optical Recognition of Handwritten Digits" (E.
+Alpaydin and C. Kaynak, 1998, doi.org/10.24432/C50P49, CC BY 4.0), which scikit-learn distributes too. From them, 50,000
+train and 10,000 test colour images of 3x32x32 are rendered, so that every recipe for CIFAR-10 runs on them unchanged.
+Train and test images come from different originals.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,7 @@ TEST_PER_CLASS = 1_000
 VERSION = 1  # raise it with every change of the rendered pixels, so that old caches are replaced
 
 SEED = 20_090_408
-"""Seed of the split and of every variation. It is independent of the run's seed, so that all runs see the same
-images."""
+"""Seed of the split and of every variation, instead of the run's seed, so that all runs see the same images."""
 
 
 BATCH = 500  # images rendered at once: their float32 pixels (6 MB) fit a core's cache
@@ -75,8 +74,8 @@ def render(
     """Yields batches of images (m, 32, 32, 3) and labels (m,) in a shuffled order, with `per_class` images of each
     class in total.
 
-    `originals` are (n, 8, 8) with ink from 0 to 1. The originals of a class are used equally often, except that some
-    are used once more if their number does not divide `per_class`.
+    `originals` are (n, 8, 8) with ink from 0 to 1. The originals of a class are used equally often, but some once more
+    if their number does not divide `per_class`.
     """
     rng = np.random.default_rng(seed)
     per_label = [np.resize(rng.permutation(np.flatnonzero(labels == k)), per_class) for k in np.unique(labels)]
@@ -87,8 +86,7 @@ def render(
 
 
 def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.Tensor:
-    """Turns, scales, shears and moves each original by random amounts. Returns ink (m, 1, 32, 32), float32 from 0 to
-    1."""
+    """Turns, scales, shears and moves each original at random. Returns ink (m, 1, 32, 32), float32 from 0 to 1."""
     count = len(originals)
     angle = rng.uniform(-ROTATION_RAD, ROTATION_RAD, count)
     scale = rng.uniform(*SCALE, count)
@@ -104,7 +102,7 @@ def _strokes(originals: NDArray[np.float32], rng: np.random.Generator) -> torch.
 
 
 def _colour(strokes: torch.Tensor, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Paints ink (m, 1, 32, 32) on a background, each in a random colour, and adds noise. Returns images uint8 (m, 32,
+    """Paints ink (m, 1, 32, 32) on a background, both in random colours, and adds noise. Returns images uint8 (m, 32,
     32, 3)."""
     count = len(strokes)
     paper = rng.random((count, 1, 3), dtype=np.float32)

@@ -1,8 +1,7 @@
-"""Draws the random augmentation of each image of an epoch. The draws form one table, which is the same on all ranks and
-is looked up by position in the split.
+"""Draws the random augmentation of each image of an epoch, as a table that is looked up by position in the split.
 
-The table depends only on the seed and the epoch. An image therefore gets the same augmentation on every rank and in
-every micro-batch, and a run that is resumed in the middle of an epoch continues as if it had never stopped.
+The table depends only on the seed and the epoch. An image therefore gets the same augmentation on every rank, in every
+micro-batch, and in a run that is resumed in the middle of an epoch.
 """
 
 import math
@@ -19,9 +18,8 @@ from cifar_zero.models import IMAGE_SHAPE
 
 GROUPS = 64
 """Number of groups into which the images of an epoch are divided. The images of a group share the draws of the
-augmentation policy and of the user's transform, because torchvision's transforms draw once per call. One call for each
-image took 10 times as long as one call for each group (RandAugment: 1,800 instead of 18,800 images/s, one core of an
-AMD EPYC, torchvision 0.30)."""
+augmentation policy and of the user's transform, because torchvision's transforms draw once per call. With one call for
+each image, RandAugment made 1,800 instead of 18,800 images/s (one core of an AMD EPYC, torchvision 0.30)."""
 
 
 class Draws(NamedTuple):
@@ -43,9 +41,9 @@ class Draws(NamedTuple):
 
 
 def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = IMAGE_SHAPE[1]) -> Draws:
-    """Draws, on the CPU, the table of one epoch's random augmentation for a split of `count` images of `side` x `side`
-    pixels. It uses numpy's generator, which has the beta distribution and accepts the seed and the epoch as two
-    numbers. torch's generator accepts only one number. The global generators are not used."""
+    """Draws, on the CPU, the table of one epoch for a split of `count` images of `side` x `side` pixels. numpy's
+    generator is used, because it has the beta distribution and accepts seed and epoch as two numbers. The global
+    generators are not used."""
     rng = _generator(seed, epoch)
     drawn: dict[str, Any] = {}
     if config.flip == "random":
@@ -70,9 +68,8 @@ def draw(config: AugmentConfig, count: int, seed: int, epoch: int, side: int = I
 def _mixing(
     config: AugmentConfig, rng: np.random.Generator, count: int, side: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Draws for each image a box (count, 4), and the partner's weight (count,) inside this box. They are drawn for
-    mixup (Zhang et al. 2018), for cutmix (Yun et al. 2019), or, if both are on, for either of the two with probability
-    1/2."""
+    """Draws for each image a box (count, 4), and the partner's weight (count,) inside this box, for mixup (Zhang et al.
+    2018) or cutmix (Yun et al. 2019). If both are on, an image gets either with probability 1/2."""
     boxes = np.tile(np.array([0, side, 0, side]), (count, 1))
     weights = np.ones(count, np.float32)
     if config.cutmix:

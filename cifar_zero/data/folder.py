@@ -19,7 +19,6 @@ from cifar_zero.data import cache
 from cifar_zero.models import IMAGE_SHAPE
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
-"""File name suffixes of images."""
 
 SPLITS = ("train", "test")
 _LAYOUT = "--data.source folder reads <root>/train/<class>/*.png|jpg and <root>/test/<class>/*.png|jpg"
@@ -70,7 +69,7 @@ def cache_key(config: DataConfig) -> str:
 
 def fingerprint(config: DataConfig) -> str:
     """Returns a hash of the class, name, size and modification time of all images (0.3 s for 60,000 images). Raises
-    UsageError if the folders are not valid, or if an image cannot be read."""
+    UsageError if the folders are not valid, or if an image's file is not accessible."""
     digest = hashlib.sha256(repr(class_names(config)).encode(errors="surrogateescape"))
     for split in SPLITS:
         for path, label in _labelled_files(config, split):
@@ -110,8 +109,8 @@ def _image_files(directory: Path) -> Iterator[str]:
 
 
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """Yields the entries of a directory, except those whose names begin with a dot (.DS_Store, .ipynb_checkpoints).
-    Raises UsageError if the directory cannot be read."""
+    """Yields the entries of a directory, except those whose names begin with a dot, such as .DS_Store. Raises
+    UsageError if the directory cannot be read."""
     try:
         with os.scandir(directory) as entries:
             yield from (entry for entry in entries if not entry.name.startswith("."))
@@ -145,8 +144,8 @@ def decode(path: str | Path, side: int = IMAGE_SHAPE[1]) -> NDArray[np.uint8]:
 
 
 def _decode_all(paths: list[str], images: NDArray[np.uint8], title: str) -> None:
-    """Decodes image files on all cores into the rows of `images` (N, side, side, 3), with a progress bar that has the
-    given title. Raises UsageError for the first unreadable image."""
+    """Decodes image files on all cores into the rows of `images` (N, side, side, 3), with a progress bar. Raises
+    UsageError for the first unreadable image."""
 
     def decode_row(row: int) -> None:
         images[row] = decode(paths[row], images.shape[2])

@@ -1,6 +1,6 @@
-"""Defines the loaders of --data.loader. The memory loader cuts micro-batches from blocks of images that a GPU or the
-host stores, and runs Python code per image only for images on the disk. The torch loader applies the PyTorch tutorial's
-transforms image by image, in a DataLoader with worker processes."""
+"""Defines the loaders of --data.loader. The memory loader cuts micro-batches from blocks of images, and runs Python
+code per image only for images on the disk. The torch loader applies the PyTorch tutorial's transforms image by image,
+in a DataLoader with worker processes."""
 
 import math
 import mmap
@@ -26,10 +26,9 @@ BLOCK_IMAGES = {"cpu": 128, "cuda": 8192}
 """Number of images that are gathered, augmented and normalised at once, by type of device. It is rounded up to whole
 micro-batches. Blocks of images with more than 32 x 32 pixels have fewer images.
 
-The CPU's number was measured on one core of an AMD EPYC with 1 MB of second-level cache, with torch 2.15. Blocks of 128
-and of 256 images are about equally fast. Smaller blocks spend more time on calling each operation, and larger blocks on
-memory access. The GPU's number was not measured. Its 8,192 images of 32 x 32 pixels take 100 MB in float32, and the
-host calls the operations that make a block only once per 8,192 images.
+The CPU's number was measured on one core of an AMD EPYC with 1 MB of second-level cache, with torch 2.15: blocks of 128
+and of 256 images are about equally fast, and smaller and larger ones slower. The GPU's number was not measured. Its
+8,192 images of 32 x 32 pixels take 100 MB in float32.
 """
 
 GROUPED_BLOCK_IMAGES = {"cpu": 2048, "cuda": 16384}
@@ -37,18 +36,17 @@ GROUPED_BLOCK_IMAGES = {"cpu": 2048, "cuda": 16384}
 for each group of images (see `draws.GROUPS`)."""
 
 STRETCH_BLOCKS = 64
-"""Number of blocks for which the positions, labels and draws of an epoch are looked up at once. It is large enough that
-a GPU does not wait for the copies, and small enough that an epoch starts without delay."""
+"""Number of blocks for which the positions, labels and draws of an epoch are looked up at once: large enough that a GPU
+does not wait for the copies, and small enough that an epoch starts without delay."""
 
 RESIDENT_SHARE = 1 / 4
-"""Largest share of a GPU's free memory that stored images may take. The model's memory is allocated later. CIFAR-10
-takes 184 MB."""
+"""Largest share of a GPU's free memory that stored images may take, before the model's memory is allocated."""
 
 
 class ImageStore:
-    """Stores images uint8 (N, H, W, 3) for batches on a device. The images are stored on the GPU if they take at most
-    RESIDENT_SHARE of its free memory, else on the host. For devices other than GPUs, the batches stay on the CPU.
-    `take` needs row numbers on `rows_device` and returns blocks on `device`."""
+    """Stores images uint8 (N, H, W, 3) for batches on a device: on the GPU if they take at most RESIDENT_SHARE of its
+    free memory, else on the host. For devices other than GPUs, the batches stay on the CPU. `take` needs row numbers on
+    `rows_device` and returns blocks on `device`."""
 
     def __init__(self, images: NDArray[np.uint8], device: torch.device | str) -> None:
         with warnings.catch_warnings():
@@ -90,8 +88,7 @@ class Resumable:
     _resumed: Mapping[str, int] = {}
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the epoch and the number of micro-batches that were yielded in it so far. Lightning saves both in a
-        checkpoint."""
+        """Returns the epoch and how many of its micro-batches were yielded, which Lightning saves in a checkpoint."""
         return {"epoch": self.batch_sampler.epoch, "given": self._yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -114,7 +111,7 @@ class MemoryLoader(Resumable):
     """Yields (images, labels) in the order of `order`, on the device of `stored`.
 
     Images are float32 (m, 3, H, W), normalised, in `memory_format`. Labels are int64 (m,) as in `Split`, or float32 (m,
-    classes) with mixup or cutmix. Several micro-batches are made at once, as views of one block.
+    classes) with mixup or cutmix. Several micro-batches are views of one block.
 
     Args:
         stored: all stored images of `split`, by default on the CPU.
@@ -143,8 +140,7 @@ class MemoryLoader(Resumable):
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the micro-batches of an epoch, or only the remaining ones if the loaded state is in the middle of this
-        epoch."""
+        """Yields the micro-batches of an epoch, or only the remaining ones if a state within this epoch was loaded."""
         self._begin()
         size = self.batch_sampler.batch_size
         for rows, labels, draws in self._plan():
@@ -156,7 +152,7 @@ class MemoryLoader(Resumable):
 
     def _plan(self) -> Iterator[tuple[Tensor, Tensor, Draws]]:
         """Yields, for each block, the rows of the stored images, the labels and the draws. With mixing, the entries of
-        the partners follow the entries of the images that they are mixed into."""
+        the partners follow those of the images that they are mixed into."""
         device, rows_device = self._stored.device, self._stored.rows_device
         table = self._augmentation.draw(self.batch_sampler.epoch)
         for stretch in self.batch_sampler.positions()[self._yielded :].split(self._block * STRETCH_BLOCKS):
@@ -177,8 +173,8 @@ class MemoryLoader(Resumable):
 
 
 class TransformedImages(Dataset[tuple[Tensor, int]]):
-    """A dataset of a split's images and labels. An image is float32 (3, H, W), as the PyTorch tutorial transforms it
-    (ToTensor, then Normalize)."""
+    """A split's images and labels. An image is float32 (3, H, W), as the PyTorch tutorial transforms it (ToTensor, then
+    Normalize)."""
 
     def __init__(self, split: Split, inputs: Inputs) -> None:
         self._split = split
@@ -195,11 +191,8 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
 class TorchLoader(Resumable, DataLoader[Any]):
     """A DataLoader that can continue in the middle of an epoch. It yields (images float32 (m, 3, H, W), labels int64
-    (m,)).
-
-    It reads the order only at the first batch. Lightning (2.6.6) creates the iterator of a resumed run before it sets
-    the epoch, so DataLoader's own iterator would read the order too early.
-    """
+    (m,)). It reads the order only at the first batch, because Lightning (2.6.6) creates the iterator of a resumed run
+    before it sets the epoch."""
 
     batch_sampler: Order
 
@@ -211,8 +204,8 @@ class TorchLoader(Resumable, DataLoader[Any]):
         super().__init__(TransformedImages(split, inputs), batch_sampler=order, pin_memory=pin, **options)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Yields the micro-batches of an epoch, or only the remaining ones if the loaded state is in the middle of this
-        epoch. Raises RunError if a worker process was killed."""
+        """Yields the micro-batches of an epoch, or only the remaining ones if a state within this epoch was loaded.
+        Raises RunError if a worker process was killed."""
         self.batch_sampler.skipped = self._begin()
         try:
             for batch in super().__iter__():

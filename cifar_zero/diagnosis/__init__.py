@@ -14,8 +14,7 @@ INSTALL = "pip install -r requirements.txt"  # fixes a missing or broken package
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. `warning` means that some runs are not possible or will be slow, and `failed` that no run
-    will work."""
+    """The result of a check. After `warning` some runs are impossible or slow, and after `failed` no run will work."""
 
     status: Literal["ok", "warning", "failed"]
     summary: str  # half a sentence
@@ -29,8 +28,7 @@ failed = partial(Finding, "failed")
 
 
 def existing(folder: Path) -> Path:
-    """Returns the folder if it exists, or else its nearest parent that exists. The result is relative if `folder` is
-    relative."""
+    """Returns the folder if it exists, or else its nearest parent that exists, relative if `folder` is relative."""
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 

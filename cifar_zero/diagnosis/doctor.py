@@ -31,7 +31,7 @@ CHECKS: dict[str, Callable[[Namespace], Finding]] = {
     "out": machine.out,
     "data": machine.data,
 }
-"""The checks in their order. A check imports torch itself if it needs torch, because the doctor must start quickly."""
+"""The checks in their order. A check imports torch itself if needed, because the doctor must start quickly."""
 
 SCHEMA = 2  # version of the output of `--json`, raised when a key changes its name or meaning
 
@@ -51,7 +51,7 @@ examples:
 
 
 def main() -> int:
-    """Prints the result of each check, with --json as one JSON object, and returns the exit code. It is 1 if a check
+    """Prints the result of each check, with --json as one JSON object, and returns the exit code, which is 1 if a check
     failed, or with --strict if a check gave a warning. With --nodes, only rank 0 prints, and the other ranks return
     0."""
     options = _parse()

@@ -24,8 +24,8 @@ from cifar_zero.launch import local_launcher
 NO_GPU = "no GPU, so ranks run on the CPU"
 
 FREE_BYTES = 1_000_000_000
-"""Least number of free bytes on a disk for images or runs. CIFAR's archive and its decoded images take 0.36 GB, and a
-run also writes checkpoints."""
+"""Least free space for images or runs. CIFAR's archive and its decoded images take 0.36 GB, and a run also writes
+checkpoints."""
 
 NEEDED = "the pinned torch needs driver R580 or newer and a GPU of compute capability 7.5 to 12.0 (no V100)"
 """The requirements of torch 2.15's wheel for CUDA 13.2, from its `torch.cuda.get_arch_list()` and from the oldest
@@ -70,7 +70,7 @@ def gpu(options: Namespace) -> Finding:
 
 
 def memory(options: Namespace) -> Finding:
-    """Checks whether the free CPU memory is large enough for all ranks."""
+    """Checks whether the free CPU memory is large enough for --ranks ranks."""
     free = free_memory_bytes() / 1e9
     summary = f"{free:.1f} GB are free"
     if (fit := ranks_in_memory()) < options.ranks:
@@ -80,14 +80,13 @@ def memory(options: Namespace) -> Finding:
 
 
 def out(options: Namespace) -> Finding:
-    """Checks whether the directory for run folders, which need not exist yet, can be written and has enough free
-    space."""
+    """Checks whether --out, which need not exist yet, can be written and has enough free space for run folders."""
     return _disk(Path(options.out), "choose another directory with --out DIR")
 
 
 def data(options: Namespace) -> Finding:
-    """Checks whether there are images in the dataset's directory, and whether this directory can be written and has
-    enough free space. The first run downloads images into it, or writes the decoded images."""
+    """Checks whether the dataset's directory has images, can be written and has enough free space, for the archive and
+    for the decoded images."""
     root = Path(options.data_root)
     disk = _disk(root, "choose another directory with --data.root DIR")
     if disk.status == "failed":
@@ -104,8 +103,8 @@ def data(options: Namespace) -> Finding:
 
 
 def _disk(folder: Path, elsewhere: str) -> Finding:
-    """Checks whether a folder, which need not exist yet, can be written and has enough free space. `elsewhere` tells
-    the user how to choose another folder."""
+    """Checks whether a folder, which need not exist yet, can be written and has enough free space. `elsewhere` says how
+    to choose another folder."""
     parent = existing(folder).resolve()
     free = shutil.disk_usage(parent).free
     if free < FREE_BYTES:
@@ -120,8 +119,8 @@ def _disk(folder: Path, elsewhere: str) -> Finding:
 
 
 def all_reduce(options: Namespace) -> Finding:
-    """Checks whether ranks on this machine can connect and sum a tensor. Each rank is a process that runs `cifar-zero
-    doctor --nodes`. Kills the processes at the end."""
+    """Checks whether --ranks processes on this machine, each with `cifar-zero doctor --nodes`, can connect and sum a
+    tensor."""
     if options.ranks == 1:
         return ok("not needed, because there is only one rank")
     if (fit := ranks_in_memory()) < options.ranks:

@@ -1,8 +1,5 @@
 """Checks that the ranks of all nodes can connect, compute the right sum, and run the same software (cifar-zero doctor
---nodes).
-
-A launcher starts the doctor on every node, as it will start the run. Each rank runs `examine`, and rank 0 reports.
-"""
+--nodes). A launcher starts the doctor on every node, as it will start the run."""
 
 import socket
 from argparse import Namespace
@@ -24,14 +21,13 @@ from cifar_zero.launch.collectives import connect, gather, ranks_on_another_disk
 BANDWIDTH = "Bandwidth is not measured: run all_reduce_perf of https://github.com/NVIDIA/nccl-tests"
 
 ELEMENTS = 2**18
-"""Number of float32 elements of the all-reduce, 1 MiB in all. It is large enough to reveal a wrong MTU, with which
-small packets arrive but large packets get lost."""
+"""Number of float32 elements of the all-reduce, 1 MiB in all. Large packets reveal a wrong MTU, with which only small
+packets arrive."""
 
 
 def examine(options: Namespace) -> dict[str, Finding]:
     """Connects to the other ranks, compares the nodes and returns the findings, keyed by the name of the check. Every
-    rank must call this function. Raises RunError, which names the missing ranks, if some ranks do not connect within
-    --timeout."""
+    rank must call it. Raises RunError, which names the missing ranks, if some ranks do not connect within --timeout."""
     rank, limit = rank_environment.global_rank(), timedelta(seconds=options.timeout)
     connect(on_cpu=True, patience=limit)
     hosts, lacks_gpu, software = zip(*gather((socket.gethostname(), _no_gpu(), versions())), strict=True)
@@ -65,8 +61,8 @@ def _no_gpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, packages, NCCL, NVIDIA's driver and the repository on this node. They must be the
-    same on all nodes."""
+    """Returns the versions of software on this node that must be the same on all nodes: Python, packages, NCCL,
+    NVIDIA's driver and this repository."""
     installed = {name: version or "none" for name, version in hardware.versions().items()}
     if torch.cuda.is_available():
         installed |= hardware.gpu_versions()
@@ -74,8 +70,8 @@ def versions() -> dict[str, str]:
 
 
 def check_gpus(hosts: Sequence[str], lacks: Sequence[str]) -> Finding:
-    """Checks that either all ranks have a GPU or no rank has one. `hosts` has the name of each rank's node. `lacks` has
-    one text per rank. The text states why the rank cannot use its GPU, or is empty if the rank can use it."""
+    """Checks that either all ranks have a GPU or none has. `hosts` has the name of each rank's node. `lacks` has the
+    reason why each rank cannot use its GPU, or "" if it can."""
     if not any(lacks):
         return ok("each rank has a GPU")
     if all(lacks):
@@ -95,9 +91,10 @@ def check_sums(hosts: Sequence[str], right: Sequence[bool], backend: str) -> Fin
 def check_versions(hosts: Sequence[str], software: Sequence[Mapping[str, str]]) -> Finding:
     differ: list[str] = []
     for name in sorted(set[str]().union(*software)):
-        versions = {host: installed.get(name, "none") for host, installed in zip(hosts, software, strict=True)}
-        if len({*versions.values()}) > 1:
-            differ.append(f"{name} {', '.join(f'{version} on {host}' for host, version in versions.items())}")
+        versions = [installed.get(name, "none") for installed in software]
+        if len({*versions}) > 1:  # also on one host, if its ranks run in different environments
+            named = dict.fromkeys(f"{version} on {host}" for version, host in zip(versions, hosts, strict=True))
+            differ.append(f"{name} {', '.join(named)}")
     if differ:
         return failed(f"not the same on all nodes: {' | '.join(differ)}", "install the same checkout on each node")
     return ok(f"the same on all nodes: {', '.join(f'{name} {version}' for name, version in software[0].items())}")

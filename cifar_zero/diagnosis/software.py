@@ -18,8 +18,8 @@ from cifar_zero.config.strategy_specs import STRATEGIES
 from cifar_zero.diagnosis import INSTALL, Finding, failed, ok, warning
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-"""The file with the tested ranges of versions. It exists only in a checkout of the repository, and therefore also for
-an editable installation."""
+"""The file with the tested ranges of versions. It exists in a checkout of the repository, but not in an installed
+package."""
 
 DEEPSPEED, LIGHTNING = "https://github.com/deepspeedai/DeepSpeed", "https://github.com/Lightning-AI/pytorch-lightning"
 
@@ -41,15 +41,14 @@ FAULTS = (
     ("deepspeed", ">=0.15.3,<0.19", "WarmupCosineLR", f"starts only the first group at rate 0: {DEEPSPEED}/pull/7969"),
 )
 """Releases that install and run, but do harm or train wrongly (docs/evidence.md). Each row has the package, its faulty
-releases (PEP 440), the strategy or option with which the fault appears, and the fault itself. The third column names a
-strategy, or an option, optimizer or schedule of DeepSpeed. If it is empty, the fault affects the whole package."""
+releases (PEP 440), the strategy or the option, optimizer or schedule of DeepSpeed with which the fault appears, and the
+fault itself. If the third column is empty, the fault affects the whole package."""
 
 LIBAIO_HEADER = Path("/usr/include/libaio.h")
 
 
 def torchvision_import(options: Namespace) -> Finding:
-    """Checks whether torchvision can be imported. A torchvision that was built for another version of torch lacks
-    operators or symbols, so that its import fails."""
+    """Checks whether torchvision can be imported. The import fails if it was built for another version of torch."""
     try:
         import torchvision
     except (RuntimeError, OSError, ImportError) as error:
@@ -60,7 +59,7 @@ def torchvision_import(options: Namespace) -> Finding:
 
 def package(name: str, options: Namespace) -> Finding:
     """Checks whether a package is installed in a tested version without a known bug. Fails if it is not installed, or
-    if a known bug affects all of it or a strategy with its default options. Warns of other bugs and of untested
+    if a known bug affects all of it or a strategy with its default options, and warns of other bugs and untested
     versions."""
     expected = tested(name)
     try:
@@ -82,8 +81,8 @@ def package(name: str, options: Namespace) -> Finding:
 
 
 def tested(name: str) -> SpecifierSet:
-    """Returns the tested versions of a package. They are the range in pyproject.toml, or in the metadata of cifar-zero
-    if it is installed without a checkout."""
+    """Returns the tested versions of a package, from pyproject.toml or, without a checkout, from the metadata of
+    cifar-zero."""
     if PROJECT.exists():
         listed = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
     else:
@@ -93,9 +92,8 @@ def tested(name: str) -> SpecifierSet:
 
 
 def compiler(options: Namespace) -> Finding:
-    """Checks whether all that torch needs to compile DeepSpeed's operators is installed: the compiler that torch calls
-    ($CXX or c++), Python's header files, and ninja on PATH. NVMe offload also needs libaio (DeepSpeed issues 6972 and
-    7346)."""
+    """Checks what torch needs to compile DeepSpeed's operators: the compiler that torch calls ($CXX or c++), Python's
+    header files, and ninja on PATH. NVMe offload also needs libaio (DeepSpeed issues 6972 and 7346)."""
     program = shlex.split(os.environ.get("CXX", "c++"))[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
     folder = Path(sys.executable).parent

@@ -1,5 +1,5 @@
-"""Writes the export formats safetensors and ONNX, reads each file back, and checks that its model computes the same
-scores as the checkpoint's model."""
+"""Writes exports (safetensors, ONNX or a delta), and loads exports and checkpoints as classifiers. A new safetensors or
+ONNX file is read back, and its scores are compared with those of the checkpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,9 +33,8 @@ INPUT, OUTPUT = "images", "scores"
 float32 (N, classes), for any N."""
 
 ONNX_TOLERANCE = 1e-4
-"""Largest relative and absolute difference that is allowed between the float32 scores of an ONNX file and the scores of
-its checkpoint. They differ because onnxruntime sums in another order. With the model `net`, differences of up to 1e-7
-were measured."""
+"""Relative and absolute tolerance, as in torch.allclose, between the float32 scores of an ONNX file and those of its
+checkpoint. onnxruntime sums in another order, which changed the scores of the model `net` by up to 1e-7."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class Classifier:
 
 
 def load_classifier(path: str, trust: bool = False, delta: str = "") -> Classifier:
-    """Returns a classifier from any export, or from a path that `run_folder.find_checkpoint` accepts. Raises UsageError
-    if the file is missing or damaged, or can be loaded only with `trust`. `delta` is a file of `export --to delta`,
-    which is applied to the weights, or an empty string."""
+    """Returns the classifier in a file, which is an export (but not a delta) or anything that
+    `run_folder.find_checkpoint` accepts. `delta` is a file of `export --to delta` that is applied to the weights, or an
+    empty string. Raises UsageError if a file is missing or damaged, or can be loaded only with `trust`."""
     file = run_folder.find_checkpoint(path)
     if not delta and file.suffix in (".safetensors", ".onnx"):
         return load_export(file, file.suffix)
@@ -60,8 +59,9 @@ def load_classifier(path: str, trust: bool = False, delta: str = "") -> Classifi
 
 
 def load_export(file: Path, suffix: str) -> Classifier:
-    """Returns a classifier from an export in the format that has this `suffix`. Raises UsageError if the file is
-    damaged, has another format, or does not fit the model that it names."""
+    """Returns the classifier in an export. It is read as ONNX if `suffix` is .onnx, else as safetensors, whatever the
+    name of `file`, which may be temporary. Raises UsageError if the file is damaged, has another format, or does not
+    fit the model that it names."""
     if suffix == ".onnx":
         return _load_onnx(file)
     return create_classifier(*read_full_safetensors(file), file)[1]
@@ -71,13 +71,8 @@ def create_classifier(
     weights: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path
 ) -> tuple[nn.Module, Classifier]:
     """Returns the model with these weights, in float32 and in evaluation mode, and the classifier that runs this model
-    on the CPU. Raises UsageError if weights and metadata do not fit.
-
-    Args:
-        weights: The weights, keyed by their names in the model's state dict.
-        metadata: Describes the model and its images, as `weights.metadata_of` returns it.
-        file: The file that contains the weights, for error messages.
-    """
+    on the CPU. `metadata` describes the model and its images, as `weights.metadata_of` returns it. `file` is named in
+    error messages. Raises UsageError if the model is unknown, or if model, weights and metadata do not fit together."""
     if "model" not in metadata:
         raise UsageError(f"{file} does not name its model: give a checkpoint of cifar-zero train, or an export of it")
     try:
@@ -157,18 +152,17 @@ def _load_onnx(file: Path) -> Classifier:
 
 
 def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: str = "") -> None:
-    """Writes an export, reads it back, and compares its scores for random images with the checkpoint's scores. The file
-    is renamed to `output` only if the scores agree. Prints a line that describes it.
+    """Writes an export in the format `to`, safetensors or onnx, reads it back, and compares its scores for random
+    images with the checkpoint's scores, exactly for safetensors and within ONNX_TOLERANCE for ONNX. The file is renamed
+    to `output` only if the scores agree. Prints a line that describes it.
 
     Args:
         checkpoint: A checkpoint from any strategy. If `delta` is given, it may be any file of weights.
-        to: The format, safetensors or onnx.
         trust: Whether to load a checkpoint that could run code.
         delta: A file of `export --to delta` that is applied to the weights, or an empty string.
 
     Raises:
-        UsageError: If the checkpoint is damaged or would need `trust`, does not fit the model that it names, or
-            does not belong to `delta`.
+        UsageError: If the checkpoint is damaged or needs `trust`, or does not fit its model or `delta`.
         RunError: If the file does not compute what the checkpoint computes.
         OSError: If the file cannot be written.
     """
@@ -195,8 +189,8 @@ def export(checkpoint: Path, output: Path, to: str, trust: bool = False, delta: 
 
 
 def export_delta(checkpoint: Path, output: Path, trust: bool = False) -> None:
-    """Writes only the weights that the checkpoint's run trained, and prints how to apply them. See
-    `weights.write_delta`."""
+    """Writes only the weights that the checkpoint's run trained (`weights.write_delta`), and prints how to apply
+    them."""
     names = write_delta(read(checkpoint, trust), output, checkpoint.name)
     print(f"{output}: {len(names)} trained tensors, {output.stat().st_size / 1e6:,.2f} MB")
     print(f"apply it to the weights that the run started from: BASE --delta {output}")

@@ -22,7 +22,8 @@ Named = list[tuple[str, float]]  # class names with their probabilities, from 0 
 
 
 def main() -> int:
-    """Prints a line for each image and returns the exit code, which is 2 if an image could not be read."""
+    """Prints a line for each image, or an error if it cannot be read. Returns the exit code, which is 2 after any such
+    error."""
     arguments = _parse()
     files = find_images(arguments.images)
     run_folder.find_checkpoint(arguments.network)  # raises UsageError before torch is imported
@@ -46,8 +47,8 @@ def main() -> int:
 
 
 def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tuple[Path, Named | UsageError]]:
-    """Classifies image files. Yields each file, in order, with its `top` most probable classes, or with the error if
-    the file cannot be read."""
+    """Classifies image files. Yields each file, in order, with its `top` most probable classes (or all, if there are
+    fewer), or with the error if the file cannot be read."""
     import torch
 
     from cifar_zero.data.augment import normalize
@@ -67,9 +68,9 @@ def predict(classifier: Classifier, files: list[Path], top: int) -> Iterator[tup
 
 
 def find_images(paths: Sequence[str]) -> list[Path]:
-    """Returns the given files, and all images in the given folders at any depth, sorted by path within a folder. Raises
-    UsageError if a file does not exist, if a folder has no images, or if a path is a pipe or a device, because reading
-    it may never end."""
+    """Returns the given files, and the PNG and JPEG files at any depth of the given folders, sorted by path within a
+    folder, without hidden ones. Raises UsageError if a path does not exist, if a folder has no images, or if a path is
+    a pipe or a device, because reading it may never end."""
     from cifar_zero.data.folder import SUFFIXES
 
     files: list[Path] = []

@@ -15,8 +15,8 @@ from cifar_zero.launch import rank_environment
 POLL_SECONDS = 0.1  # time between two looks for the other ranks
 
 FIRST_NOTE_SECONDS = 15.0
-"""Time after which rank 0 says for the first time which ranks are missing, and the other ranks say that rank 0 is
-missing. Each later note of rank 0 comes when it has waited twice as long as at the note before."""
+"""Time after which rank 0 first prints which ranks are missing, and the other ranks print that rank 0 is missing. Rank
+0 prints its next note when it has waited twice as long."""
 
 NAMED = 8  # the most missing ranks that a message names
 
@@ -25,8 +25,8 @@ def open_store(patience: timedelta) -> Store:
     """Returns the store of torchrun's agents, or a store that rank 0 opens. Waits up to `patience` for a connection to
     it, and prints a note after FIRST_NOTE_SECONDS. Raises UsageError if the environment lacks the address of the store.
 
-    torch's "env://" is not used, because rank 0 would wait in it for all ranks, and could not name the missing ones. On
-    one computer, rank 0 listens on a local address only. By default, torch (2.15) listens on all addresses, where other
+    In torch's "env://", rank 0 would wait for all ranks, and could not name the missing ones. If `local_launcher`
+    started the ranks, rank 0 listens on a local address only. torch (2.15) would listen on all addresses, where other
     computers can change what the ranks exchange.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -49,15 +49,16 @@ def open_store(patience: timedelta) -> Store:
         )
     finally:
         notice.cancel()
-    # The agents' store outlives a restart. torch (2.15, rendezvous.py) tells starts apart by this count too. In a new
-    # store it would separate ranks whose agents count differently: a restart because another node has left or joined
-    # does not count.
+    # The agents' store outlives a restart. The count of restarts separates the keys of two starts, as in torch (2.15,
+    # rendezvous.py). A new store needs no prefix. There it could separate ranks of one start, because some agents count
+    # less: a restart because another node has left or joined does not count.
     return PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", tcp) if of_agents else tcp
 
 
 def await_ranks(store: Store, rank: int, ranks: int, patience: timedelta) -> None:
-    """Makes rank 0 wait until all `ranks` ranks have called this function, and print which ranks are still missing. The
-    other ranks return at once. After the time `patience`, raises RunError, which names the missing ranks."""
+    """Makes rank 0 wait until all `ranks` ranks have called this function. Meanwhile rank 0 prints which ranks are
+    missing. The other ranks return at once. After the time `patience`, rank 0 raises RunError, which names the missing
+    ranks."""
     store.set(f"arrived {rank}", "")
     if rank:
         return

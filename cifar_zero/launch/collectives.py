@@ -31,23 +31,20 @@ START = timedelta(minutes=30)
 start minutes apart, and rank 0 downloads and decodes the images while the other ranks wait."""
 
 START_TOGETHER = timedelta(minutes=5)
-"""Time limit for the ranks of one node, and for torchrun's ranks, to form the process group. It is shorter than START,
-because these ranks start together. A --timeout below it replaces it, but the limit is at least LEAST_START. If one of
-torchrun's ranks fails before the rendezvous (no GPU, for example), torchrun ends the other ranks of that node, and this
-limit ends the ranks of the other nodes."""
+"""Time limit to form the process group for ranks that start together: those of a run on one node, and torchrun's. A
+shorter --timeout replaces it, down to LEAST_START. If one of torchrun's ranks fails before the rendezvous (no GPU, for
+example), torchrun ends the other ranks of that node, and this limit ends the ranks of the other nodes."""
 
 LEAST_START = timedelta(minutes=1)  # least limit for the ranks to meet: imports may take that long on a busy machine
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Environment variable that makes torchrun create a new store for restarted ranks if it is 1. By default (torch 2.15,
-dynamic_rendezvous.py) restarted ranks find the keys of the previous start in the agents' store, and may connect to an
-address where no process listens any more."""
+"""Environment variable that, if it is 1, makes torchrun create a new store for restarted ranks. By default (torch 2.15,
+dynamic_rendezvous.py) restarted ranks find the keys of the previous start, and may connect to an address where no
+process listens any more."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Describes where a rank runs."""
-
     host: str  # name of the node
     device: str  # cpu, or cuda and its number
     threads: int  # number of CPU threads that torch uses
@@ -58,7 +55,7 @@ class RankInfo:
 def init_process_group(run: Run) -> list[RankInfo]:
     """Forms the process group of a run if it has several ranks and no group exists, and sets the time limit of its
     collectives to START or to a longer --timeout. Returns the `RankInfo` of every rank, in rank order. Every rank must
-    call this function."""
+    call it."""
     device = "cpu" if run.on_cpu else f"cuda:{rank_environment.local_rank()}"
     agent, job = rank_environment.torchrun_agent(), rank_environment.slurm_job()
     info = RankInfo(socket.gethostname(), device, torch.get_num_threads(), agent, job)
@@ -76,9 +73,9 @@ def init_process_group(run: Run) -> list[RankInfo]:
 
 
 def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:
-    """Forms the default process group of all ranks, and selects this rank's GPU unless `on_cpu` is set. `patience` is
-    also the time limit of the group's collectives. If some ranks do not connect within `patience`, rank 0 raises
-    RunError, which names them."""
+    """Forms the default process group of all ranks, with gloo if `on_cpu` is set, else with NCCL, and selects this
+    rank's GPU. `patience` is also the time limit of the group's collectives. If some ranks do not connect within
+    `patience`, rank 0 raises RunError, which names them."""
     gpu = None if on_cpu else torch.device(f"cuda:{rank_environment.local_rank()}")
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -91,16 +88,17 @@ def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:
 
 
 def await_training(run: Run) -> None:
-    """Waits until all ranks are ready to train, and sets the time limit of a collective to --timeout."""
+    """Waits until every rank has called this function, and then sets the time limit of collectives to --timeout. Does
+    nothing with one rank."""
     if run.placement.world_size > 1:
         dist.barrier()
         _set_timeout(timedelta(seconds=run.placement.timeout))
 
 
 def _set_timeout(limit: timedelta) -> None:
-    """Sets the time limit of the default process group, and the default limit of groups that Lightning and DeepSpeed
-    create later. The strategies' own `timeout` does not reach those groups, because DeepSpeed 0.19.8 passes no timeout
-    to torch.distributed.new_group."""
+    """Sets the time limit of the default process group, and of groups that Lightning and DeepSpeed create later. The
+    strategies' own `timeout` does not reach those groups, because DeepSpeed 0.19.8 passes none to
+    torch.distributed.new_group."""
     set_pg_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
     set_pg_timeout(limit)
     for default in ("default_pg_timeout", "default_pg_nccl_timeout"):  # private names in torch 2.15
@@ -108,8 +106,8 @@ def _set_timeout(limit: timedelta) -> None:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns the `value` of each rank of a group, in rank order. The default group is all ranks. Every rank of the
-    group must call this function. Values are pickled."""
+    """Returns the `value` of each rank of a group, by default of all ranks, in rank order. Every rank of the group must
+    call it. Values are pickled."""
     if not _has_others():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -118,9 +116,9 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def call_on_rank_0(ask: Callable[[], T]) -> T:
-    """Calls `ask` on rank 0 and returns its result on every rank. Every rank must call this function. If `ask` raises
-    UsageError, every rank raises this error. If it raises another exception, rank 0 raises this exception, and the
-    other ranks raise RunError."""
+    """Calls `ask` on rank 0 and returns its result, which is pickled, on every rank. Every rank must call it. If `ask`
+    raises UsageError, every rank raises it. Any other exception is raised on rank 0, and RunError on the other
+    ranks."""
     answer: list[Any] = [None]
     failure: Exception | None = None
     if not _has_others() or dist.get_rank() == 0:
@@ -138,8 +136,8 @@ def call_on_rank_0(ask: Callable[[], T]) -> T:
 
 
 def ranks_on_another_disk(folder: Path | None) -> list[int]:
-    """Returns the ranks that do not see, within PATIENCE_SECONDS, a file that rank 0 writes into `folder`. The file is
-    removed at the end. Every rank must call this function. `folder` is None on all ranks except rank 0."""
+    """Returns, on every rank, the ranks that do not see within PATIENCE_SECONDS a file that rank 0 writes into `folder`
+    and then removes. Every rank must call it. `folder` is None on all ranks except rank 0."""
     file = call_on_rank_0(lambda: folder and folder / f".shared-{uuid.uuid4().hex}")
     assert file is not None
     call_on_rank_0(file.touch)
@@ -153,8 +151,8 @@ def ranks_on_another_disk(folder: Path | None) -> list[int]:
 
 
 def average_over_ranks(values: Sequence[Tensor]) -> None:
-    """Replaces each tensor by its mean over all ranks. The mean is computed in float32, or in float64 if one of the
-    tensors is float64. Every rank must call this function."""
+    """Replaces each tensor by its mean over all ranks, in place. The mean is computed in float32, or in float64 if one
+    of the tensors is float64. Every rank must call it."""
     if not values or not _has_others():
         return
     wide = [value.to(torch.promote_types(value.dtype, torch.float32)).flatten() for value in values]

@@ -1,8 +1,7 @@
 """Starts the ranks of a run on this computer, watches them, and ends all of them when one fails. Does not import torch.
 
-All ranks start at once, each with its share of the cores. If a rank hangs, the ranks that wait for it fail when a
-collective takes longer than --timeout. torch's elastic launcher is not used. It takes 3 s and 500 MB to import (torch
-2.15) while the ranks need the cores, and it starts its ranks in separate sessions, which Ctrl-C does not reach.
+torch's elastic launcher is not used. It takes 3 s and 500 MB to import (torch 2.15) while the ranks need the cores, and
+Ctrl-C does not reach its ranks, because it starts them in separate sessions.
 """
 
 import ctypes
@@ -32,8 +31,8 @@ _LIBC = ctypes.CDLL(None)  # loaded here, because it is too late after a fork
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl that kills a process with its parent (linux/prctl.h)
 
 LOOPBACK = "GLOO_SOCKET_IFNAME"
-"""Environment variable that names the network interface of gloo. By default, gloo listens on the address that this
-computer's name has, which other computers may reach."""
+"""Environment variable that names the network interface of gloo. By default, gloo listens on the address that belongs
+to this computer's name, which other computers may reach."""
 
 POLL_SECONDS = 0.05  # time between two checks for ended ranks
 GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one has failed
@@ -41,8 +40,8 @@ SAVING_SECONDS = 30.0  # time for the other ranks to save and end after one has 
 TAIL_LINES = 15  # lines of a failed rank's output that are printed; --debug prints all
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that end a run on purpose: SIGINT (Ctrl-C), SIGTERM (from a supervisor), SIGHUP (a closed terminal) and
-SIGUSR1 (from SLURM, before the time of the job is over)."""
+"""Signals that end a run on purpose: SIGINT (Ctrl-C), SIGTERM (a supervisor), SIGHUP (a closed terminal), and SIGUSR1
+(SLURM, before the job's time is over)."""
 
 ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ranks that ended on request
 
@@ -50,7 +49,7 @@ ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ran
 @dataclass
 class Rank:
     """The process of a rank, and the file that receives its output. The file of rank 0 stays empty, because rank 0
-    prints."""
+    writes to the launcher's own output."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -63,18 +62,15 @@ def run_ranks(ranks: int, on_cpu: bool, run: bytes = b"", how_to_resume: Callabl
 
     Returns 0 if all ranks succeeded. Otherwise returns the exit code of the first rank that failed, or 1 if a signal
     killed it. If no rank failed, returns 128 + the number of the signal on which the ranks ended, or 1 if some had to
-    be killed.
+    be killed. Raises Stopped if a signal of REQUESTS comes while ranks are being started, or if Ctrl-C comes twice and
+    rank 0 does not end.
 
     Args:
         on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores, unless OMP_NUM_THREADS is
             set.
-        run: The resolved run, for the ranks to read from RUN_FILE instead of parsing their command line.
+        run: The resolved run, which the ranks read from RUN_FILE.
         how_to_resume: Returns the command that resumes a run from its folder, or an empty string if there is no
             checkpoint. The command is printed if rank 0 was killed. Otherwise rank 0 prints it itself.
-
-    Raises:
-        Stopped: If one of the signals in REQUESTS comes while ranks are being started, or if Ctrl-C comes twice and
-            rank 0 does not end.
     """
     started: list[Rank] = []
     received = _pass_requests_on(started)
@@ -129,13 +125,9 @@ def _start(
 
 
 def prepare(cores: Collection[int], blocks_ctrl_c: bool = False) -> None:
-    """Prepares a new process between fork and exec. Linux will kill the process when its parent ends.
-
-    Args:
-        cores: Cores to which the process is bound. If empty, the process may use all cores.
-        blocks_ctrl_c: Whether Ctrl-C is blocked until `exits.install` handles it. Otherwise Ctrl-C acts as in any
-            Python program.
-    """
+    """Prepares a new process between fork and exec. Linux will kill it when its parent ends. It is bound to `cores`,
+    unless empty. With `blocks_ctrl_c`, Ctrl-C is blocked until `exits.install` handles it. Otherwise it has its default
+    effect."""
     if blocks_ctrl_c:  # blocked, not ignored, so that the kernel keeps a signal that comes early
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     else:
@@ -146,8 +138,8 @@ def prepare(cores: Collection[int], blocks_ctrl_c: bool = False) -> None:
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Returns the environment variables of a rank on this computer under torchrun's names. Lightning and DeepSpeed read
-    them. `port` is the port of rank 0."""
+    """Returns the environment variables of a rank on this computer under torchrun's names, for Lightning and DeepSpeed.
+    `port` is the port of rank 0."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     numbers |= {"NODE_RANK": 0, "MASTER_PORT": port}
     return {"MASTER_ADDR": ADDRESS, **{name: str(number) for name, number in numbers.items()}}
@@ -161,14 +153,14 @@ def free_port() -> int:
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Installs a handler for each signal of REQUESTS. It appends the signal to the returned list, and forwards it to
-    the ranks that `ranks` holds when the signal comes. Ctrl-C is not forwarded, because the terminal sends it to the
-    ranks too. No handler is installed for signals that this process ignores, or for SIGUSR1 outside of a SLURM job."""
+    """Installs a handler for each signal of REQUESTS, except signals that this process ignores, and SIGUSR1 outside of
+    a SLURM job. The handler appends the signal to the returned list and forwards it to the ranks that `ranks` holds at
+    that time. Ctrl-C is not forwarded, because the terminal sends it to the ranks too."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
         received.append(number)
-        if number != signal.SIGINT:  # the terminal sends Ctrl-C to the ranks directly
+        if number != signal.SIGINT:
             for rank in ranks:
                 rank.process.send_signal(number)
 
@@ -180,9 +172,8 @@ def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
 
 
 def _supervise(ranks: Sequence[Rank], received: Sequence[int]) -> int:
-    """Waits until all ranks have ended. Kills ranks that do not end soon after one rank has failed or ended on request.
-    The exit code that it returns and the exceptions are described in `run_ranks`. `received` holds the signals that the
-    handlers have recorded."""
+    """Waits until all ranks have ended, and kills those that do not end soon after one has failed or ended on request.
+    Returns and raises what `run_ranks` does. `received` holds the signals that the handlers have recorded."""
     failed: Rank | None = None
     killed: list[Rank] = []
     kill_at = math.inf
@@ -227,9 +218,9 @@ def _broken(ranks: Sequence[Rank], received: Collection[int]) -> list[Rank]:
 
 
 def _code(rank: Rank, received: Collection[int]) -> int | None:
-    """Returns the exit code of a rank, or None while the rank runs. A rank that a signal killed has minus the number of
-    the signal as its code. If that signal is Ctrl-C or is in `received`, the rank could not handle it in time, and the
-    code is 128 + the number, as in a shell."""
+    """Returns the exit code of a rank, or None while the rank runs. The code of a rank that a signal killed is minus
+    the signal's number. If this signal is Ctrl-C or in `received`, the rank was asked to end but could not handle the
+    signal yet. Its code is then 128 + the number, as in a shell."""
     code = rank.process.poll()
     if code is not None and (-code == signal.SIGINT or -code in received):
         return 128 - code
@@ -237,15 +228,14 @@ def _code(rank: Rank, received: Collection[int]) -> int | None:
 
 
 def how_ended(code: int) -> str:
-    """Returns a text with the exit code of a process, or with the name of the signal that ended the process."""
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"
 
 
 def _report(rank: Rank) -> None:
-    """Prints how a rank failed, with the last lines of its output, or all lines with --debug. Prints nothing if rank 0
-    exited with an error, because it has printed its own message."""
+    """Prints how a rank failed, with the last lines of its output, or all lines with --debug. Prints nothing for rank 0
+    if it exited with an error, because it has printed that itself."""
     code = rank.process.returncode
     if rank.number == 0 and code > 0:
         return

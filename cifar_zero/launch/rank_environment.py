@@ -1,5 +1,4 @@
-"""Reads the environment variables by which a launcher describes a rank. The variables of other launchers are returned
-under the names that torchrun uses."""
+"""Reads the environment variables by which a launcher describes a rank, and returns them under torchrun's names."""
 
 import os
 import re
@@ -9,11 +8,12 @@ from pathlib import Path
 from cifar_zero.core.errors import UsageError
 
 TORCHRUN = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-"""Variables that torchrun (docs.pytorch.org, elastic/run) and `local_launcher` set, with the least value of each."""
+"""Variables that torchrun (docs.pytorch.org, elastic/run) and `local_launcher` set, with the least valid value of
+each."""
 
 DEEPSPEED_LOCAL_SIZE = "LOCAL_SIZE"
-"""Name that DeepSpeed's launcher gives to torchrun's LOCAL_WORLD_SIZE. This launcher sets the other variables of
-TORCHRUN under the same names (0.19.8, deepspeed/launcher/launch.py)."""
+"""DeepSpeed's launcher sets this variable instead of LOCAL_WORLD_SIZE, and the other variables of TORCHRUN under their
+own names (0.19.8, deepspeed/launcher/launch.py)."""
 
 SLURM = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
 SLURM += ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
@@ -23,20 +23,20 @@ of a step."""
 MOST_PORT = 65_535  # the largest port of TCP
 
 RUN_FILE, FOLDER_FILE = "CIFAR_ZERO_RUN_FILE", "CIFAR_ZERO_FOLDER_FILE"
-"""Environment variables that `local_launcher` sets for its ranks, to the descriptors of two open files. The launcher
-has written the resolved run into the first file, and rank 0 writes the path of the run folder into the second one.
+"""Environment variables in which `local_launcher` gives its ranks the descriptors of two open files. It has written the
+resolved run into the first file, and rank 0 writes the path of the run folder into the second one.
 
-The resolved run holds the user's consent to run code, so only the launcher may write it. The files have no name, and
-the ranks inherit them from the launcher. No other user can open them, and no option in a user's file names them."""
+The resolved run holds the user's consent to run code. The files have no name, so no other user can open them, and no
+option in a user's file can name them."""
 
 ADDRESS = "127.0.0.1"
 """Address of the ranks that `local_launcher` starts, which other computers cannot reach."""
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment variables of this rank under torchrun's names, and NODE_RANK. Returns an empty dict if no
-    launcher started this process. Raises UsageError if the variables do not describe a rank, or if the nodes have
-    different numbers of ranks."""
+    """Returns RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and NODE_RANK of this process, and under SLURM also
+    MASTER_ADDR and MASTER_PORT. Returns an empty dict if no launcher has described this process as a rank. Raises
+    UsageError if a value is invalid, or if SLURM's nodes have different numbers of tasks."""
     described = {name: environment[name] for name in TORCHRUN if name in environment}
     if DEEPSPEED_LOCAL_SIZE in environment:
         described.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])
@@ -59,8 +59,8 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def whole_number(name: str, value: str, least: int = 0, most: int | None = None) -> int:
-    """Returns the value of the environment variable `name` as a number. Raises UsageError if the value is not a whole
-    number, is less than `least`, or is more than `most`."""
+    """Returns the value of the environment variable `name` as a number. Raises UsageError if it is not a whole number
+    from `least` to `most`."""
     if not value.isdecimal() or int(value) < least or (most is not None and int(value) > most):
         limits = f"at least {least}" if most is None else f"at least {least} and at most {most}"
         fix = f"set it to a number of {limits}, or unset it"
@@ -69,7 +69,7 @@ def whole_number(name: str, value: str, least: int = 0, most: int | None = None)
 
 
 def is_rank() -> bool:
-    """Returns whether `local_launcher`, torchrun, DeepSpeed's launcher or SLURM started this process as a rank."""
+    """Returns whether a launcher (`local_launcher`, torchrun, DeepSpeed's or SLURM) started this process as a rank."""
     return bool(variables())
 
 
@@ -90,7 +90,6 @@ def set_torchrun_variables() -> None:
 
 
 def by_local_launcher() -> bool:
-    """Returns whether `local_launcher` started this rank."""
     return RUN_FILE in os.environ and is_rank()
 
 
@@ -105,10 +104,9 @@ def by_torchrun() -> bool:
 
 
 def torchrun_agent() -> str:
-    """Returns a name that identifies this node's torchrun process, or an empty string without torchrun. The name stays
-    the same when torchrun restarts its ranks. It is the unique name of the temporary folder that each torchrun process
-    makes. In this folder every start has a file `attempt_<n>/<local rank>/error.json` (torch 2.15,
-    DefaultLogsSpecs)."""
+    """Returns a name that identifies this node's torchrun process, over restarts of its ranks too, or an empty string
+    without torchrun. It is the name of that process's temporary folder, in which each start has a file
+    `attempt_<n>/<local rank>/error.json` (torch 2.15, DefaultLogsSpecs)."""
     parts = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parts
     if len(parts) > 4:
         return parts[-4]

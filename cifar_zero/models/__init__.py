@@ -1,9 +1,8 @@
 """Defines the registry of models. A model is a plain torch module that maps normalised images (N, 3, H, W), by default
 of 32 x 32 pixels, to class scores (N, classes).
 
-Each entry is a dataclass. Its fields are the `--model.<option>` flags, and its docstring is the model's help text. An
-entry imports its torch module only when it builds the model, so that the command line has every option without
-importing torch.
+Each entry is a dataclass. Its fields are the `--model.<option>` flags, and its docstring is the model's help text. It
+imports its torch module only when it builds the model, so that the command line does not need torch.
 """
 
 # There are no postponed annotations here, because jsonargparse would import torch (see TYPE_CHECKING) to resolve them.
@@ -243,8 +242,8 @@ class ViTMoE(Model, MixtureOptions):
 
 
 def _harmless(value: Any) -> bool:
-    """Returns whether an option's value consists only of numbers, booleans and None. Such a value cannot name a file,
-    an address or code. Other values are refused, because options may come from files that other people wrote."""
+    """Returns whether an option's value consists only of numbers, booleans and None, or lists of them. Such a value
+    cannot name a file, an address or code. Options may come from files that other people wrote."""
     if isinstance(value, (list, tuple)):
         return all(map(_harmless, value))
     return value is None or isinstance(value, (bool, int, float))

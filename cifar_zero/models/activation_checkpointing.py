@@ -18,16 +18,13 @@ from cifar_zero.models.moe import gates
 
 
 def checkpoint_blocks(net: nn.Module) -> None:
-    """Changes a model in place so that each block recomputes its activations in the backward pass.
+    """Changes a model in place so that each block recomputes its activations in the backward pass. Losses and weights
+    stay the same bit for bit. Raises UsageError if the model has no blocks.
 
     The blocks are those children of the model's outermost lists (nn.Sequential, nn.ModuleList) that have children
-    themselves, as in transformers, ResNets and most models of torchvision. An nn.Sequential of plain layers, such as
-    VGG's, is cut into pieces of about the square root of its length (Chen et al. 2016, section 4.1), because
-    checkpointing single layers would save nothing.
-
-    Only `forward` methods are replaced, not modules, so that parameters keep their names. Layers may be replaced later,
-    for example by synchronized batch norms. Losses and weights stay the same bit for bit. Raises UsageError if the
-    model has no blocks.
+    themselves. An nn.Sequential of plain layers, such as VGG's, is cut into `_pieces`, because checkpointing single
+    layers would save nothing. Only `forward` methods are replaced, so that parameters keep their names, and layers may
+    be replaced later, for example by synchronized batch norms.
     """
     has_blocks = False
     for layers in _outermost_lists(net):
@@ -51,8 +48,9 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.Sequential | nn.ModuleLis
 
 
 def _pieces(layers: nn.Sequential) -> list[slice]:
-    """Cuts a list of layers into pieces of about the square root of its length. Each piece begins with a layer that has
-    parameters, because an in-place activation at the beginning of a piece would overwrite the piece's stored input."""
+    """Cuts a list of layers into pieces of about the square root of its length (Chen et al. 2016, section 4.1). Each
+    piece but the first begins with a layer that has parameters, because an in-place activation at the beginning of a
+    piece would overwrite the piece's stored input."""
     starts = [0]
     for index, layer in enumerate(layers):
         if index - starts[-1] >= math.isqrt(len(layers)) and [*layer.parameters()]:
@@ -82,10 +80,10 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 @contextmanager
 def _leaving_no_trace(block: nn.Module) -> Generator[None]:
-    """Context manager for the forward pass that recomputes a block. Inside the context, the block's batch norms do not
-    update their statistics. At its end, the gates of its mixtures of experts get back the routing of the first forward
-    pass, because the load-balancing loss of that routing is in the graph. The loss of the second routing would keep all
-    recomputed activations in memory."""
+    """Context manager for the forward pass that recomputes a block. Inside, the block's batch norms do not update their
+    statistics. At the end, the gates of the block's mixtures of experts get back the routing of the first forward pass,
+    whose load-balancing loss is part of the total loss. The loss of the second routing would keep all recomputed
+    activations in memory."""
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
     statistics = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     routings = [(gate, gate.routing) for gate in gates(block)]

@@ -1,9 +1,7 @@
-"""Casts buffers to half precision, but not the running statistics of batch norms.
-
-A training step moves a running statistic by a tenth of its distance to the batch's statistic. bfloat16 has 8 bits of
-precision, so a step is rounded away if the distance is under 2 to 4 % of the running statistic. stepcheck's
-`cast_batch_norm_weights` makes batch norms accept float32 statistics.
-"""
+"""Casts buffers to half precision, but not the running statistics of batch norms. A training step moves a running
+statistic by a tenth of its distance to the batch's statistic. With the 8 bits of bfloat16, this is rounded away if the
+distance is under 2 to 4 % of the running statistic. stepcheck's `cast_batch_norm_weights` makes batch norms accept
+float32 statistics."""
 
 import torch
 from torch import nn

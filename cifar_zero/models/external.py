@@ -18,10 +18,10 @@ Shape = tuple[int, int, int, int]
 
 
 def external(num_classes: int, options: models.External) -> nn.Module:
-    """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes). Its weights are
-    initialised, not pretrained. If `options.image_size` is set, the model first scales the images, and all its tensors
-    have the prefix `net.`. Raises ValueError if torchvision has no classifier of this name, or if the classifier does
-    not have one of the given options."""
+    """Returns a torchvision model that maps images (N, 3, H, W) to scores (N, num_classes), with freshly initialised
+    weights, even if `options.weights` is set. If `options.image_size` is set, the model first scales the images, and
+    the names of all its tensors begin with `net.`. Raises ValueError if torchvision has no classifier of this name, or
+    if the classifier lacks one of the given options."""
     known = torchvision.models.list_models(module=torchvision.models)
     if options.architecture not in known:
         closest = nearest(options.architecture, known, most=3, cutoff=0)
@@ -39,14 +39,9 @@ def external(num_classes: int, options: models.External) -> nn.Module:
 
 def pretrained(options: models.External) -> dict[str, Tensor]:
     """Returns torchvision's pretrained weights and buffers, keyed by the names in the model's state_dict. They are read
-    from torch's cache, or downloaded if the cache lacks them.
-
-    torch compares the hash of a downloaded file with the hash in the file's name. It does not check the hash of a file
-    that is already in the cache. From either file it loads only tensors.
-
-    Raises:
-        UsageError: if there are no weights of that name, if the download fails, or if the file is damaged.
-    """
+    from torch's cache, or downloaded if the cache lacks them. Only tensors are loaded. torch compares the hash of a
+    downloaded file, but not of a cached one, with the hash in the file's name. Raises UsageError if there are no
+    weights of that name, if the download fails, or if the file is damaged."""
     known = torchvision.models.get_model_weights(options.architecture).__members__
     if options.weights not in known:
         raise UsageError(f"--model.weights {options.weights}: {nearest(options.weights, known)}")
@@ -64,8 +59,8 @@ def pretrained(options: models.External) -> dict[str, Tensor]:
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
-    """Calls `build` and returns the model on torch's default device. If `build` fails there with a RuntimeError, the
-    model is built on the CPU and then moved to that device."""
+    """Calls `build` and returns the model on torch's default device. If `build` raises RuntimeError, it is called again
+    on the CPU, and the model is then moved to that device."""
     try:
         return build()
     except RuntimeError:  # some models compute shapes from tensors, which have no values on the meta device

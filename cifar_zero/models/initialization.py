@@ -1,5 +1,5 @@
-"""Draws initial weights by the defaults of torch's layers, or by Xavier's or He's scheme. `DrawnOnCPU` makes the
-weights the same on every device."""
+"""Draws initial weights by Xavier's or He's scheme, in place of the defaults of torch's layers. `DrawnOnCPU` makes
+initial weights the same on every device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +22,8 @@ RANDOM = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)  # op
 
 class DrawnOnCPU(TorchDispatchMode):
     """Mode in which uniform_, normal_ and randn take their random numbers from the CPU's generator, for tensors on a
-    GPU too. Without this mode, a model that a strategy builds on the GPU would start from different weights than a
-    model that is built on the CPU. Models are built on the CPU under fsdp2, for example, or in a run without a GPU."""
+    GPU too. A model then starts from the same weights whether a strategy builds it on the GPU, or on the CPU, as fsdp2
+    does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -36,11 +36,9 @@ class DrawnOnCPU(TorchDispatchMode):
 
 def initialize(net: nn.Module, scheme: str, seed: int) -> None:
     """Draws the weights of all convolutions and linear layers again by a scheme of SCHEMES, in place, and sets their
-    biases to zero. First seeds torch's generators with `seed`. The scheme `default` changes nothing.
-
-    `Module.apply` also initialises sharded layers, because DeepSpeed's zero.Init replaces it by a function that gathers
-    each layer first (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py).
-    """
+    biases to zero. First seeds torch's generators with `seed`. With the scheme `default`, does nothing. Sharded layers
+    are initialised too, because DeepSpeed's zero.Init replaces `Module.apply` by a function that gathers each layer
+    first (DeepSpeed 0.19.8, deepspeed/runtime/zero/partition_parameters.py)."""
     if scheme == "default":
         return
     draw = SCHEMES[scheme]

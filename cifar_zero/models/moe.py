@@ -1,9 +1,9 @@
-"""Implements mixtures of experts in plain torch. A gate sends each token to one or two of several experts of the same
+"""Implements mixtures of experts in plain torch: a gate sends each token to one or two of several experts of the same
 shape.
 
-The maths is the same as in DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020;
-Switch Transformer, Fedus et al. 2021). Every strategy uses this gate. The layer in this file has all experts on one
-device, and strategies/deepspeed/experts.py distributes them over ranks.
+The maths is that of DeepSpeed's layer (deepspeed/moe/sharded_moe.py, 0.19.8; GShard, Lepikhin et al. 2020; Switch
+Transformer, Fedus et al. 2021). Every strategy uses this gate. The layer in this file has all experts on one device,
+and strategies/deepspeed/experts.py distributes them over ranks.
 """
 
 import math
@@ -36,12 +36,12 @@ class Routing:
 
 
 class Gate(nn.Module):
-    """Chooses the experts of each token. It computes in float32 whatever the precision of the model, or in float64 for
-    float64 tokens.
+    """Chooses the experts of each token, in float32 whatever the precision of the model, or in float64 for float64
+    tokens.
 
-    In training, tokens beyond an expert's capacity are dropped. With one expert per token, the dropped tokens are
-    random; with two, they are the last of the batch, and second choices are dropped first. In evaluation nothing is
-    random, and by default nothing is dropped, so that an image's scores do not depend on the other images of its batch.
+    In training, tokens beyond an expert's capacity are dropped: random ones with one expert per token. With two, the
+    last of the batch are dropped, second choices first. In evaluation nothing is random, and by default nothing is
+    dropped, so that an image's scores do not depend on the other images of its batch.
     """
 
     routing: Routing | None = None  # routing of the last forward pass, for the loss and the metrics
@@ -90,7 +90,8 @@ class Gate(nn.Module):
     def _choices(self, logits: Tensor) -> Tensor:
         """Returns the experts of each token, int64 (k, S), given the gate's logits (S, E). The first expert is the most
         probable one, and with top_k 2 the second expert is the next most probable one. In training, the second expert
-        is drawn by Gumbel's trick instead, as in DeepSpeed. With RSample, the first expert is drawn in the same way."""
+        is drawn by Gumbel's trick instead, as in DeepSpeed. In training with RSample (top_k 1), the only expert is
+        drawn so."""
         noisy = logits
         if self.training and (self.options.noisy_gate_policy == "RSample" or self.options.top_k == 2):
             noisy = logits + gumbel(logits)
@@ -100,10 +101,9 @@ class Gate(nn.Module):
         return torch.stack([first, noisy.scatter(1, first[:, None], -math.inf).argmax(dim=1)])
 
     def _capacity(self, masks: Tensor) -> int:
-        """Returns the capacity, which is the number of tokens that each expert has places for. With a capacity factor,
-        as always in training, it is computed from the shapes of `masks` (k, S, E) alone, without waiting for the
-        device. Without a factor, it is the largest number of tokens that an expert receives, or all tokens in an
-        exported program."""
+        """Returns the number of tokens that each expert has places for. With a capacity factor, as always in training,
+        it is computed from the shapes of `masks` (k, S, E) alone, without waiting for the device. Without a factor, it
+        is the largest number of tokens that an expert receives, or all tokens in an exported program."""
         routes, tokens, experts = masks.shape
         factor = self.options.eval_capacity_factor
         if self.training:
@@ -117,9 +117,9 @@ class Gate(nn.Module):
         return self._largest(masks.sum((0, 1)).max())
 
     def run(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Calls `layer`, the forward pass of the mixture of experts that has this gate, on x and returns the result. If
-        shapes in the layer depend on the values of tensors, torch.compile leaves the layer out of its graphs, because
-        each new shape would recompile it."""
+        """Returns the result of `layer`, the forward pass of the mixture of experts that has this gate, for x. If
+        shapes in the layer depend on values, torch.compile leaves it out of its graphs, because each new shape would
+        recompile it."""
         known = self.training or self.options.eval_capacity_factor > 0 or torch.compiler.is_exporting()
         if torch.compiler.is_compiling() and not known:
             disable: Any = torch.compiler.disable
@@ -134,8 +134,8 @@ class Gate(nn.Module):
 
 class MixtureOfExperts(nn.Module):
     """A layer of experts on one device that maps tokens (..., hidden_size) to the same shape. The tokens of each expert
-    are padded with zeros up to its capacity, so that every expert gets a gradient in each step. Each call of
-    `make_expert` draws different initial weights, whereas DeepSpeed gives all experts of a layer the same ones."""
+    are padded with zeros up to its capacity, so that every expert gets a gradient in each step. The experts start from
+    different weights, whereas DeepSpeed starts all experts of a layer from the same ones."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, make_expert: Callable[[], nn.Module], options: MixtureOptions
@@ -149,8 +149,8 @@ class MixtureOfExperts(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the weighted sum of the outputs of each token's experts, and zeros for a dropped token. With mlp_type
-        residual, this is added to the output of the dense layer, with learnt weights for the two."""
+        """Returns the weighted sum of the outputs of each token's experts. A dropped choice adds zeros. With mlp_type
+        residual, the result is the sum of this and of the dense layer's output, each with a learnt weight."""
         return self.gate.run(self._forward, x)
 
     def _forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Defines Net, the model of PyTorch's tutorial "Training a Classifier", NetMoE, the same with mixtures of experts, and
-MLP."""
+"""Defines Net, the model of PyTorch's tutorial "Training a Classifier", its variant NetMoE with mixtures of experts,
+and MLP."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "si
 
 
 class Net(nn.Module):
-    """The LeNet-like model of the PyTorch tutorial "Training a Classifier"; 62,006 parameters for 10 classes."""
+    """The LeNet-like model of PyTorch's tutorial; 62,006 parameters for 10 classes."""
 
     def __init__(self, num_classes: int = 10, options: models.Net | None = None):
         super().__init__()

@@ -2,8 +2,8 @@
 blocks.
 
 The first layer is a 3 x 3 convolution without stride, and no max-pooling follows, as in the paper's own networks for
-CIFAR (section 4.2). A stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are the
-same as in torchvision. torchvision's bottleneck block has its stride in the 3 x 3 convolution.
+CIFAR (section 4.2). A stem for 224 pixels would leave feature maps of one pixel. All other layers and all names are
+torchvision's. Its bottleneck block has the stride in the 3 x 3 convolution.
 """
 
 from torch import Tensor, nn
@@ -19,13 +19,11 @@ DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
 }
-"""Type of the blocks, and number of blocks in each stage. The key is the number of layers with weights in the
-network."""
+"""Type of the blocks, and number of blocks in each stage, keyed by the network's number of layers with weights."""
 
 
 class ResNet(nn.Module):
-    """A residual network: a stem, four stages of residual blocks, a mean over the positions, and a linear layer that
-    gives the class scores."""
+    """A stem, four stages of residual blocks, a mean over the positions, and a linear layer."""
 
     def __init__(self, num_classes: int, options: models.ResNet):
         super().__init__()
@@ -54,8 +52,8 @@ class ResNet(nn.Module):
 def _stage(
     block: type[BasicBlock] | type[Bottleneck], before: int, channels: int, blocks: int, stride: int
 ) -> nn.Sequential:
-    """Returns a stage of `blocks` blocks. The first block maps (N, before, H, W) to (N, channels x expansion, H/stride,
-    W/stride)."""
+    """Returns a stage that maps (N, before, H, W) to (N, channels x expansion, H/stride, W/stride). Its first block has
+    the stride."""
     after = channels * block.expansion
     first = block(before, channels, stride)
     if stride != 1 or before != after:  # a convolution of 1 x 1 as the shortcut (the paper's option B)

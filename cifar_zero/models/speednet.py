@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from cifar_zero import models
 
 PATCH = 2  # side in pixels of the patches that the first layer whitens
-WHITENED = 2 * 3 * PATCH**2  # channels after it: each principal direction of a patch of 3 colours, and its negative
+WHITENED = 2 * 3 * PATCH**2  # that layer's channels: each principal direction of a patch of 3 colours, and its negative
 CHANNELS = (64, 256, 256)  # output channels of the three blocks, at width 1
 
 SCORE_SCALE = 16
-"""Scores are divided by this number times the square root of the number of channels. The reference has 256 channels,
-for which the divisor is 256. With this divisor, the reference's learning rates fit every width, because a step of the
-head changes the scores by the same amount."""
+"""Scores are divided by this number times the square root of the number of channels, that is by 256 for the reference's
+256 channels. A step of the head then changes the scores by the same amount at every width, so the reference's learning
+rates fit."""
 
 NORM_MOMENTUM = 0.4
 """Weight of the newest micro-batch in the running statistics of batch norms (torch's default is 0.1). In a run of 200
 steps, older statistics come from outdated weights."""
 
 WHITENING_EPS = 5e-4
-"""This share of the mean variance is added to the variance of each principal direction, because the last directions are
-noise and must not be amplified. The reference's patches have variance 1, and it adds this number itself. Adding it as a
-share of the mean variance has the same effect on the patches of this program."""
+"""Share of the mean variance that is added to the variance of each principal direction, because the last directions are
+noise and must not be amplified. The reference adds this number itself, which is the same, because its patches have
+variance 1."""
 
 
 class SpeedNet(nn.Module):
@@ -102,9 +102,9 @@ def norm(channels: int) -> nn.BatchNorm2d:
 def whitening_filters(images: Tensor) -> Tensor:
     """Returns filters float32 (WHITENED, 3, PATCH, PATCH) that whiten the patches of images, float (N, 3, H, W).
 
-    The first half of the filters are the principal directions of the patches, divided by their standard deviations. The
-    second half are the same filters with a negative sign. A convolution with the first half gives patches whose second
-    moments are the identity, up to `WHITENING_EPS`. The mean is not subtracted, as in the reference.
+    The first half of the filters are the principal directions of the patches, divided by their standard deviations, and
+    the second half are their negatives. A convolution with the first half gives patches whose second moments are the
+    identity, up to `WHITENING_EPS`. The mean is not subtracted, as in the reference.
     """
     patches = F.unfold(images, PATCH)  # (N, 12, patches of an image), colour by colour as in a filter
     covariance = (patches @ patches.mT).mean(0).double().cpu() / patches.shape[2]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class UserModel(ThirdParty):
     """A model in the user's own code. Its fields are the options that `register_user_model` makes from the arguments of
-    the class or function that builds the model. The values of the fields are not checked against limits."""
+    the class or function that builds the model. Their values are not checked against limits."""
 
     may_need_values = True
     make: ClassVar[Callable[..., Any]]
@@ -39,11 +39,12 @@ class UserModel(ThirdParty):
 
 def register_user_model(name: str) -> None:
     """Adds a model of the user to the registry: the class or function FILE.py:NAME or PACKAGE.MODULE:NAME, which makes
-    a module that maps images (N, 3, H, W) to scores (N, classes).
+    a module that maps images (N, 3, H, W) to scores (N, classes). Only the command line may name it, because loading it
+    runs code.
 
-    An argument becomes an option if its default is a bool, number, string, list, tuple, dict or None. `num_classes` is
-    no option and receives the number of classes. Only the command line may name a user's model, because loading it runs
-    code. Raises UsageError if the model cannot be imported, or if another argument has no default or is called `name`.
+    An argument becomes an option if its default is a bool, number, string, list, tuple, dict or None. `num_classes`
+    receives the number of classes. Raises UsageError if the model cannot be imported, or if an argument other than
+    `num_classes`, *args and **kwargs has no default or is called `name`.
     """
     make = user_code.load(name, "--model")
     arguments = dict(inspect.signature(make).parameters)

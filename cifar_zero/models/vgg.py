@@ -1,8 +1,5 @@
-"""Defines VGG-16 (Simonyan and Zisserman 2015, configuration D) with batch normalisation.
-
-The layers and their names are the same as in torchvision's vgg16_bn. At width 1, weights of torchvision's model
-therefore fit this model, and the other way round.
-"""
+"""Defines VGG-16 (Simonyan and Zisserman 2015, configuration D) with batch normalisation. The layers and their names
+are those of torchvision's vgg16_bn, so at width 1 each model's weights fit the other."""
 
 from torch import Tensor, nn
 from torchvision.models.vgg import cfgs, make_layers

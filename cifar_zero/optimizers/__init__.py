@@ -1,9 +1,6 @@
 """Defines the registry of optimizers. Each entry is a dataclass. Its fields are the `--optimizer.<option>` flags, and
-its method `build` makes the optimizer.
-
-The strategy chooses the implementation: torch's optimizer, or DeepSpeed's optimizer for the CPU if the optimizer is
-offloaded. Importing the registry imports neither torch nor DeepSpeed.
-"""
+its method `build` makes the optimizer in the implementation that the strategy chooses. Importing the registry imports
+neither torch nor DeepSpeed."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -11,8 +8,8 @@ from typing import Any, ClassVar, Literal
 from cifar_zero.core.usage import Options, limited
 
 Implementation = Literal["torch", "torch_fused", "deepspeed_cpu"]
-"""The code that updates the weights, which the strategy chooses. `torch` is torch's own optimizer. `torch_fused`
-updates all parameters in one call of torch on CUDA, which accepts no DTensors of several meshes. `deepspeed_cpu` is
+"""The code that updates the weights, which the strategy chooses. `torch` is torch's own optimizer. `torch_fused` is
+torch's update of all parameters in one call on CUDA, which accepts no DTensors of several meshes. `deepspeed_cpu` is
 DeepSpeed's code for an optimizer that is offloaded to the CPU."""
 
 
@@ -33,8 +30,8 @@ class OptimizerOptions(Options):
     moments: ClassVar[int] = 0  # numbers kept per element of a parameter, without those of `momentum` and `centered`
 
     temporaries: ClassVar[int] = 1
-    """Numbers that the update of torch allocates and frees for each element if it updates all parameters together, in
-    several calls. It does so on CUDA unless it is fused."""
+    """Temporary numbers that torch's update allocates per element of a parameter if it updates all parameters together
+    in several calls, as it does on CUDA unless it is fused."""
 
     loops_on_cpu: ClassVar[bool] = True
     """Whether the update goes through the parameters one by one on the CPU, so that its temporary tensors are small."""
@@ -49,8 +46,8 @@ class OptimizerOptions(Options):
 
     def build(self, parameters: Any, implementation: Implementation) -> Any:
         """Returns the optimizer of `parameters`, which may be parameter groups. It is an instance of the class
-        Torch<name> in `torch_updates` if there is one, or else of torch's class of the same name. A subclass overrides
-        this method if another library implements it, such as DeepSpeed, or if it needs other options."""
+        Torch<name> in `torch_updates` if there is one, or else of torch's class of the same name. Subclasses override
+        this method to use DeepSpeed's implementation or to pass other options."""
         import torch
 
         from cifar_zero.optimizers import torch_updates

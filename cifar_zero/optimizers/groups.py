@@ -1,6 +1,5 @@
-"""Divides a model's parameters into the parameter groups of an optimizer. Groups differ in whether their parameters
-decay, are updated by Muon, or have a separate learning rate. This module also adapts a checkpoint's optimizer state,
-which may have other groups, to these groups."""
+"""Divides a model's parameters into the parameter groups of an optimizer, by weight decay, Muon and separate learning
+rates. Also adapts a checkpoint's optimizer state, which may have other groups, to these groups."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,16 +14,10 @@ from cifar_zero.optimizers import Muon, MuonSGD, OptimizerOptions
 def parameter_groups(
     optimizer: OptimizerOptions, parameters: Mapping[str, Any], shape: Callable[[Any], Sequence[int]] = Tensor.size
 ) -> list[dict[str, Any]]:
-    """Returns the parameter groups for an optimizer. They are in the model's order, except that groups with a separate
-    learning rate come last. Frozen parameters are in no group.
-
-    Each group lists the names of its parameters as `param_names`, a key of torch's optimizers. A checkpoint therefore
-    records which index belongs to which parameter.
-
-    Args:
-        parameters: the model's parameters in the model's order, keyed by name.
-        shape: returns the unsharded shape of a parameter.
-    """
+    """Returns the parameter groups for an optimizer, in the model's order, except that groups with a separate learning
+    rate come last. Frozen parameters are in no group. Each group lists the names of its parameters as `param_names`, a
+    key of torch's optimizers, so that a checkpoint records which index belongs to which parameter. `shape` returns the
+    unsharded shape of a parameter."""
     dimensions = {name: len(shape(each)) for name, each in parameters.items()}
     # The weights of linear and convolution layers, in the model's order.
     weights = [name for name, number in dimensions.items() if number in (2, 4) and name.endswith("weight")]
@@ -60,10 +53,10 @@ def parameter_groups(
 
 
 def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a saved optimizer state, adapted to the options and groups of the optimizer that will load it. The saved
-    state may come from another implementation, device or grouping. The options are those of `optimizer`, except that
-    the learning rates are the saved ones, because a schedule has changed them. If a group has no `param_names`, the
-    saved groups are assumed to match the optimizer's groups in order and content."""
+    """Returns a saved optimizer state, which may come from another implementation, device or grouping, adapted to the
+    groups and options of the optimizer that will load it. Only the learning rates (`lr` and `initial_lr`), which a
+    schedule has changed, stay as saved. If a group has no `param_names`, the saved groups are assumed to match the
+    optimizer's groups in order and content."""
     own_groups = optimizer.param_groups
     expected_names: list[Any] = [group.get("param_names") for group in own_groups]
     saved_names = [group.get("param_names") for group in state["param_groups"]]
@@ -78,9 +71,8 @@ def keep_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def match_strides(optimizer: Optimizer) -> None:
-    """Gives each tensor in an optimizer's loaded state the strides that torch gives to the state of a new optimizer.
-    torch's fused updates read parameter and state in memory order. Tensors of another shape than their parameter stay
-    as they are."""
+    """Gives each tensor in an optimizer's loaded state that has the shape of its parameter the parameter's strides, as
+    in a new optimizer. torch's fused updates read parameter and state in memory order."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if getattr(value, "shape", None) == parameter.shape and value.stride() != parameter.stride():
@@ -88,8 +80,8 @@ def match_strides(optimizer: Optimizer) -> None:
 
 
 def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns the group and the state of each parameter in a checkpoint's optimizer state, keyed by parameter name. The
-    state of a parameter is empty before the first step."""
+    """Returns the group and the state of each parameter in a checkpoint's optimizer state, keyed by parameter name. A
+    parameter that was never updated has an empty state."""
     entries: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for group in state["param_groups"]:
         for name, number in zip(group["param_names"], group["params"], strict=True):
@@ -98,7 +90,8 @@ def by_name(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, 
 
 
 def _regrouped(state: dict[str, Any], new_names: list[list[str]]) -> dict[str, Any]:
-    """Returns a saved optimizer state with its parameters divided into the groups that `new_names` lists."""
+    """Returns a saved optimizer state with its parameters divided into the groups that `new_names` lists. A group has
+    the options that its first parameter's group had."""
     saved = by_name(state)
     groups: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []

@@ -20,9 +20,9 @@ from torch.optim.sgd import sgd
 
 
 class GroupOptimizer(Optimizer):
-    """An optimizer that calls `update` for each parameter group, with the parameters that have a gradient. DTensors of
-    different meshes are updated in separate calls. The state is created at the first step and not earlier, because ZeRO
-    replaces the model's parameters by flat ones after the optimizer has been created."""
+    """An optimizer that calls `update` for each parameter group, with the parameters that have a gradient. The state is
+    created at the first step and not earlier, because ZeRO replaces the model's parameters by flat ones after the
+    optimizer has been created."""
 
     def __init__(self, params: Any, **defaults: Any):
         super().__init__(params, defaults)
@@ -55,17 +55,17 @@ class GroupOptimizer(Optimizer):
         return [self.state[parameter][name] for parameter in parameters]
 
     def counts(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the step count of each parameter, a float32 scalar on the CPU that starts at 0. torch's functions
-        expect this form, and increase the counts in place."""
+        """Returns the step count of each parameter, a float32 scalar on the CPU that starts at 0 and that torch's
+        functions increase in place."""
         return [self.state[parameter].setdefault("step", torch.tensor(0.0)) for parameter in parameters]
 
 
 class TorchAdagrad(GroupOptimizer):
-    """Adagrad with torch's update. Its options are lr, eps and weight_decay. The weight decay is an L2 penalty.
+    """Adagrad with torch's update and an L2 penalty.
 
-    torch.optim.Adagrad (2.15) is not used, because it creates its state in its constructor. DeepSpeed (0.19.8)
-    therefore creates another Adagrad for ZeRO's flat parameters. That optimizer has only one parameter group, and the
-    schedule does not change its learning rate.
+    torch.optim.Adagrad (2.15) creates its state in its constructor. DeepSpeed (0.19.8) therefore creates another
+    Adagrad for ZeRO's flat parameters, which has only one parameter group, and whose learning rate the schedule does
+    not change.
     """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -83,12 +83,11 @@ class TorchAdagrad(GroupOptimizer):
 
 
 class TorchLion(GroupOptimizer):
-    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2). It updates all parameters
-    of a group at once. betas[0] is the weight of the momentum in the update's direction, and betas[1] is the decay of
-    the momentum.
+    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2). betas[0] is the weight of
+    the momentum in the update's direction, and betas[1] is the decay of the momentum.
 
-    torch (2.15) has no Lion. DeepSpeed's implementations (0.19.8, csrc/lion) take the sign of 0 as 1 or -1. A weight
-    whose gradient is always 0, behind a dead ReLU for example, therefore drifts by the learning rate in each step.
+    torch (2.15) has no Lion. DeepSpeed's implementations (0.19.8, csrc/lion) take the sign of 0 as 1 or -1, so a weight
+    whose gradient is always 0, behind a dead ReLU for example, drifts by the learning rate in each step.
     """
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -105,16 +104,14 @@ class TorchLion(GroupOptimizer):
 
 
 class TorchMuon(GroupOptimizer):
-    """Updates the weights in parameter groups with the option `muon` by Muon (Jordan et al. 2024). Weights that have
-    the same shape as matrices are updated at once. Other groups are updated by AdamW if they have the option `betas`,
-    else by SGD with Nesterov's momentum.
+    """Updates the weights in parameter groups with the option `muon` by Muon (Jordan et al. 2024). Other groups are
+    updated by AdamW if they have the option `betas`, else by SGD with Nesterov's momentum.
 
     A convolution's weight (out, in, height, width) is treated as the matrix (out, in x height x width), as in Keller
     Jordan's own programs (github.com/KellerJordan/Muon, muon.py, and cifar10-airbench, airbench94_muon.py).
-    torch.optim.Muon (2.15) orthogonalises one matrix after the other and accepts no convolutions.
-
-    If the groups have AdamW's option betas, Muon's steps are scaled to the size of AdamW's steps. Otherwise Muon's
-    weights are scaled to the length sqrt(out) before each step.
+    torch.optim.Muon (2.15) orthogonalises one matrix after the other and accepts no convolutions. With the option
+    `betas`, Muon's steps are scaled to the size of AdamW's steps. Without it, Muon's weights are scaled to the length
+    sqrt(out) before each step.
 
     Args:
         fused: whether SGD updates all parameters of a group in one call, on CUDA.
@@ -189,12 +186,11 @@ class TorchMuon(GroupOptimizer):
 
 def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
     """Returns matrices that have the same singular vectors as `matrices` (count, rows, columns), and singular values
-    close to 1.
+    close to 1: after five steps, most lie between 0.7 and 1.2.
 
-    The result is computed by Newton-Schulz iterations with the coefficients that torch.optim.Muon takes from Jordan et
-    al. 2024 (kellerjordan.github.io/posts/muon). After five steps, most of the singular values lie between 0.7 and 1.2.
-    The iterations run in bfloat16 on CUDA, as in that article. On the CPU they run in the matrices' dtype, because few
-    CPUs multiply in bfloat16.
+    The coefficients of the Newton-Schulz iterations are those of torch.optim.Muon (Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon). They run in bfloat16 on CUDA, as in that article, and on the CPU in the
+    matrices' dtype, because few CPUs multiply in bfloat16.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices
@@ -210,8 +206,7 @@ def orthogonalized(matrices: Tensor, steps: int, device_type: str) -> Tensor:
 
 
 def _stacks(weights: list[Tensor]) -> Iterable[list[int]]:
-    """Groups weights that have the same shape as matrices, and returns the indices of each group. The matrices of a
-    group are orthogonalised at once."""
+    """Returns the indices of the weights, grouped by the shape that the weights have as matrices."""
     stacks: dict[tuple[int, int], list[int]] = {}
     for number, weight in enumerate(weights):
         stacks.setdefault((len(weight), weight.numel() // len(weight)), []).append(number)

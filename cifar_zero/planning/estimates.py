@@ -1,5 +1,5 @@
-"""Adds up the parts of the memory that a rank needs under each strategy, and compares them with the memory that is
-available to the rank. Recommends a strategy, both for `cifar-zero plan` and for `--strategy auto`."""
+"""Adds up the memory that a rank needs under each strategy, compares it with the available memory, and recommends a
+strategy, both for `cifar-zero plan` and for `--strategy auto`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cifar_zero.config.settings import Settings
 from cifar_zero.config.strategy_specs import AUTO, STRATEGIES
 from cifar_zero.core.console import say
 from cifar_zero.core.errors import UsageError
-from cifar_zero.core.hardware import free_memory_bytes, gpu_count, gpu_memory_bytes
+from cifar_zero.core.hardware import free_memory_bytes, gpu_memory_bytes
 from cifar_zero.launch import rank_environment
 from cifar_zero.planning import formulas
 from cifar_zero.planning.formulas import Network, Prediction, network_of, predicted
@@ -30,9 +30,8 @@ PLANNED = sorted(
     (name for name, spec in STRATEGIES.items() if not spec.one_replica and name != "fsdp"),  # fsdp is fsdp2
     key=lambda name: ("", "cpu", "nvme").index(STRATEGIES[name].offload_optimizer),
 )
-"""The strategies with a formula, in the order of recommendation. Strategies without offload come first, then strategies
-that offload to the host, then strategies that offload to a disk. Within each group, the strategy that shards least
-comes first."""
+"""The strategies with a formula, in the order of recommendation: without offload, with offload to the host, with
+offload to a disk. Within each group, the strategy that shards least comes first."""
 
 RULE = "the first row that fits; rows that keep states in the host's memory or on a disk come last, as they are slower"
 
@@ -40,7 +39,7 @@ UNITS = {"": 10**9, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib":
 
 USABLE = 0.9
 """Share of a device's memory that a plan uses. The rest is for the CUDA context, the workspaces of cuBLAS and NCCL, and
-fragmentation of the allocator. vLLM's gpu_memory_utilization has the same default (vLLM 0.11, vllm/config/cache.py)."""
+fragmentation. vLLM's gpu_memory_utilization has the same default (vLLM 0.11, vllm/config/cache.py)."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +50,19 @@ class MemoryBudget:
     host: int | None  # None if it is unknown and not checked
     shared: bool = False  # whether the device is the CPU, so that offloaded tensors stay in the same memory
     elsewhere: bool = False
-    """Whether the plan is for another machine. The plan then does not check whether this machine has a compiler
-    and --nvme_path, because the other machine may have them."""
+    """Whether the plan is for another machine. Then it is not checked whether this machine has a compiler and
+    --nvme_path."""
 
 
 def available(settings: Settings, device_memory: str | None = None, host_memory: str | None = None) -> MemoryBudget:
-    """Returns the memory that is available to a rank. On a GPU, it is the GPU's memory times USABLE. On the CPU, it is
-    the rank's memory minus CPU_RANK_BYTES. The host memory of a rank is the node's memory divided by the number of its
-    ranks, minus CPU_RANK_BYTES.
+    """Returns the memory that is available to a rank. On a GPU, it is the GPU's memory times USABLE. The host memory of
+    a rank is the node's memory divided by the number of its ranks, minus CPU_RANK_BYTES. A rank on the CPU has its host
+    memory or, if `device_memory` is given, this minus CPU_RANK_BYTES. Raises UsageError if a text is not a size.
 
     Args:
-        device_memory: Memory of one device (--device_memory). The default is the memory of this machine's devices.
+        device_memory: Memory of one device (--device_memory). The default is what this machine has.
         host_memory: Memory of a node (--host_memory). The default is the memory that is free on this machine, or
             unknown if `device_memory` is given.
-
-    Raises:
-        UsageError: If one of the texts is not a size.
     """
     assert settings.placement.devices != "auto"
     on_cpu = settings.placement.accelerator == "cpu"
@@ -84,7 +80,7 @@ def available(settings: Settings, device_memory: str | None = None, host_memory:
     if on_cpu:
         assert host is not None
         return MemoryBudget(host, host, shared=True)
-    return MemoryBudget(round(USABLE * gpu_memory_bytes() / gpu_count()), host)
+    return MemoryBudget(round(USABLE * min(gpu_memory_bytes()[: settings.placement.devices])), host)
 
 
 def size_in_bytes(text: str, flag: str) -> int:
@@ -117,8 +113,8 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """The peak of the memory on the device. It is reached either in the backward pass, with activations and
-        buckets, or in the optimizer's update, without activations and buckets."""
+        """The peak of the memory on the device, either in the backward pass or in the optimizer's update. Activations
+        and buckets are freed before the update."""
         return self.states.device.total + self.average + max(self.buckets + self.activations, self.update)
 
     @property
@@ -127,20 +123,20 @@ class MemoryEstimate:
 
     @property
     def host(self) -> int:
-        """The rank's peak host memory, without the memory of the bare process. `available` subtracts CPU_RANK_BYTES for
-        the bare process."""
+        """The rank's peak host memory, without the memory of the bare process, which `available` subtracts as
+        CPU_RANK_BYTES."""
         return max(self.built_on_host, self._host_in_training)
 
     def bytes_to_compare(self, budget: MemoryBudget) -> int:
-        """Returns the bytes to compare with `budget.device`. They include the bytes on the host if device and host
-        share one memory."""
+        """Returns the bytes to compare with `budget.device`, with those on the host if device and host share one
+        memory."""
         if budget.shared:
             return max(self.built_on_host, self.device + self._host_in_training)
         return self.device
 
     def shortages(self, budget: MemoryBudget) -> dict[str, tuple[int, int]]:
-        """Returns a pair for each memory that is too small: the needed bytes and the available bytes. The keys are
-        `device` and `host`, and a memory that suffices has no key."""
+        """Returns the needed and the available bytes of each memory that is too small. The keys are `device` and
+        `host`."""
         shortages: dict[str, tuple[int, int]] = {}
         if self.bytes_to_compare(budget) > budget.device:
             shortages["device"] = (self.bytes_to_compare(budget), budget.device)
@@ -152,12 +148,10 @@ class MemoryEstimate:
 def estimate_all(
     run: Run, network: Network, budget: MemoryBudget, fits_by_format: dict[str, LinearFit]
 ) -> list[MemoryEstimate]:
-    """Returns the memory that a run needs under each strategy of PLANNED, whatever strategy the run names.
-
-    `fits_by_format` is a cache that maps a compute format to the run's activations. Missing formats are added. Raises
+    """Returns the memory that a run needs under each strategy of PLANNED, in this order, whatever strategy the run
+    names. `fits_by_format` maps a compute format to the run's activations. Missing formats are added to it. Raises
     UsageError if the batch size cannot be divided, if a model is split over ranks (--tensor_parallel_size,
-    --pipeline_parallel_size), or if activation checkpointing finds no blocks.
-    """
+    --pipeline_parallel_size), or if activation checkpointing finds no blocks."""
     if run.placement.tensor_parallel_size or run.placement.pipeline_parallel_size:
         raise UsageError("--tensor_parallel_size and --pipeline_parallel_size cannot be planned: leave them out")
     return [_estimate(run.changed(strategy=name, ds_config=""), network, budget, fits_by_format) for name in PLANNED]
@@ -193,8 +187,6 @@ def _estimate(run: Run, network: Network, budget: MemoryBudget, fits_by_format: 
 
 
 def _activations(run: Run, fits_by_format: dict[str, LinearFit]) -> LinearFit:
-    """Returns the activations of a run as a function of the images in a micro-batch. They are counted once for each
-    compute format, and then kept in `fits_by_format`."""
     from cifar_zero.planning.activations import format_of, measure
 
     computes = format_of(run.spec, run.placement.precision)
@@ -214,12 +206,7 @@ def _most_images(estimate: MemoryEstimate, activation_fit: LinearFit, budget: Me
 def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tuple[MemoryEstimate | None, str]:
     """Returns the estimate of the strategy that RULE recommends, and a sentence with its figures. SuperOffload is never
     recommended. If no other strategy fits, returns None and a sentence that says what is missing. `estimates` are in
-    the order of PLANNED.
-
-    Raises:
-        UsageError: if `train` would refuse every strategy. The message says why it refuses the first strategy of
-            PLANNED.
-    """
+    the order of PLANNED. Raises UsageError if `train` would refuse every strategy, with the reason for the first."""
     accepted = [estimate for estimate in estimates if not estimate.refused]
     if not accepted:
         raise UsageError(estimates[0].refused)
@@ -240,18 +227,14 @@ def recommended(estimates: Sequence[MemoryEstimate], budget: MemoryBudget) -> tu
 
 
 def gigabytes(size: int) -> str:
-    """Returns a number of bytes as a text in GB (10^9 bytes), with two decimals."""
     return f"{size / 1e9:,.2f}"
 
 
 def without_auto(settings: Settings) -> Settings:
-    """Returns the settings with the recommended strategy if their strategy is auto, or else unchanged. Prints the
-    recommended strategy and the reason for it.
-
-    Raises:
-        UsageError: if no strategy fits, or `train` would refuse every strategy. Also if torchrun, srun or DeepSpeed's
-            launcher started this process, because each rank would then choose separately, and the choices could differ.
-    """
+    """Returns the settings with the recommended strategy, and prints it and the reason, if their strategy is auto.
+    Otherwise returns them unchanged. Raises UsageError if no strategy fits, or if `train` would refuse every strategy.
+    Also if torchrun, srun or DeepSpeed's launcher started this process, because the choices of the ranks could
+    differ."""
     if settings.placement.strategy != AUTO:
         return settings
     if rank_environment.is_rank():
@@ -267,4 +250,4 @@ def without_auto(settings: Settings) -> Settings:
     if choice is None:
         raise UsageError(f"--strategy auto: {reason}; or choose a strategy to try it anyway")
     say(f"--strategy auto: {reason}")
-    return settings.changed(strategy=choice.strategy)
+    return settings.changed(strategy=choice.strategy, devices=run.placement.devices)

@@ -1,11 +1,11 @@
-"""Computes a rank's memory under each strategy, in bytes. The formulas cover the rank's model states (parameters,
-gradients, optimizer state) and everything else that the rank holds, except activations.
+"""Computes a rank's memory under each strategy, in bytes: its model states (parameters, gradients, optimizer state) and
+everything else except activations.
 
-They follow Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections
-3.1 and 5. With Adam in mixed precision, a parameter takes 2 bytes and its gradient 2 bytes. Its float32 master weight
-and two moments take 12 bytes. On each of N ranks, a parameter therefore takes 16 bytes at stage 0, 4 + 12/N at stage 1,
-2 + 14/N at stage 2 and 16/N at stage 3. Where DeepSpeed 0.19.8 and torch 2.15 differ from the paper, the formulas
-follow the software:
+The formulas follow Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+sections 3.1 and 5. With Adam in mixed precision, a parameter takes 2 bytes, its gradient 2 bytes, and its float32
+master weight and two moments 12 bytes. On each of N ranks, this is 16 bytes at stage 0, 4 + 12/N at stage 1, 2 + 14/N
+at stage 2 and 16/N at stage 3. Where DeepSpeed 0.19.8 and torch 2.15 differ from the paper, the formulas follow the
+software:
 
 - DeepSpeed keeps float32 master weights as a second copy even if the model is float32, and torch never keeps them. A
   float32 model under autocast takes 4 bytes for each number that takes 2 bytes in a cast model.
@@ -29,10 +29,9 @@ from cifar_zero.optimizers import OPTIMIZERS, SGD, Muon, MuonSGD, OptimizerOptio
 FLOAT32 = 4
 
 REUSE_ELEMENTS = 10**9
-"""Default of DeepSpeed's stage3_max_reuse_distance. ZeRO 3 keeps a gathered parameter if it is used again within this
-number of elements (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). The backward pass goes
-through the model in the opposite direction. At the end of the forward pass, the last REUSE_ELEMENTS / 2 elements are
-therefore used again within this distance."""
+"""Default of DeepSpeed's stage3_max_reuse_distance: ZeRO 3 keeps a gathered parameter that is used again within this
+number of elements (DeepSpeed 0.19.8, zero/config.py and partitioned_param_coordinator.py). The backward pass starts
+where the forward pass ends, so the last REUSE_ELEMENTS / 2 elements are kept."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,9 @@ class Weight:
         return self.elements // self.ranks_that_share
 
     def shard(self, ranks: int) -> int:
-        """Returns the number of elements in the largest shard of ZeRO. Experts are sharded among the ranks that have
-        the same experts. A shard has as many elements as with all ranks."""
+        """Returns the number of elements in the largest shard of ZeRO. A rank keeps 1 / `ranks_that_share` of the
+        experts, and shards these among the ranks / `ranks_that_share` ranks that have the same ones, so they need no
+        other formula."""
         return math.ceil(self.elements / ranks)
 
     def shard_of_rows(self, ranks: int) -> int:
@@ -70,7 +70,7 @@ class Network:
 
     weights: tuple[Weight, ...]
     blocks: tuple[int, ...]
-    """Number of elements of each block. fsdp2 shards each block separately."""
+    """Number of elements of each block, which fsdp2 shards separately."""
     built_unsharded: bool = False
     """Whether the full model is built on the host before ZeRO 3 shards it."""
 
@@ -95,9 +95,9 @@ class Network:
 
 
 def network_of(run: Run) -> Network:
-    """Returns the properties of a run's model, with its adapters and frozen weights. The model is built without values,
-    on torch's meta device. Raises UsageError for what `create_meta_model` and `check_patterns` refuse, such as a
-    --lora.target or --trainable that matches nothing in the model."""
+    """Returns the properties of a run's model, with its adapters and frozen weights, which is built on torch's meta
+    device. Raises UsageError for what `create_meta_model` and `check_patterns` refuse, such as a --lora.target or
+    --trainable that matches nothing in the model."""
     from cifar_zero.build_model import blocks_of, check_patterns, create_meta_model
     from cifar_zero.models.moe import MixtureOfExperts
     from cifar_zero.optimizers.groups import parameter_groups
@@ -182,16 +182,15 @@ def predicted(run: Run, network: Network) -> Prediction:
 
 def parameter_size(spec: Spec, precision: str) -> int:
     """Returns how many bytes a rank stores for each element of a parameter. It is 2 with bf16-true, and also under
-    DeepSpeed with any precision except 32-true. Otherwise it is 4, because autocast and fsdp2's mixed precision keep
-    the parameters in float32."""
+    DeepSpeed with any precision except 32-true. Autocast and fsdp2's mixed precision keep float32."""
     if precision == "bf16-true" or (spec.family == "deepspeed" and precision != "32-true"):
         return 2
     return FLOAT32
 
 
 def _state_tensors(optimizer: OptimizerOptions, by_muon: bool) -> int:
-    """Returns how many numbers an optimizer keeps for each element of a parameter, which Muon updates if `by_muon`.
-    torch's optimizers and DeepSpeed's C++ versions keep the same."""
+    """Returns how many numbers an optimizer keeps for each element of a parameter. `by_muon` is whether Muon updates
+    the parameter. torch's optimizers and DeepSpeed's C++ versions keep the same."""
     if isinstance(optimizer, Muon | MuonSGD):  # all other parameters are updated by AdamW, or by SGD with momentum
         return 2 if isinstance(optimizer, Muon) and not by_muon else 1
     more = sum(bool(getattr(optimizer, option, 0)) for option in ("momentum", "centered"))
@@ -199,12 +198,10 @@ def _state_tensors(optimizer: OptimizerOptions, by_muon: bool) -> int:
 
 
 def buckets(run: Run, network: Network) -> int:
-    """Returns the bytes that the backward pass holds in addition to activations: buckets and temporarily gathered
-    parameters.
-
-    Stage 1 also holds full gradients, which it reduces at the end of the last backward pass (zero/stage_1_and_2.py,
-    without overlap_comm). They are counted in addition to all activations, which is more than stage 1 ever holds.
-    """
+    """Returns the bytes that the backward pass holds in addition to activations: buckets, temporarily gathered
+    parameters and, at stage 1, full gradients. Stage 1 reduces these at the end of the last backward pass
+    (zero/stage_1_and_2.py, without overlap_comm). They are counted in addition to all activations, which is more than
+    stage 1 ever holds."""
     size = parameter_size(run.spec, run.placement.precision)
     if run.spec.family == "fsdp2":
         # The block that computes, the block that is gathered ahead, and the gradients of one block. In mixed precision
@@ -252,8 +249,8 @@ def update(run: Run, network: Network) -> int:
 
 
 def _temporaries(run: Run) -> int:
-    """Returns how many temporary numbers the optimizer's update takes for each element (OptimizerOptions.temporaries).
-    They are 0 where torch's fused optimizer is used (`optimizer_implementation` of the hooks in strategies/)."""
+    """Returns how many temporary numbers the optimizer's update takes for each element. They are 0 where torch's fused
+    optimizer is used (`optimizer_implementation` of the hooks in strategies/)."""
     optimizer = OPTIMIZERS[run.recipe.optimizer.name](**run.recipe.optimizer.options)
     if run.on_cpu:
         return 0 if optimizer.loops_on_cpu else optimizer.temporaries
@@ -268,9 +265,8 @@ def _temporaries(run: Run) -> int:
 
 
 def average(run: Run, network: Network) -> int:
-    """Returns the bytes that a rank holds for the average of the weights (callbacks/averaging.py), which is in float32.
-    If the weights are cast to a lower precision, the bytes include a float32 copy of the weights. Returns 0 if the run
-    averages no weights."""
+    """Returns the bytes that a rank holds for the float32 average of the weights (callbacks/averaging.py), with a
+    float32 copy of the weights if these are in a lower precision. Returns 0 if the run averages no weights."""
     if not run.recipe.ema:
         return 0
     elements = network.trained_per_rank
@@ -296,12 +292,12 @@ def host_buffers(run: Run, network: Network) -> int:
 
 
 def built_on_host(run: Run, network: Network) -> int:
-    """Returns the bytes that the model takes on the host while it is built, before it is cast and sharded. Returns 0
-    for strategies that build it on the device.
+    """Returns the bytes that the model takes on the host while it is built, in float32, or in bfloat16 with bf16-true,
+    before it is cast and sharded. Returns 0 for strategies that build it on the device.
 
-    The model is built in float32, or in bfloat16 with bf16-true. fsdp2 builds it on the host. Stage 3 shards each layer
-    right after it is built (deepspeed/strategy.py), but builds full models of other packages on the host. Where stage 3
-    keeps the shards in the host's memory, the bytes are those of the rank's shard.
+    fsdp2 builds it on the host. Stage 3 shards each layer right after it is built (deepspeed/strategy.py), but builds
+    full models of other packages on the host. If stage 3 keeps the shards in the host's memory, the bytes are those of
+    the rank's shard.
     """
     if run.spec.family != "fsdp2" and run.spec.stage < 3:
         return 0

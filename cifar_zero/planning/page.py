@@ -1,4 +1,5 @@
-"""Writes an HTML page with sliders, which shows the memory and the bytes sent of one rank under each strategy."""
+"""Writes an HTML page with sliders, which shows the memory and the bytes sent of one rank under the strategies of
+SHOWN."""
 
 import json
 from itertools import product

@@ -1,7 +1,6 @@
 """Predicts the memory that a run needs under each strategy, before anything is launched, and recommends one."""
 
 import json
-import os
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from cifar_zero.core.hardware import gpu_count
 from cifar_zero.planning.estimates import PLANNED, RULE, MemoryEstimate, available, estimate_all, gigabytes, recommended
 from cifar_zero.planning.formulas import network_of
 from cifar_zero.training.resolve import make_run, resolve_devices
+from stepcheck.report import check_file
 
 EPILOG = """\
 exit code: 0 if a strategy fits, 1 if none does, 2 for wrong usage
@@ -41,8 +41,10 @@ def main() -> int:
         raise UsageError("--ds_config cannot be planned: leave it out to plan all named strategies")
     config = config.changed(strategy=Placement.strategy)  # every strategy is planned, whatever the settings name
     any_batch_size, here = "batch_size" not in config.named, arguments.device_memory is None
-    if config.placement.devices == "auto" and (any_batch_size or not here):
-        config = config.changed(devices=max(1, gpu_count()) if here and config.placement.accelerator != "cpu" else 1)
+    any_devices = config.placement.devices == "auto"
+    if any_devices and (any_batch_size or not here):
+        gpus = gpu_count() if here and config.placement.accelerator != "cpu" else 0
+        config = config.changed(devices=max(gpus, config.recipe.model.options.get("ep_size", 1)))
     config = (
         resolve_devices(config, PLANNED) if here else with_accelerator(config, config.placement.accelerator != "cpu")
     )
@@ -51,13 +53,13 @@ def main() -> int:
         config = config.changed(batch_size=IMAGES * config.placement.world_size * config.placement.accumulate)
         flags += ["--batch_size", str(config.recipe.batch_size)]
     if arguments.html:
-        if arguments.html.is_dir() or not os.access(arguments.html.parent, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"--html {arguments.html} is a folder, or is in none that can be written: give another file"
-            )
+        page = arguments.html.resolve()  # so that a link stays a link
+        check_file("html", page)
+        if page.exists() and not page.is_file():
+            raise UsageError(f"--html: {page} is a device or a pipe; give a file")
         from cifar_zero.planning.page import write_page
 
-        write_page(arguments.html, with_accelerator(config, on_gpu=True))
+        write_page(page, with_accelerator(config, on_gpu=True))
         print(f"page  {arguments.html}")
         return 0
     run = make_run(config)
@@ -68,6 +70,8 @@ def main() -> int:
     start = ""
     if choice is not None:
         flags += ["--strategy", choice.strategy]
+        if any_devices:
+            flags += ["--devices", str(run.placement.devices)]
         start = command("train", *flags)
         if run.placement.num_nodes > 1:
             start = f"{torchrun('train', run.placement.num_nodes, run.placement.devices)} {shlex.join(flags)}"
@@ -122,8 +126,7 @@ def _parse() -> tuple[Namespace, list[str]]:
 
 
 def print_plan(estimates: Sequence[MemoryEstimate]) -> None:
-    """Prints a row for each strategy, in GB on the rank with the most bytes, and the reasons why strategies are
-    refused."""
+    """Prints a row for each strategy, in GB on the rank with the most bytes, and why strategies are refused."""
     row = "{:<31}{:>8}{:>9}{:>13}{:>8}{:>8}{:>6}{:>8}"
     print(row.format("GB per rank", "states", "buckets", "activations", "device", "host", "fits", "batch"))
     for estimate in estimates:

@@ -1,8 +1,8 @@
 """Defines the registry of learning-rate schedules. Each entry is a dataclass whose fields are the `--schedule.<option>`
 flags.
 
-The registry has the schedules of torch and transformers, DeepSpeed's schedules with a warm-up, and a range test. A
-schedule is a closed formula for the learning rate of optimizer step k (from 0), so a resumed run needs only k.
+The registry has schedules of torch and transformers, DeepSpeed's schedules with a warm-up, and a range test. A schedule
+is a closed formula for the learning rate of optimizer step k (from 0), so a resumed run needs only k.
 """
 
 import math
@@ -32,14 +32,13 @@ class FiniteSchedule(Schedule):
 
 
 def share_done(step: float, total: float) -> float:
-    """Returns the share of `total` steps that are done, from 0 to 1. It stays 1 after the last step, and is 1 if
-    `total` is 0 or less."""
+    """Returns the share of `total` steps that are done, from 0 to 1. It is 1 after the last step, and if `total` is at
+    most 0."""
     return min(max(step / total, 0.0), 1.0) if total > 0 else 1.0
 
 
 def cosine(start: float, end: float, share: float) -> float:
-    """Returns the value of half a cosine wave that goes from `start` to `end`, at the position `share` of its length (0
-    to 1)."""
+    """Returns the value of half a cosine wave from `start` to `end`, at the position `share` (0 to 1) of its length."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
 
 
@@ -212,7 +211,7 @@ class WarmupLR(Schedule):
     def _share(self, step: float) -> float:
         """Returns how much of the rise from warmup_min_lr to the optimizer's learning rate is done at a step, from 0 to
         1, bit for bit as in DeepSpeed (deepspeed/runtime/lr_schedules.py, 0.19.8). DeepSpeed's counter starts at -1 and
-        is read before a step, so that steps 0 and 1 have the lowest learning rate."""
+        is read before a step, so steps 0 and 1 both have the lowest learning rate."""
         iteration, warmup_num_steps = step - 1, max(2, self.warmup_num_steps)
         if iteration >= warmup_num_steps:
             return self._after(step)
@@ -255,12 +254,8 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 def with_total_steps(schedule: Schedule, steps: Callable[[], float]) -> Schedule:
     """Returns a copy of the schedule in which `total_steps` is the number of optimizer steps of the run, if the
-    schedule has this option and its value is 0. Otherwise returns the schedule itself. Raises ValueError if the
-    schedule needs this number and the run has no end.
-
-    Args:
-        steps: returns the optimizer steps of the run. It is called only if the schedule needs them.
-    """
+    schedule has this option and its value is 0. Otherwise returns the schedule itself, without calling `steps`, which
+    returns the number. Raises ValueError if the schedule needs the number and the run has no end."""
     if not isinstance(schedule, FiniteSchedule) or schedule.total_steps:
         return schedule
     total: Any = steps()

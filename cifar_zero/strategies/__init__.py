@@ -1,6 +1,5 @@
-"""Builds Lightning's strategy for a run. The strategies of plain PyTorch are built in this file. Each other family of
-strategies is a file or folder of this package, and only the family that a run needs is imported. hooks.py defines what
-other packages read from a strategy."""
+"""Builds Lightning's strategy for a run: those of plain PyTorch in this file, each other family in a file or folder of
+this package, which is imported only if a run needs it. hooks.py defines what other packages read from a strategy."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | str:
-    """Returns the strategy with which Lightning's Trainer trains a run. Clipping and accumulation are left to the
-    Trainer.
+    """Returns the strategy with which Lightning's Trainer trains a run, or Lightning's name for it. Clipping and
+    accumulation are left to the Trainer.
 
     Args:
         num_parameters: Number of elements of all parameters. It limits DeepSpeed's communication buckets.
@@ -34,8 +33,6 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | s
 
 
 def _plain(placement: Placement) -> Strategy | str:
-    """Returns Lightning's DDP strategy if there are several ranks or the placement names it. Otherwise returns "auto",
-    with which Lightning uses its single-device strategy."""
     if placement.strategy == "baseline" and placement.world_size == 1:
         return "auto"
     from lightning.pytorch.strategies import DDPStrategy
@@ -50,8 +47,8 @@ def _plain(placement: Placement) -> Strategy | str:
 
 
 def hooks_of(strategy: Strategy | None) -> Hooks:
-    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise an instance of the class in the strategy's
-    attribute `hooks`. Without this attribute, or if `strategy` is None, returns `Hooks`."""
+    """Returns the hooks of a strategy: EngineHooks for DeepSpeed, otherwise an instance of the class in its attribute
+    `hooks`. Without this attribute, or without a strategy, it is `Hooks`."""
     # Imported here, because the doctor imports this package without torch, and only runs under DeepSpeed need
     # DeepSpeed.
     from lightning.pytorch.strategies import DeepSpeedStrategy

@@ -1,8 +1,6 @@
-"""Shards models with torch's fully_shard (FSDP2), which is ZeRO 3 in torch itself. Each parameter is a DTensor that is
-sharded along its first dimension, or along the dimension that `tensor_parallel.data_dimension` returns.
-
-Zhao et al. 2023, "PyTorch FSDP"; https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
-"""
+"""Shards models with torch's fully_shard (FSDP2), which is ZeRO 3 in torch itself (Zhao et al. 2023, "PyTorch FSDP";
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). Each parameter is a DTensor that is sharded
+along its first dimension, or along the dimension that `tensor_parallel.data_dimension` returns."""
 
 from functools import partial
 
@@ -31,9 +29,9 @@ def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Non
     """Shards each block of a model that has `blocks`, and then the rest of the model, over mesh["data_parallel"], in
     place. If mesh["tensor_parallel"] has several ranks, the layers are first split over them.
 
-    The parameters of a block are gathered just before it computes, and the gathered copy is freed right after. A model
-    without blocks is gathered in full. Under mixed precision, parameters are gathered and used in the low precision,
-    while gradients are reduced and weights are updated in float32.
+    The parameters of a block are gathered just before it computes, and freed right after. A model without blocks is
+    gathered in full. Under mixed precision, parameters are gathered and used in bfloat16, while gradients are reduced
+    and weights are updated in float32.
     """
     if policy.param_dtype is not None:
         cast_buffers(net, policy.param_dtype)

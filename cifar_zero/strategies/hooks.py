@@ -1,8 +1,5 @@
 """Defines what other packages read from a strategy: unsharded tensors, this rank's shards, norms and sizes in bytes.
-`strategies.hooks_of` returns the hooks of a strategy.
-
-How a parameter is sharded, and where its gradient and the optimizer's copy of it are stored, depends on the strategy.
-"""
+`strategies.hooks_of` returns the hooks of a strategy."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -22,24 +19,21 @@ from cifar_zero.optimizers import Implementation
 
 
 class Hooks:
-    """The default hooks, for a strategy that uses plain tensors or DTensors as parameters and an optimizer of torch.
-
-    Each family of strategies has a subclass that overrides what differs. Every parameter that is passed in belongs to
-    the module that the strategy trains; a buffer of this module may be passed instead. "Collective" means that every
-    rank must make the same call.
-    """
+    """The default hooks, for plain tensors or DTensors as parameters and an optimizer of torch. Parameters that are
+    passed in belong to the module that the strategy trains, or are buffers of it. "Collective" means that every rank
+    must make the same call."""
 
     def __init__(self, strategy: Any = None):
         self.strategy = strategy
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
-        """Returns which implementation of an optimizer to use on a device type, cuda or cpu.
+        """Returns which implementation of an optimizer to use on a device type, cuda or cpu: torch's fused one on CUDA,
+        else torch's plain one.
 
-        torch's fused optimizer updates all parameters in one call and is used on CUDA. It is not used on the CPU, where
-        it rounds an element at the end of a tensor differently from one in the middle (torch 2.15), so that sharding
-        would change the weights. Under autocast it is used only without a gradient scaler and without clipping
-        (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under autocast, not even
-        in bfloat16.
+        On the CPU the fused one rounds an element at the end of a tensor differently from one in the middle (torch
+        2.15), so that sharding would change the weights. Under autocast it is used only without a gradient scaler and
+        without clipping (`clips`), because Lightning (2.6.6) does not clip the gradients of a fused optimizer under
+        autocast, not even in bfloat16.
         """
         precision = self.strategy.precision_plugin
         refused = isinstance(precision, MixedPrecision) and (clips or precision.scaler is not None)
@@ -59,8 +53,8 @@ class Hooks:
         return sampler["num_replicas"], sampler["rank"]
 
     def data_group(self) -> dist.ProcessGroup | None:
-        """Returns the process group that contains this rank and one rank of each other replica. Together these ranks
-        see each image once. None stands for all ranks."""
+        """Returns the process group of this rank and one rank of each other replica, which together see each image
+        once. None stands for all ranks."""
         return None
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
@@ -69,13 +63,13 @@ class Hooks:
         return {name: name for name in names}
 
     def by_plain_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's tensors together with the tensors of weights that only other ranks have. The keys of the
-        result are the names in the plain model, and the keys of `tensors` are the names on this rank. Collective."""
+        """Returns this rank's tensors together with those of weights that only other ranks have. `tensors` is keyed by
+        the names on this rank, and the result by the names in the plain model. Collective."""
         return dict(tensors)
 
     def gradients(self, module: Module) -> dict[str, Tensor]:
-        """Returns the `full_gradient` of each trained parameter of a module, on the CPU, keyed by the names in the
-        plain model. Gradients of experts that only other ranks have are included. Collective."""
+        """Returns the `full_gradient` of each trained parameter on the CPU, keyed by the names in the plain model, with
+        experts that only other ranks have. Collective."""
         gradients: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -87,33 +81,31 @@ class Hooks:
         return parameter.shape
 
     def full_gradient(self, parameter: Any) -> Tensor:
-        """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none.
-
-        The gradient is summed over micro-batches, averaged over ranks, divided by the loss scale and not yet clipped.
-        For a parameter of an expert, it is the gradient of this rank's own expert. Collective; call it only in
-        `on_before_optimizer_step` when `ends_step` returns true.
-        """
+        """Returns a float32 copy of the unsharded gradient, or zeros if the step computed none. It is summed over
+        micro-batches, averaged over ranks, divided by the loss scale and not yet clipped. For a parameter of an expert,
+        it is the gradient of this rank's own expert. Collective; call it only in `on_before_optimizer_step` when
+        `ends_step` returns true."""
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return self.unshard(parameter, gradient)
 
     def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
-        """Returns a float32 copy of a full tensor that is sharded like `parameter`, for example of its gradient.
-        `shard` is this rank's shard of the tensor. Collective."""
+        """Returns a float32 copy of the full tensor of which `shard`, sharded like `parameter`, is this rank's shard.
+        Collective."""
         return unsharded(shard).to(torch.float32, copy=True)
 
     def write(self, parameter: Any, value: Tensor) -> None:
-        """Overwrites a parameter with an unsharded value, which must be the same on every rank. Collective. Call it
-        before the optimizer is made, because the optimizer may keep a copy."""
+        """Overwrites a parameter with an unsharded value, the same on every rank. Collective. Call it before the
+        optimizer is made, because the optimizer may keep a copy."""
         with torch.no_grad():
             parameter.copy_(shard_like(value, parameter))
 
     def local(self, parameter: Any) -> Tensor:
-        """Returns the tensor that this rank holds, which is the parameter itself or its shard. It is not copied."""
+        """Returns the tensor that this rank holds, which is the parameter itself or its shard, without a copy."""
         return local_of(parameter)
 
     def shard(self, full: Tensor, parameter: Any) -> Tensor:
-        """Returns this rank's shard of an unsharded tensor, sharded like `parameter`, without communication. If the
-        parameter is not sharded, returns the tensor itself."""
+        """Returns this rank's shard of an unsharded tensor, sharded like `parameter`, or the tensor itself if the
+        parameter is not sharded. Nothing is communicated."""
         return local_of(shard_like(full, parameter))
 
     def compute_dtype(self, parameter: Any) -> torch.dtype:
@@ -121,18 +113,17 @@ class Hooks:
         return parameter.dtype
 
     def rewriting(self) -> AbstractContextManager[None]:
-        """Returns a context in which the tensors of `local` may be overwritten in place during a fit. All ranks must
-        enter it."""
+        """Returns a context in which the tensors of `local` may be overwritten in place during a fit. Collective."""
         return nullcontext()
 
     def ends_step(self) -> bool:
-        """Returns whether the micro-batch is at an accumulation boundary. Must be called in
-        `on_before_optimizer_step`."""
+        """Returns whether the micro-batch is at an accumulation boundary. Call it in `on_before_optimizer_step`."""
         return True
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns over how many ranks the gradient of a parameter is sharded or, if each rank has whole layers of its
-        own, over how many ranks these layers are distributed. Returns 1 if all ranks have the same full gradient."""
+        """Returns over how many ranks the gradient of a parameter is sharded or, if ranks hold different layers
+        (experts, pipeline blocks), over how many ranks these layers are distributed. Returns 1 if all ranks have the
+        same full gradient."""
         gradient = parameter.grad
         if not isinstance(gradient, DTensor):
             return 1
@@ -140,14 +131,13 @@ class Hooks:
         return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
     def gradient_norm(self, parameters: Iterable[Any]) -> Tensor | None:
-        """Returns the global L2 norm of the gradients before clipping, as a float32 scalar on the rank's device that is
-        equal on all ranks. Returns None if only the step computes the norm. Collective; call it only in
-        `on_before_optimizer_step`."""
+        """Returns the L2 norm of all gradients before clipping, a float32 scalar that is equal on all ranks, or None if
+        only the step computes the norm. Collective; call it only in `on_before_optimizer_step`."""
         return self.norm(parameters)
 
     def norm(self, parameters: Iterable[Any]) -> Tensor:
-        """Returns the L2 norm of all gradients as they are stored, in float32. Each shard and each expert counts once.
-        Collective."""
+        """Returns the L2 norm of all gradients as they are stored, a float32 scalar. Each shard and each expert counts
+        once. Collective."""
         total, divided = torch.zeros((), device=self.strategy.root_device), False
         for parameter in parameters:
             ranks = self.ranks_of(parameter)
@@ -161,8 +151,8 @@ class Hooks:
         return total.sqrt()
 
     def clip(self, parameters: Iterable[Any], limit: float) -> None:
-        """Clips gradients so that `norm` is at most `limit`. Collective. torch's clip_grad_norm_ (2.15) does not accept
-        DTensors of several meshes."""
+        """Scales gradients in place so that `norm` is at most `limit`. Collective. torch's clip_grad_norm_ (2.15) does
+        not accept DTensors of several meshes."""
         given = [*parameters]
         gradients = [local_of(parameter.grad) for parameter in given if parameter.grad is not None]
         scale = (limit / (self.norm(given) + 1e-6)).clamp(max=1)
@@ -170,8 +160,8 @@ class Hooks:
             _foreach_mul_(gradients, scale)
 
     def step_gradient_norm(self) -> float | None:
-        """Returns the gradient norm that the strategy computed in its last step, or None if it computes no norm in a
-        step. In that case, `gradient_norm` returns the norm before the step."""
+        """Returns the gradient norm that the strategy computed in its last step, or None if steps compute no norm. In
+        that case, `gradient_norm` returns it before the step."""
         return None
 
     def loss_scale(self) -> float | None:
@@ -184,24 +174,21 @@ class Hooks:
         return 0
 
     def state_bytes(self, module: Module, optimizer: Any) -> tuple[int, int, int]:
-        """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device or in host memory.
-
-        Memory that several tensors share is counted once. Padding is counted, but communication buffers, activations
-        and tensors on disk are not. Float32 master weights count as optimizer state. Call it while gradients exist.
-        """
+        """Returns the bytes of parameters, gradients and optimizer state of this rank, on its device and in host memory
+        together. Shared memory is counted once. Padding is counted, but communication buffers, activations and tensors
+        on disk are not. Float32 master weights count as optimizer state. Call it while gradients exist."""
         parameters = [*module.parameters()]
         return count_bytes(parameters, [parameter.grad for parameter in parameters], optimizer.state)
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the configuration of DeepSpeed's engine, keyed by DeepSpeed's option names. The dict is empty if the
-        strategy has no engine."""
+        """Returns the configuration of DeepSpeed's engine, or an empty dict without an engine."""
         return {}
 
 
 def shard_like(full: Any, like: Any) -> Any:
-    """Returns this rank's shard of an unsharded tensor, sharded like `like`. The value is returned unchanged if `like`
-    is not sharded, or if the value has another shape, such as an optimizer's step count. If `like` is empty, because
-    another rank of the pipeline has it, `like` itself is returned. Nothing is communicated."""
+    """Returns this rank's shard of an unsharded tensor, sharded like `like`, without communication. If `like` is not
+    sharded, or if the value has another shape, such as an optimizer's step count, the value itself is returned. If
+    `like` is empty, because another rank of the pipeline has it, `like` itself is returned."""
     if not like.numel():  # in a block of another rank of the pipeline
         return like
     if not isinstance(like, DTensor) or not isinstance(full, Tensor) or full.shape != like.shape:
@@ -210,8 +197,8 @@ def shard_like(full: Any, like: Any) -> Any:
 
 
 def count_bytes(parameters: Any, gradients: Any, state: Any) -> tuple[int, int, int]:
-    """Returns the bytes of the tensors in each of three nested containers. Shared memory counts only in the first
-    container that uses it."""
+    """Returns the bytes of the tensors in three nested containers. Shared memory counts only in the first one that uses
+    it."""
     counted: set[tuple[torch.device, int]] = set()
 
     def count(container: Any) -> int:
@@ -227,7 +214,6 @@ def count_bytes(parameters: Any, gradients: Any, state: Any) -> tuple[int, int, 
 
 
 def tensors_in(container: Any) -> list[Tensor]:
-    """Returns the tensors in nested lists and dictionaries."""
     return [leaf for leaf in tree_leaves(container) if isinstance(leaf, Tensor)]
 
 

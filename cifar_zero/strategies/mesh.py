@@ -23,8 +23,6 @@ Shard = Callable[[nn.Module, DeviceMesh], None]
 
 
 class MeshHooks(Hooks):
-    """Implements `Hooks` for a `MeshStrategy`."""
-
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         return "torch"
 
@@ -38,13 +36,12 @@ class MeshHooks(Hooks):
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Extends Lightning's ModelParallelStrategy: `shard` splits the model, and checkpoints are plain files.
+    """Extends Lightning's ModelParallelStrategy: `shard` splits the module's attribute `net`, which holds all
+    parameters, just before the optimizer is made, and checkpoints are plain files. To write one, rank 0 gets the full
+    tensors one at a time, so that no GPU holds the whole model.
 
-    The module's attribute `net`, which holds all parameters, is split just before the optimizer is made. To write a
-    checkpoint, rank 0 gets the full tensors one at a time, so that no GPU holds the whole model.
-
-    The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`, the
-    only name that Lightning has for the ranks of one model.
+    The mesh has two dimensions: `data_parallel` for the ranks that compute different images, and `tensor_parallel`,
+    which is Lightning's only name for the ranks of one model, in a pipeline too.
 
     Args:
         casts: Whether `shard` makes the model compute in bfloat16.
@@ -84,8 +81,8 @@ class MeshStrategy(ModelParallelStrategy):
         return {**state, "state": self.gathered(state["state"])}
 
     def gathered(self, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Returns weights or optimizer states with full tensors on rank 0, and an empty dict on the other ranks.
-        Weights are keyed by name, and optimizer states by parameter index. Every rank must call it."""
+        """Returns weights, keyed by name, or optimizer states, keyed by parameter index, with full tensors on rank 0,
+        and an empty dict on the other ranks. Every rank must call it."""
         return on_host(states, self.is_global_zero)
 
     load_checkpoint = Strategy.load_checkpoint  # reads a checkpoint of any strategy on every rank
@@ -112,16 +109,16 @@ class MeshStrategy(ModelParallelStrategy):
 
 
 def by_block(net: nn.Module, distribute: Callable[[nn.Module], Any]) -> None:
-    """Applies `distribute`, which is fully_shard or replicate, to each block of a model that has `blocks`, and then to
-    the rest of the model."""
+    """Applies `distribute` (fully_shard or replicate) to each block of a model that has `blocks`, and then to the
+    rest."""
     for block in blocks_of(net):
         distribute(block)
     distribute(net)
 
 
 def on_host(states: Mapping[Any, Any], keep: bool) -> dict[Any, Any]:
-    """Returns `states` with full tensors on the CPU if `keep` is true, and an empty dict otherwise. All ranks that
-    have shards must call this function."""
+    """Returns `states` with full tensors on the CPU if `keep`, else an empty dict. All ranks that have shards must call
+    it."""
 
     def full(tensor: Tensor) -> Tensor | None:
         tensor = unsharded(tensor)

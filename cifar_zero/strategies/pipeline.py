@@ -1,12 +1,11 @@
 """Pipeline parallelism (GPipe, Huang et al. 2019): each rank holds a contiguous share of a transformer's blocks.
 
 A batch goes through the ranks in chunks, so that the ranks work on different chunks at the same time. In the backward
-pass autograd takes the chunks in the opposite order. The layers before and after the blocks are less than a hundredth
-of the model. Every rank holds and computes them, so that a LightningModule can call the model as usual, with images,
-and gets scores.
+pass autograd takes the chunks in the opposite order. Every rank holds and computes the layers before and after the
+blocks, less than a hundredth of the model, so that a LightningModule can call the model as usual.
 
 torch.distributed.pipelining (2.15) does not fit, because it runs the forward and the backward pass in one call. Between
-the two passes, Lightning (2.6.6) computes the loss, calls hooks and zeroes the gradients.
+the two, Lightning (2.6.6) computes the loss, calls hooks and zeroes the gradients.
 """
 
 from collections import OrderedDict
@@ -37,8 +36,8 @@ def build(placement: Placement) -> "PipelineStrategy":
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Removes the weights of all blocks but this rank's share from a model. Ranks that compute different images average
-    their gradients, as under DDP."""
+    """Removes from a model, in place, the weights of all blocks except this rank's share. Ranks that compute different
+    images average their gradients, as under DDP."""
     net.blocks = Stage(net.blocks, mesh["tensor_parallel"].get_group())  # pyright: ignore[reportArgumentType]
     if (others := mesh["data_parallel"]).size() > 1:
         replicate(net, mesh=others)  # not per block, because a block computes several chunks
@@ -71,9 +70,9 @@ class Stage(nn.Sequential):
 
     @contextmanager
     def _own_random_numbers(self, tokens: Tensor) -> Iterator[None]:
-        """Context manager in which each rank has random numbers of its own, for the dropout in its blocks. They start
-        from a number that all ranks draw. Afterwards the random states of the ranks are equal again, as the layers
-        outside of the blocks need it."""
+        """Context manager in which each rank has random numbers of its own, for the dropout in its blocks. Their seed
+        comes from a number that is the same on all ranks of the model. Afterwards the random states are equal again, as
+        the layers outside of the blocks need it."""
         if not self.training:
             yield
             return
@@ -100,15 +99,14 @@ class Stage(nn.Sequential):
         self._sent.append((dist.isend(tensor, group=self.group, group_dst=self.rank + step), tensor))
 
     def _receive(self, tensor: Tensor, step: int) -> Tensor:
-        """Returns a copy of `tensor`, overwritten with the values that the next rank (step 1) or the previous one (-1)
-        has sent."""
+        """Returns a copy of `tensor` with the values that the next rank (step 1) or the previous one (-1) has sent."""
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.recv(tensor.detach(), group=self.group, group_src=self.rank + step)
         return tensor
 
     def _broadcast(self, tensor: Tensor, rank: int) -> Tensor:
-        """Returns a copy of `tensor`, overwritten with the values of one rank. Waits first until all sent tensors have
-        arrived."""
+        """Returns a copy of `tensor` with the values of the rank `rank`. Waits first until all tensors that this rank
+        sent have arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent = []
@@ -118,19 +116,17 @@ class Stage(nn.Sequential):
 
 
 def _on_gradient(tokens: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Calls `hook` with the gradient of `tokens` in the backward pass. A tensor that it returns replaces the
-    gradient."""
     if tokens.requires_grad:
         tokens.register_hook(hook)
 
 
 class PipelineHooks(MeshHooks):
-    """Reads the tensors of a block from the rank that computes the block. Each parameter of a block has the attribute
-    `stage`, which the strategy sets: the process group of the ranks among which the blocks are distributed."""
+    """Reads the tensors of a block from the rank that computes it. The strategy sets the attribute `stage` of each
+    parameter of a block to the process group over which the blocks are distributed."""
 
     def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
-        """Returns the tensor from the rank that has the parameter's block. Other ranks pass an empty tensor. A
-        parameter outside of the blocks is on every rank."""
+        """Returns the tensor on every rank. For a block's parameter it comes from the rank that has the block, and the
+        other ranks pass an empty tensor. A parameter outside of the blocks is on every rank."""
         own = super().unshard(parameter, shard)
         if not hasattr(parameter, "stage"):
             return own
@@ -148,8 +144,8 @@ class PipelineStrategy(MeshStrategy):
     hooks = PipelineHooks
 
     def setup(self, trainer: Trainer) -> None:
-        """Splits the model, and makes a group over which `gathered` sends tensors on the CPU. Then marks the parameters
-        that only some ranks hold. This comes last, because moving the model to the device would drop the marks."""
+        """Splits the model, makes a group over which `gathered` sends tensors on the CPU, and marks the parameters of
+        the blocks. The marks come last, because moving the model to the device would drop them."""
         super().setup(trainer)
         self._hosts: Any = dist.new_group(backend="gloo")
         for stage in trainer.lightning_module.modules():

@@ -1,8 +1,7 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al. 2019): torch's DTensor splits the layers of a transformer over ranks.
 
-Every rank gets the same images and computes its share of the attention heads and of each MLP's hidden units. A block
-sums the ranks' results twice in the forward pass and twice in the backward pass. Every rank computes the remaining
-operations in full.
+Every rank gets the same images, and computes its share of the attention heads and of each MLP's hidden units, and all
+other operations in full. A block sums the ranks' results twice in the forward pass and twice in the backward pass.
 """
 
 from functools import partial
@@ -28,22 +27,19 @@ def build(placement: Placement) -> MeshStrategy:
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
     """Splits the layers inside each block over the ranks of mesh["tensor_parallel"], in place. The ranks of
-    mesh["data_parallel"] average their gradients, as under DDP. `replicate` is applied even with one replica. Without
-    it, the gradient of `ColwiseQKV`'s bias would have a different placement from the bias."""
+    mesh["data_parallel"] average their gradients, as under DDP. `replicate` is applied even with one replica, because
+    the gradient of `ColwiseQKV`'s bias would otherwise have a different placement from the bias."""
     split_layers(net, mesh)
     by_block(net, partial(replicate, mesh=mesh["data_parallel"]))
 
 
 class ColwiseQKV(ColwiseParallel):
     """Splits a linear layer that outputs queries, keys and values, so that each rank has its heads of all three.
+    Contiguous rows would give the queries to one rank and the values to another.
 
-    A split into contiguous rows would give the queries to one rank and the values to another. The queries, the keys and
-    the values are therefore split separately, by a placement that is private in torch (2.15): `_StridedShard`, which
-    torch uses for FSDP combined with tensor parallelism. The weight stays one DTensor with its rows in the plain order,
-    so that it is written to a checkpoint like any other weight.
-
-    FSDP cannot split the rows again, and splits the columns (see `data_dimension`). The bias has no second dimension
-    that FSDP could split, so tensor parallelism does not split the bias.
+    `_StridedShard`, a private placement of torch (2.15), splits the three separately. The weight stays one DTensor with
+    its rows in the plain order, so that a checkpoint needs no conversion. FSDP cannot split the rows again, and splits
+    the columns (see `data_dimension`). The bias has no columns, so tensor parallelism does not split it, and FSDP can.
     """
 
     def __init__(self) -> None:
@@ -65,12 +61,12 @@ PLAN: dict[str, Any] = {
     "mlp.2": RowwiseParallel(),
 }
 """How each layer in a block of models/vit.py is split. The first layer of the attention and of the MLP is split by its
-outputs, which are the rows of torch's weight (Colwise), and the second by its inputs (Rowwise)."""
+outputs, the rows of torch's weight (Colwise), and the second by its inputs (Rowwise)."""
 
 
 def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:
     """Splits the layers in each block of a vision transformer over the ranks of mesh["tensor_parallel"], in place, and
-    divides the number of heads. Patches, positions, norms and head are not split."""
+    divides the number of heads. All other layers stay whole."""
     ranks = mesh["tensor_parallel"]
     for block in net.modules():
         if isinstance(block, Block):
@@ -79,7 +75,7 @@ def split_layers(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def data_dimension(parameter: nn.Parameter) -> Shard | None:
-    """Returns the dimension along which FSDP shards a parameter that tensor parallelism may already have split. None
-    stands for the first dimension."""
+    """Returns the dimension along which FSDP shards a parameter that tensor parallelism may already have split: the
+    second for `ColwiseQKV`'s weight, else None, which stands for the first."""
     if isinstance(parameter, DTensor) and isinstance(parameter.placements[0], _StridedShard):
         return Shard(1)

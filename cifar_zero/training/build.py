@@ -43,7 +43,8 @@ from stepcheck.lightning import StepCheck
 LIGHTNING = Path(lightning.__file__).parent
 
 OVERRIDABLE: dict[str, Any] = {"enable_model_summary": False, "num_sanity_val_steps": 0}
-"""Options of Lightning's Trainer whose values --trainer may replace. It may set none of OWNED."""
+"""Options of Lightning's Trainer with the values that a run uses unless --trainer sets them. --trainer may set none of
+OWNED."""
 
 NOT_ZERO = ("check_val_every_n_epoch", "limit_train_batches", "val_check_interval")
 """Options of Lightning's Trainer whose numbers must be above 0."""
@@ -63,10 +64,12 @@ def trainer(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None
 
 
 def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback] | None = None) -> dict[str, Any]:
-    """Returns all options of Lightning's Trainer for a run, with the options of --trainer. No other function sets any.
+    """Returns all options of Lightning's Trainer for a run. Those of --trainer replace the others. No other function
+    sets any.
 
     Args:
-        run_dir: The run folder on rank 0, into which the callbacks write. None on the other ranks.
+        run_dir: The run folder on rank 0, into which the callbacks and loggers write. None on the other ranks, and if
+            nothing is to be written.
         callbacks: Replace all of the run's callbacks, unless None.
     """
     recipe, placement = run.recipe, run.placement
@@ -104,21 +107,19 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
     return options | recipe.trainer
 
 
-def check_audited(trainer: Trainer, run_dir: Path | None, resumed: str) -> None:
-    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault. If no step was
-    checked, the verdict in the run folder of the checkpoint `resumed` counts. This is the case after torchrun has
-    restarted the ranks of a finished run."""
+def check_audited(trainer: Trainer, run_dir: Path | None, starts: Sequence[Path]) -> None:
+    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault. If torchrun has
+    restarted the ranks, the verdicts on the steps before count too. `starts` are the run folders of all its starts."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for each in callbacks:
         if run_dir is None or not isinstance(each, StepCheck):
             continue
         if each.verdict.findings:
             raise FaultFound(f"{each.verdict.findings[0]} ({run_dir / run_folder.STEP_CHECK} has all faults)")
-        earlier = Path(resumed).absolute().parent.parent / run_folder.STEP_CHECK
-        if resumed and not each.verdict.steps and earlier.is_file():
-            check = read_json(earlier, str(earlier))
+        for file in (start / run_folder.STEP_CHECK for start in starts):
+            check = read_json(file, str(file)) if file.is_file() else {"outcome": "not judged"}
             if check["outcome"] == "different":
-                raise FaultFound(f"{check['summary']} ({earlier} has all faults)")
+                raise FaultFound(f"{check['summary']} ({file} has all faults)")
 
 
 def strategy_of(run: Run) -> Strategy | str:
@@ -179,8 +180,6 @@ def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:
 
 
 def _user_callbacks(flags: tuple[str, ...]) -> list[Callback]:
-    """Returns the callbacks that the flags --trainer.callbacks describe, as in LightningCLI. Raises UsageError if they
-    cannot be made."""
     if not flags:
         return []
     parser = ArgumentParser(exit_on_error=False)
@@ -193,8 +192,9 @@ def _user_callbacks(flags: tuple[str, ...]) -> list[Callback]:
 
 
 def check_trainer_options(settings: Settings) -> None:
-    """Raises UsageError if --trainer has an option that Lightning's Trainer lacks or that this project sets itself, or
-    a value that has the wrong type or makes no sense."""
+    """Raises UsageError if --trainer has an option that Lightning's Trainer lacks or that this project sets itself, a
+    value of the wrong type, or a number that is negative, infinite or, for NOT_ZERO, 0. Only num_sanity_val_steps may
+    be -1, for all batches."""
     options = inspect.signature(Trainer.__init__).parameters
     known = sorted(options.keys() - {"self", *OWNED})
     for name, value in settings.recipe.trainer.items():
@@ -210,8 +210,8 @@ def check_trainer_options(settings: Settings) -> None:
 
 @contextmanager
 def refusals(settings: Settings) -> Iterator[None]:
-    """Context manager that turns an error of Lightning within it into UsageError, if the run has options of --trainer.
-    Some of these options cannot be checked before Lightning knows the number of batches."""
+    """Context manager that turns an error that Lightning's own code raises within it into UsageError, if the run has
+    options of --trainer. Some of these options cannot be checked before Lightning knows the number of batches."""
     try:
         yield
     except (MisconfigurationException, TypeError, ValueError) as error:

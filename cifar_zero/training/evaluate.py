@@ -22,7 +22,7 @@ from cifar_zero.training.resolve import make_run, resolve_devices
 
 
 def main() -> int:
-    """Parses the command line, tests the checkpoint, prints its test table, and returns the exit code."""
+    """Parses the command line, tests the checkpoint, prints its test table, and returns the exit code 0."""
     parser = argparse.ArgumentParser(
         prog=command("evaluate"),
         usage="%(prog)s RUN_OR_CHECKPOINT [--<option of train> VALUE ...]",
@@ -61,10 +61,10 @@ def main() -> int:
 
 
 def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> Run:
-    """Returns the run that tests a checkpoint on one device. The recipe comes from the checkpoint, and the placement is
-    the default. The flags in `given` override both, except for the number of devices. --data.source auto becomes
-    cifar10, and options of --trainer are dropped. Raises UsageError if the checkpoint has no recipe, or if the user
-    must name the folder of the images. See `evaluate` for the arguments."""
+    """Returns the run that tests a checkpoint on one device, with the checkpoint's recipe and the default placement.
+    The flags in `given` override both, except for the number of devices. --data.source auto becomes cifar10, and
+    options of --trainer are dropped. Raises UsageError if the checkpoint has no recipe, or if the user must name the
+    folder of the images with --data.root."""
     options = config_of_checkpoint(checkpoint, given.consent.trust, content)
     if options is None:
         raise UsageError(f"{checkpoint} is not in a run folder, and was not written by cifar-zero train")
@@ -85,10 +85,10 @@ def run_of(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = 
 
 
 def evaluate(checkpoint: Path, given: Arguments, content: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Tests a checkpoint, prints its test table and returns the test/* metrics of metrics.json.
+    """Tests a checkpoint of any strategy, prints its test table and returns the test/* metrics of metrics.json. The
+    recipe is read from the checkpoint's run folder, or from the checkpoint itself.
 
     Args:
-        checkpoint: A checkpoint of any strategy. Its recipe is read from its run folder, or from the checkpoint itself.
         given: Flags of `cifar-zero train`, which override the checkpoint's data options and recipe, and the placement.
         content: The content of the checkpoint, if it has been read already.
     """

@@ -1,15 +1,13 @@
 """Replaces Lightning's epoch loop and fit loop.
 
-Lightning's epoch loop has an overhead per batch, which is a third of the step time of a small model. The class
-`EpochLoop` avoids this overhead. `--fast_loop false` runs Lightning's own epoch loop, with the same results bit for
-bit. The class `FitLoop`, which iterates over epochs, corrects three faults of Lightning's fit loop in resumed runs. It
-also prevents that an epoch or a training ends within an optimizer step.
+For each batch, Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy through a
+profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and waits for
+its value (Lightning's issues 6196, 7093 and 8857). This takes a third of the step time of a small model. `EpochLoop`
+calls only the implemented hooks, in the same order, with the same results bit for bit
+(tests/training/test_fast_loop.py). `--fast_loop false` runs Lightning's own epoch loop.
 
-For each batch, Lightning 2.6.6 calls every hook of every callback, of the module and of the strategy. It does so
-through a profiler's context, whether the hook is implemented or not. With several ranks it also broadcasts a tensor and
-waits for its value (Lightning's issues 6196, 7093 and 8857). `EpochLoop` looks up the implemented hooks once per epoch,
-and calls them in the same order. tests/training/test_fast_loop.py compares weights, checkpoints and counters of the two
-epoch loops.
+`FitLoop`, which iterates over epochs, corrects three faults of Lightning's fit loop in resumed runs. It also keeps an
+epoch or a training from ending within an optimizer step.
 """
 
 import math
@@ -55,8 +53,8 @@ instead of the fast loop."""
 
 
 def install(trainer: Trainer, fast: bool = True) -> None:
-    """Replaces the loops of a Trainer. Must be called before `fit`. The new fit loop is a `FitLoop`. The new epoch loop
-    is an `EpochLoop` if `fast` is set, otherwise Lightning's own epoch loop."""
+    """Replaces the loops of a Trainer by a `FitLoop` and, if `fast` is set, an `EpochLoop`, else Lightning's own epoch
+    loop. Must be called before `fit`."""
     before = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, before.min_epochs, before.max_epochs)
     loop = EpochLoop if fast else _TrainingEpochLoop
@@ -64,15 +62,14 @@ def install(trainer: Trainer, fast: bool = True) -> None:
 
 
 class EpochLoop(_TrainingEpochLoop):
-    """Trains an epoch faster than Lightning's own code. Lightning's own code still runs in five cases: batches that are
-    not on the device yet, a profiler, a custom training step, float16 with a gradient scaler, and a run that resumes at
-    a validation."""
+    """Trains an epoch faster than Lightning's own code, which still runs in five cases: batches that are not on the
+    device yet, a profiler, a custom training step, float16 with a gradient scaler, and a run that resumes at a
+    validation."""
 
     _is_fast = False
     _hooks: dict[str, list[Callable[..., Any]]]
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Decides whether the fast loop trains this epoch, and looks up the implemented hooks."""
         super().on_run_start(data_fetcher)
         self._is_fast = self._applies()
         if self._is_fast:
@@ -80,8 +77,7 @@ class EpochLoop(_TrainingEpochLoop):
         self._hooks = {name: self._implemented(name) for name in HOOKS}
 
     def advance(self, data_fetcher: Any) -> None:
-        """Trains on one micro-batch. Runs the forward pass, the backward pass and, at an accumulation boundary, the
-        optimizer step, and calls the hooks."""
+        """Trains on one micro-batch, and calls the hooks."""
         resumes_at_validation = self.restarting and self._should_check_val_fx(data_fetcher)
         if resumes_at_validation or not self._is_fast:
             super().advance(data_fetcher)
@@ -109,11 +105,9 @@ class EpochLoop(_TrainingEpochLoop):
 
     def _step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Runs the forward and backward pass of a micro-batch and, at an accumulation boundary, the optimizer step.
-        Returns the outputs of the module's training step, with the detached loss.
-
-        DeepSpeed's engine accumulates, clips and zeroes the gradients itself, so engine.step() is called after every
-        micro-batch.
-        """
+        Returns the outputs of the module's training step, with the detached loss divided by accumulate_grad_batches.
+        DeepSpeed's engine accumulates, clips and zeroes the gradients itself, so its `step` is called after every
+        micro-batch."""
         trainer: Any = self.trainer
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
         engine = strategy.model if isinstance(strategy.precision_plugin, DeepSpeedPrecision) else None
@@ -188,25 +182,23 @@ class EpochLoop(_TrainingEpochLoop):
 class FitLoop(_FitLoop):
     """Trains epoch after epoch, and corrects three faults of Lightning 2.6.6 in resumed runs.
 
-    The first fault: if `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from
-    the middle of the epoch. The resumed run counts that epoch twice, and either skips the images of the next epoch or
-    ends at once. With this loop, the run resumes as if `max_steps` were not set. The correction can be removed when
-    Lightning's issue 19617 is fixed.
+    1. If `max_steps` is set, Lightning treats a checkpoint from the end of an epoch as if it were from the middle. The
+    resumed run counts that epoch twice, and either skips the images of the next epoch or ends at once (Lightning's
+    issue 19617).
 
-    The second fault: a user's own ModelCheckpoint may save at the last batch of an epoch. From this checkpoint,
-    Lightning continues with the next epoch as if the next epoch had already begun. It does not count the start of the
-    next epoch. If a later checkpoint is saved in the middle of that epoch, the run resumes from it at the first image
-    of the epoch. No upstream issue is known; tests/distributed/test_resume.py shows the fault.
+    2. A user's own ModelCheckpoint may save at the last batch of an epoch. A run that resumes from this checkpoint does
+    not count the start of the next epoch. From a later checkpoint in the middle of that epoch, it then resumes at the
+    first image of the epoch. No upstream issue is known; tests/distributed/test_resume.py shows the fault.
 
-    The third fault: `Trainer.estimated_stepping_batches` creates the training loader, and a schedule or callback may
-    read it before the state of the run is restored. Lightning then keeps this loader, which starts the epoch again,
-    and never gives it the position in the checkpoint (Lightning's issue 20550).
+    3. `Trainer.estimated_stepping_batches` creates the training loader, and a schedule or callback may read it before
+    the state of the run is restored. Lightning then keeps this loader, which starts the epoch again, and never gives it
+    the position in the checkpoint (Lightning's issue 20550).
     """
 
     def setup_data(self) -> None:
-        """Creates the training loader. Raises UsageError if a validation would come within an optimizer step, or if an
-        epoch would end there. An epoch can end there if its batches are limited or come from a user's loader, and if
-        the run reaches its end."""
+        """Creates the training loader. Raises UsageError if an epoch has fewer batches than --accumulate, or if a
+        validation or the end of an epoch would come within an optimizer step. This can happen if batches are limited or
+        come from a user's loader. The end of an epoch does not count if `max_steps` ends the run before it."""
         super().setup_data()
         parts, batches, steps = self.trainer.accumulate_grad_batches, self.max_batches, self.trainer.max_steps
         if 0 < batches < parts:
@@ -229,7 +221,7 @@ class FitLoop(_FitLoop):
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Keeps the loaders' positions in the checkpoint for `setup_data`, and drops a loader that exists already, so
-        that `setup_data` creates a loader at the saved position."""
+        that `setup_data` creates one at the saved position."""
         super().on_load_checkpoint(state_dict)
         self._combined_loader = None
 
@@ -243,8 +235,8 @@ class FitLoop(_FitLoop):
 
     @property
     def _can_stop_early(self) -> bool:
-        """Whether `Trainer.should_stop` ends the training now. Both epoch loops read it. A Timer (--trainer.max_time)
-        or a user's callback may ask to stop within an optimizer step, and the step is finished then."""
+        """Whether `Trainer.should_stop` ends the training now, for both epoch loops. If a Timer (--trainer.max_time) or
+        a user's callback asks to stop within an optimizer step, the step is finished first."""
         return super()._can_stop_early and not self._should_accumulate()
 
     def _iteration_based_training(self) -> bool:

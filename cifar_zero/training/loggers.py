@@ -58,8 +58,8 @@ def loggers(run: Run, run_dir: Path | None) -> list[Logger]:
 
 
 def write_to(logger: Any, write: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Calls `write`, which writes to `logger`, with `arguments` and `options`. Prints the first error of each logger.
-    No error is raised."""
+    """Calls `write`, which writes to `logger`, with `arguments` and `options`. Raises no error, and prints only the
+    first one of each logger."""
     write_once = partial(write, *arguments, **options)
     if getattr(logger, "has_failed", False):
         failure_of(write_once)
@@ -85,16 +85,16 @@ def _wandb(run: Run, run_dir: Path) -> Logger:
 
 
 def log_results(trainer: Trainer, run: Settings, metrics: dict[str, Any]) -> None:
-    """Adds the results of a run to its loggers. `metrics` is the content of metrics.json. An error of a logger does not
-    end the run."""
+    """Adds the results of a run, the content of metrics.json, to its loggers. An error of a logger does not end the
+    run."""
     for logger in trainer.loggers:
         write_to(logger, _log_results, logger, run, metrics, trainer.global_step)
 
 
 def _log_results(logger: Logger, run: Settings, metrics: dict[str, Any], step: int) -> None:
-    """Adds the results of a run to one logger, if it is TensorBoard or W&B. In TensorBoard, adds a row to the HPARAMS
-    table, and adds the results as points at `step`. All settings in this table but floats are text, because TensorBoard
-    would show the number 4 as 4.0000. In W&B, adds all of metrics.json to the summary of the run."""
+    """Adds the results of a run to one logger: in TensorBoard a row of the HPARAMS table and points at `step`, in W&B
+    all of metrics.json. All settings in the table but floats are text, because TensorBoard would show the number 4 as
+    4.0000."""
     if isinstance(logger, TensorBoardLogger):
         optimizer, schedule = run.recipe.optimizer, run.recipe.schedule
         shown = {name: metrics[name] for name in SETTINGS}

@@ -1,8 +1,5 @@
-"""Computes the losses that --loss selects, and the metrics of a split (validation or test) over all ranks. torchmetrics
-keeps the counts from which the metrics are computed.
-
-docs/runs.md has a table of the metrics, with their values for a class without images.
-"""
+"""Computes the losses that --loss selects, and the metrics of a split (validation or test) over all ranks, from counts
+that torchmetrics keeps. docs/runs.md has a table of the metrics, with their values for a class without images."""
 
 import math
 from typing import Any, Literal
@@ -28,8 +25,7 @@ TOP = 5
 With at most five classes the accuracy would always be 1, so it is left out."""
 
 OPTIONS: dict[str, Any] = {"ignore_index": IGNORED, "validate_args": False}
-"""Options of torchmetrics' classes. Their check of arguments is turned off, because it would wait for the device in
-each batch."""
+"""Options of torchmetrics' classes. Their check of arguments would wait for the device in each batch."""
 
 BINS = 15  # number of confidence bins, from Guo et al. 2017, https://arxiv.org/abs/1706.04599, table 1
 
@@ -43,17 +39,15 @@ def loss(
 ) -> Tensor:
     """Returns the mean loss of a batch as a scalar, or the loss of each image (N,) if `reduction` is none.
 
-    mse is the squared difference between the scores and the targets, which are 1 for the class of an image and 0 for
-    the other classes (Hui and Belkin 2021, "Evaluation of Neural Architectures Trained with Square Loss"). bce treats a
-    score as the log odds of its class. The losses mse and bce are summed over the classes.
+    mse and bce are summed over the classes. mse is the squared difference between the scores and the targets, which are
+    1 for the class of an image and 0 for the other classes (Hui and Belkin 2021, "Evaluation of Neural Architectures
+    Trained with Square Loss"). bce treats a score as the log odds of its class.
 
     Args:
-        name: Name of the loss, as in --loss.
         scores: Class scores before the softmax, float32 (N, classes).
         labels: Classes, int64 (N,), or the share of each class in each image, float32 (N, classes). An image with the
             label IGNORED has the loss 0, and the mean leaves it out.
         label_smoothing: Share of each label that is spread evenly over all classes.
-        reduction: Whether to return the mean over the batch (mean) or the loss of each image (none).
     """
     if name == "cross_entropy":
         return F.cross_entropy(
@@ -74,16 +68,14 @@ def loss(
 
 
 class SplitMetrics:
-    """Computes the metrics of one pass through a split, over the images of all ranks. They are loss, accuracy
-    (with more than 5 classes also top-5), precision, recall, F1, calibration error and confusion matrix.
+    """Computes the metrics of one pass through a split, over the images of all ranks: loss, accuracy (with more than 5
+    classes also top-5), precision, recall, F1, calibration error and confusion matrix.
 
     Counts are int64 and the loss is summed in float32, whatever the precision of the run. Images with the label IGNORED
-    do not count. This class is not an nn.Module. Otherwise DeepSpeed would visit its instances several times per step,
-    as it visits all layers.
+    do not count. This class is not an nn.Module, because DeepSpeed would visit its instances several times per step.
 
-    `curves` adds the ROC and precision-recall curves of each class against the rest (one-vs-rest), over all thresholds.
-    The curves are exact. Every rank therefore keeps the probabilities of its images, and gathers the probabilities of
-    all ranks at the end. The gathered probabilities take 8 bytes x images x classes, which is 8 MB for CIFAR-100. They
+    `curves` adds the exact ROC and precision-recall curves of each class against the rest (one-vs-rest). At the end,
+    every rank gathers the probabilities of all images, which take 8 bytes x images x classes (8 MB for CIFAR-100). They
     are float64, because in float32 the probabilities of a confident model would round to 1 and tie.
     """
 
@@ -117,8 +109,8 @@ class SplitMetrics:
         """Returns metrics by name, each with one value per class, float64 (classes,) on the CPU. With `curves`, the
         area under the ROC curve (auroc) and the average precision are included. Every rank must call it.
 
-        The values of a class without images are NaN. The auroc is also NaN if no other class has images. The precision
-        of a class that was never predicted is 0, as in scikit-learn.
+        A class without images has NaN. The auroc is also NaN if no other class has images. The precision of a class
+        that was never predicted is 0, as in scikit-learn.
         """
         counts = self.confusion.compute().cpu().double()  # true class by predicted class
         right, images, predicted = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
@@ -141,8 +133,8 @@ class SplitMetrics:
         """Returns the metrics of the full split by name. Every rank must call it.
 
         acc is the accuracy over all images. The other metrics of `per_class` become macro averages, which are means
-        over the classes with images. The *_weighted metrics are means in which each class is weighted by its number of
-        images. There is no weighted recall, because it would equal the accuracy.
+        over the classes with images. In the *_weighted metrics, each class is weighted by its number of images. A
+        weighted recall would equal the accuracy.
         """
         per_class = self.per_class()
         counts = self.confusion.compute().cpu().double()
@@ -160,9 +152,9 @@ class SplitMetrics:
         return metrics
 
     def named(self, split: str, class_names: tuple[str, ...]) -> dict[str, float]:
-        """Returns the values to log, keyed by the tag of their curve. The tag is <split>/<metric> for the full split
-        (val or test). For each class with images, acc and, with at most 30 classes, precision and f1 have the tag
-        <split>/<metric>_class/<name>. Every rank must call it."""
+        """Returns the values to log, keyed by the tag of their curve. The metrics of `overall` have the tag
+        <split>/<metric>, with the split val or test. For each class with images, acc and, with at most 30 classes,
+        precision and f1 have the tag <split>/<metric>_class/<name>. Every rank must call it."""
         per_class = self.per_class()
         curves = ["acc"]  # metrics with a curve for each class
         if self.num_classes <= 30:
@@ -175,13 +167,8 @@ class SplitMetrics:
         return logged
 
     def reset(self, device: torch.device, group: ProcessGroup | None = None) -> None:
-        """Sets all counts to 0 and moves them to `device`.
-
-        Args:
-            device: The device of the scores and labels.
-            group: The ranks over which the counts are summed. Together they must see each image once. The default is
-                all ranks.
-        """
+        """Sets all counts to 0 and moves them to `device`, the device of the scores and labels. They will be summed
+        over the ranks of `group`, by default all ranks, which together must see each image once."""
         for metric in (self.loss_sum, self.confusion, *self.shares.values(), *self.curves):
             metric.process_group = group
             metric.to(device).reset()

@@ -1,8 +1,8 @@
-"""Turns the settings of a user into the resolved run. This module decides accelerator, devices and nodes. Other modules
-decide the other open options.
+"""Turns the settings of a user into the resolved run. This module decides accelerator, devices and nodes.
 
 `planning/estimates.py` decides --strategy auto, `config/run.py` --precision auto, and `checkpoints/resume.py` --resume
-last and auto. `training/starting.py` decides --data.source auto, and for several nodes or torchrun the checkpoint."""
+last and auto. `training/starting.py` decides --data.source auto, and for several nodes or torchrun the checkpoint.
+"""
 
 import os
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from cifar_zero.core.hardware import core_count, gpu_count, has_bfloat16
 from cifar_zero.launch import rank_environment
 
 LEAST_MICRO_BATCH = 32
-"""Smallest number of images in a micro-batch for which --devices auto uses a second GPU. With fewer images a GPU waits
-for its kernels to be launched and for the other GPUs, whatever the model."""
+"""Smallest number of images in a micro-batch for which --devices auto uses more than one GPU. With fewer images a GPU
+waits for its kernels to be launched and for the other GPUs, whatever the model."""
 
 CPU_RANKS = 2
 """Number of CPU ranks that --devices auto uses if the strategy shards or splits the model. One rank shards nothing."""
@@ -36,11 +36,10 @@ batches of PyTorch's tutorial "Training a Classifier" have this size."""
 def resolve(settings: Settings) -> Run:
     """Resolves the settings for this computer, and returns the run. The strategy must be a name, not auto. Also sets or
     removes the environment variable DS_ACCELERATOR, from which DeepSpeed takes the device type in this process and in
-    the ranks that this process starts.
+    the ranks that it starts. Raises UsageError, with an alternative, if the run is not possible.
 
-    With several nodes, or under torchrun, rank 0 decides later for all ranks which checkpoint is resumed and, for
-    --data.source auto, which images are used; see `training.starting`. Raises UsageError if the run is not possible.
-    The message gives an alternative.
+    Rank 0 decides two things later, for all ranks: which images --data.source auto uses and, with several nodes or
+    under torchrun, which checkpoint is resumed (see `training.starting`).
     """
     run = make_run(resolve_devices(settings))
     if not rank_0_decides(run):
@@ -59,10 +58,9 @@ def resolve(settings: Settings) -> Run:
 
 
 def announce(run: Run) -> None:
-    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks on this computer. If the
-    strategy shards or splits the model and there is one CPU rank, says that it shards nothing. Unless the run is a
-    benchmark, recommends a larger batch if several ranks use ZeRO and a micro-batch has at most TINY_MICRO_BATCH
-    images."""
+    """Prints a line that describes the run. Warns if there are fewer cores than CPU ranks on this computer. Hints at
+    alternatives if the strategy shards or splits the model on one CPU rank or, unless the run is a benchmark, if
+    several ranks use ZeRO with micro-batches of at most TINY_MICRO_BATCH images."""
     ranks, placement = run.placement.world_size, run.placement
     what = f"model {run.recipe.model.name}, strategy {placement.strategy_name}, data {run.data.source}"
     say(f"starting: {what}, batch size {run.recipe.batch_size}, ranks {ranks} ({placement.accelerator})")
@@ -79,16 +77,15 @@ def announce(run: Run) -> None:
 
 
 def warn_of_few_cores(ranks: int) -> None:
-    """Warns if this computer has fewer cores than the `ranks` that run on its CPU."""
     if ranks > (cores := core_count()):
         shared = "1 core" if cores == 1 else f"{cores} cores"
         say(f"warning: {ranks} CPU ranks share {shared}: use --devices {cores} so that each rank has a core")
 
 
 def resolve_devices(settings: Settings, strategies: Sequence[str] = ()) -> Settings:
-    """Returns the settings with accelerator, precision, devices and num_nodes decided. `strategies` are names of
-    strategies of which one will be chosen for the run, and by default the strategy of the settings. Raises UsageError
-    if there are too few devices, or if a launcher started different numbers of ranks on the nodes."""
+    """Returns the settings with accelerator, precision, devices and num_nodes decided. `strategies` are the names from
+    which the run's strategy will be chosen later. If it is empty, the settings name the strategy. Raises UsageError if
+    there are too few devices, or if a launcher started different numbers of ranks on the nodes."""
     gpus = gpu_count() if settings.placement.accelerator != "cpu" else 0
     if settings.placement.accelerator == "gpu" and gpus == 0:
         raise UsageError("--accelerator gpu: torch finds no usable GPU; use --accelerator cpu to train on the CPU")
@@ -114,9 +111,8 @@ def _most_devices(settings: Settings, strategies: Sequence[str], gpus: int) -> i
 
     On GPUs, this is the largest number on which the run is possible under one of `strategies`, with micro-batches of at
     least LEAST_MICRO_BATCH images if there are several replicas. If there are several GPUs, prints the number, and why
-    not all are used. On the CPU, it is CPU_RANKS if the strategy shards or splits the model and the run is possible on
-    so many ranks, otherwise 1. For several strategies on the CPU, it is 1 if the run is possible on one rank under one
-    of them, otherwise CPU_RANKS.
+    not all are used. On the CPU, it is CPU_RANKS if possible and if the strategy shards or splits the model, otherwise
+    1. For several strategies on the CPU, it is 1 if one of them is possible on one rank, otherwise CPU_RANKS.
     """
     counts = [*range(gpus, 0, -1)]
     if not gpus:
@@ -143,7 +139,7 @@ def _most_devices(settings: Settings, strategies: Sequence[str], gpus: int) -> i
 
 def _possible(runs: Sequence[Run]) -> Run:
     """Returns the first of `runs`, which differ only in their strategies, that is possible on this computer. Raises
-    UsageError if none is, with the reason for the first."""
+    UsageError if none is, with the reason for the first of `runs`."""
     for run in runs:
         with suppress(UsageError):
             strategy_rules.check_strategy(run)
@@ -159,8 +155,8 @@ _say_once = cache(say)  # a process may resolve several runs
 
 
 def rank_0_decides(settings: Settings) -> bool:
-    """Returns whether rank 0 must decide for all ranks which checkpoint is resumed. This is the case on several nodes.
-    It is also the case under torchrun, because torchrun may restart the ranks."""
+    """Returns whether rank 0 must decide for all ranks which checkpoint is resumed: on several nodes, and under
+    torchrun, because torchrun may restart the ranks."""
     return settings.placement.num_nodes > 1 or rank_environment.by_torchrun()
 
 
@@ -173,9 +169,9 @@ def make_run(settings: Settings) -> Run:
 
 
 def with_checkpoint(run: Run, resume: str) -> Run:
-    """Returns the run with the path of the checkpoint that it resumes, and with the absolute path of the weights
-    from which it starts. A resumed run keeps the image source with which it began, even under --data.source auto.
-    Raises UsageError if the strategy cannot resume, or if the weights do not exist. `resume` is empty for a new run."""
+    """Returns the run with the path of the checkpoint that it resumes (empty for a new run), and with the absolute path
+    of the weights from which it starts. A resumed run keeps the image source with which it began, even under
+    --data.source auto. Raises UsageError if the strategy cannot resume, or if the weights do not exist."""
     run, recipe = run.changed(resume=resume), run.recipe
     if resume and (file := run_folder.recipe_of(Path(resume))):
         run = run.with_images_of(command_line.read_recipe(file).get("data.source", "auto"))

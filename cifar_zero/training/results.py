@@ -38,7 +38,7 @@ null."""
 
 FALLBACK = "fallback"
 """Key of metrics.json that exists only if the run fell back to the embedded digits because CIFAR-10 was not available.
-Its value is a line that states this."""
+Its value is a sentence that states this."""
 
 SHOWN = {
     "precision": "macro precision",
@@ -55,9 +55,9 @@ MOST_ROWS = 25  # the most classes for which a test table has rows; metrics.json
 
 
 def collect(trainer: Any, module: Any, datamodule: Any, run: Run) -> dict[str, Any]:
-    """Returns the content of metrics.json after fit and test, with its keys in the order of the file. Values that the
-    run does not have, for example without a test, are None. The `totals_of_run` of the callbacks are included. Every
-    rank must call it."""
+    """Returns the content of metrics.json after fit and test, with the keys of MEASURED in the order of the file.
+    Values that the run does not have, for example without a test, are None. The `totals_of_run` of the callbacks are
+    included. Every rank must call it."""
     metrics = {"schema": SCHEMA, **dict.fromkeys(MEASURED), "versions": versions(), "git_commit": git_commit()}
     metrics |= {
         "dataset": datamodule.dataset.name,
@@ -95,8 +95,7 @@ def test_metrics(module: Any, datamodule: Any) -> dict[str, Any]:
 
 
 def report(metrics: Mapping[str, Any], run_dir: Path) -> str:
-    """Writes metrics.json and prints the summary. Returns an empty string or, if the file could not be written, a
-    message with the reason."""
+    """Writes metrics.json and prints the summary. Returns why the file could not be written, or an empty string."""
     file = run_dir / run_folder.METRICS
     failure = failure_of(lambda: write_json(file, metrics))
     print_summary(metrics, run_dir)
@@ -139,11 +138,10 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
-    """Prints the test/* metrics in `metrics`, or nothing if there was no test. The metrics in SHOWN come below the
-    table.
+    """Prints the test/* metrics in `metrics`, or nothing if there was no test, and those in SHOWN below the table.
 
-    If there are at most MOST_ROWS classes, each class has a row, with nan for a class without images. The last row has
-    means over the classes, weighted by their numbers of images. The weighted mean of the recall is the accuracy.
+    With at most MOST_ROWS classes, each class has a row, with nan for a class without images. The last row has means
+    over the classes, weighted by their numbers of images. The weighted mean of the recall is the accuracy.
     """
     if metrics.get("test/acc") is None:
         return

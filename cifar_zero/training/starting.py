@@ -1,5 +1,5 @@
-"""Prepares the start of a run on all ranks. Makes the ranks agree on its checkpoint, weights and images, and creates
-the run folder."""
+"""Prepares the start of a run: makes the ranks agree on its checkpoint, weights and images, and creates the run
+folder."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,11 @@ from cifar_zero.training.resolve import rank_0_decides, with_checkpoint
 
 def agree_on_checkpoint(run: Run, rank_infos: Sequence[RankInfo]) -> Run:
     """Returns the run with the path of the checkpoint that it resumes. On several nodes or under torchrun, rank 0
-    chooses the checkpoint for all ranks. Otherwise `resolve` has already chosen it. Every rank must call it.
-
-    After torchrun has restarted the ranks, the run resumes from the newest checkpoint that it has written itself,
-    whatever --resume names. If it has written none, --resume applies as it did before the restart. Raises UsageError if
+    chooses it for all ranks. Otherwise `resolve` has already chosen it. Every rank must call it. Raises UsageError if
     there is no checkpoint to resume, or if the strategy cannot resume.
+
+    After torchrun has restarted the ranks, the run resumes from the newest checkpoint that it has written itself, or,
+    if there is none, as --resume says.
     """
     if not rank_0_decides(run):
         return run
@@ -50,13 +50,12 @@ def agree_on_checkpoint(run: Run, rank_infos: Sequence[RankInfo]) -> Run:
 
 
 def check_checkpoint(run: Run) -> Mapping[str, int] | None:
-    """Checks the checkpoint to resume, and returns the `Dataset.identity` of the images on which its run was trained.
-    The data module compares this identity with the identity of its own images. Returns None for a new run, or if
-    another program wrote the checkpoint.
+    """Checks the checkpoint to resume, and returns the `Dataset.identity` of the images on which its run was trained,
+    which the data module compares with that of its own images. Returns None for a new run, or if another program wrote
+    the checkpoint. Every rank must call it.
 
-    Every rank must call it. Only rank 0 reads the checkpoint. Rank 0 verifies the checksums, and reads the names and
-    shapes of tensors but not their values. Raises UsageError if the checkpoint is damaged, incomplete or not trusted,
-    or if its version, recipe, model or classes differ.
+    Rank 0 verifies the checksums, and reads the names and shapes of tensors but not their values. Raises UsageError if
+    the checkpoint is damaged, incomplete or not trusted, or if its version, recipe, model or classes differ.
     """
 
     def checked_identity() -> Mapping[str, int] | None:
@@ -76,12 +75,9 @@ def check_checkpoint(run: Run) -> Mapping[str, int] | None:
 
 
 def agree_on_images(run: Run) -> Run:
-    """Returns the run with a fixed image source instead of --data.source auto. If the source is already fixed, returns
-    the run unchanged.
-
-    Rank 0 prepares CIFAR-10 or, if CIFAR-10 is not available, the embedded digits. The recipe then names this source.
-    If the source is the digits, the name of the run gets a suffix. Every rank must call it.
-    """
+    """Returns the run with a fixed image source instead of --data.source auto. Rank 0 prepares CIFAR-10 or, if it is
+    not available, the embedded digits, which add a suffix to the name of the run. If the source is already fixed,
+    returns the run unchanged. Every rank must call it."""
     if run.data.source != "auto":
         return run
     return run.with_images_of(call_on_rank_0(lambda: data.prepare(run.data)))
@@ -89,8 +85,8 @@ def agree_on_images(run: Run) -> Run:
 
 def pretrained_weights(run: Run) -> Match | None:
     """Returns the weights from which the training starts, or None for fresh weights or a resumed run. Every rank must
-    call it. Raises UsageError if the weights are damaged or belong to another model. Also raises UsageError, whatever
-    the run starts from, if a pattern of --trainable or --lora.target does not fit the model, or if the model is larger
+    call it. Raises UsageError if the weights are damaged or belong to another model. Whatever the run starts from, also
+    raises UsageError if a pattern of --trainable or --lora.target does not fit the model, or if the model is larger
     than the memory."""
     model = create_meta_model(run.recipe, run.num_classes)
     _check_size(model, run)
@@ -109,13 +105,13 @@ def pretrained_weights(run: Run) -> Match | None:
 
 
 def _check_size(model: nn.Module, run: Run) -> None:
-    """Raises UsageError if the weights of a model are larger than the memory of the nodes, so that no strategy can
-    train it. The weights count in 16 bits, although most runs need more. They may be larger with NVMe offload."""
+    """Raises UsageError if the weights of a model, counted in 16 bits, are larger than the memory of the nodes, so that
+    no strategy can train it. With NVMe offload, any size is allowed."""
     elements, nodes = sum(parameter.numel() for parameter in model.parameters()), run.placement.num_nodes
     weights_bytes = 2 * elements
     if weights_bytes <= nodes * memory_bytes() or run.spec.offload_parameters == "nvme":
         return  # the GPUs are not asked, because that starts CUDA in this process
-    both_bytes = nodes * (memory_bytes() + gpu_memory_bytes())
+    both_bytes = nodes * (memory_bytes() + sum(gpu_memory_bytes()))
     if weights_bytes > both_bytes:
         raise UsageError(
             f"--model {run.recipe.model.name} has {elements:,} parameters, and they take {weights_bytes / 1e9:,.0f} GB "
@@ -124,10 +120,10 @@ def _check_size(model: nn.Module, run: Run) -> None:
 
 
 def open_run(run: Run, weights: Match | None) -> Path:
-    """Creates the run folder and returns its path. The folder contains a recipe file that repeats the run, and copies
-    of the files with the user's model and transform. Tells `local_launcher` the path, if it started this rank. Prints
-    messages about the start of the run, such as how many of the pretrained weights fit. Only rank 0 calls it. Raises
-    UsageError if the folder cannot be written."""
+    """Creates the run folder, with a recipe file that repeats the run and copies of the files with the user's model and
+    transform, and returns its path. Tells `local_launcher` the path, if it started this rank. Prints messages about the
+    start of the run, such as how many of the pretrained weights fit. Only rank 0 calls it. Raises UsageError if the
+    folder cannot be written."""
     folder = run_folder.claim(run.output.out, run.run_name)
     if rank_environment.by_local_launcher():
         os.write(int(os.environ[rank_environment.FOLDER_FILE]), os.fsencode(folder))
@@ -153,9 +149,9 @@ def open_run(run: Run, weights: Match | None) -> Path:
 
 
 def record_ranks(run: Run, rank_infos: Sequence[RankInfo], run_dir: Path | None) -> None:
-    """Writes the `RankInfo` of each rank into the run folder. Raises UsageError on all ranks if the nodes do not share
-    the directory --out. Does nothing on one node without torchrun and SLURM. Every rank must call it. `run_dir` is None
-    on all ranks but rank 0."""
+    """Writes the `RankInfo` of each rank into the run folder on several nodes, under torchrun and under SLURM. Raises
+    UsageError on all ranks if the nodes do not share the directory --out. Every rank must call it. `run_dir` is None on
+    all ranks but rank 0."""
     if run_dir is not None and (rank_0_decides(run) or rank_environment.slurm_job()):
         write_json(run_dir / run_folder.RANKS, [asdict(info) for info in rank_infos])
     if not rank_0_decides(run):

@@ -40,7 +40,6 @@ Verdict = tuple[int, str]  # exit code, line
 
 
 def main() -> int:
-    """Prints whether answers are right; returns the exit code."""
     parser = argparse.ArgumentParser(prog="exercises.py", description="Checks answers to docs/course/exercises.md.")
     numbers = [str(number) for number in range(1, len(CHECKS) + 1)]
     parser.add_argument("exercise", choices=[*numbers, "all"], metavar="N|all", help="number of the exercise, or all")
@@ -65,8 +64,8 @@ def main() -> int:
 
 
 def grade(files: Sequence[Path], submission: Path | None = None) -> int:
-    """Checks all exercises of each file, and prints the verdicts and points. After each file, writes them to
-    `submission`. Returns 0 if everything is right, else 1."""
+    """Checks all exercises of each file, and prints the verdicts and points. After each file, writes the results of the
+    files so far to `submission`. Returns 0 if everything is right, else 1."""
     reports: list[dict[str, Any]] = []
     for file in files:
         results: list[dict[str, Any]] = []
@@ -89,7 +88,7 @@ def grade(files: Sequence[Path], submission: Path | None = None) -> int:
 
 
 def write_submission(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """Writes the JSON file of --submit, and makes its folder. `reports` has the points and lines of each file."""
+    """Writes the JSON file of --submit, and makes its folder."""
     made_with = {"python": platform.python_version(), "torch": str(torch.__version__), "system": platform.system()}
     content = {"format": 1, "of": sum(POINTS.values()), **made_with, "submissions": reports}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +100,10 @@ def _name(check: Callable[..., str]) -> str:
 
 
 def judged(jobs: Sequence[Job], seconds: float | None = None, patience: timedelta = PATIENCE) -> list[Verdict]:
-    """Runs all jobs in the same new processes, as many as the first needs; the first to find a mistake decides. Raises
-    RunError: the ranks do not meet."""
+    """Runs all jobs, one after the other, in new processes: two if the first job's exercise needs two ranks, else one.
+    Returns the verdict of each job. If the ranks' verdicts differ, the first mistake counts. If a process crashes or
+    takes longer than `seconds` (by default, PROGRAM_SECONDS or SECONDS), all jobs are wrong. Raises RunError if the
+    ranks do not meet within `patience`."""
     check = CHECKS[jobs[0][0] - 1]
     ranks, verdicts = 2 if check.__module__ == two_ranks.__name__ else 1, []
     if seconds is None:
@@ -136,7 +137,7 @@ def _rank(rank: int, ranks: int, place: str, jobs: Sequence[Job], patience: time
 
 
 def judge(exercise: int, file: str) -> Verdict:
-    """Returns exit code and line of an answer, run in this process."""
+    """Runs an answer in this process, and returns its exit code and line."""
     check = CHECKS[exercise - 1]
     name = _name(check)
     try:
@@ -166,8 +167,8 @@ def _is_answered(file: Path, name: str) -> bool:
 
 
 def _is_open(file: Path, name: str) -> bool:
-    """Returns whether the function or class of a file has nothing but `...` or a docstring in its body. If it is
-    defined several times, the last definition counts."""
+    """Returns whether the last function or class of this name in a file has nothing but `...` or a docstring in its
+    body."""
     parts = [part for part in ast.parse(file.read_bytes()).body if isinstance(part, ast.FunctionDef | ast.ClassDef)]
     body = next((part.body for part in reversed(parts) if part.name == name), [])
     return bool(body) and all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in body)
@@ -192,7 +193,8 @@ CHECKS: list[Callable[..., str]] = [
     one_process.bytes_sent,
     program.broken,
 ]
-"""The checks of exercises 1 to 17: each returns what is right, or raises Wrong. An answer has the name of its check."""
+"""The checks of exercises 1 to 17: each returns what is right, or raises Wrong. An answer has the name of its check,
+except that the answer to `broken` is the class `Broken`."""
 WITHOUT_AUTOGRAD = range(1, 7)  # exercises
 POINTS = dict.fromkeys(range(1, 18), 1) | {5: 2, 10: 2, 15: 4, 17: 2}
 

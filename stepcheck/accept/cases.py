@@ -240,7 +240,6 @@ def plan(
 
 
 def _untrainable(case: Case, through: str) -> str:
-    """Returns why a framework does not train a case, or ""."""
     if case.precision == "float16" or (through == "transformers" and case.precision == "bfloat16"):
         return "" if has_gpu() else f"{through} trains in {case.precision} on GPUs only"
     own = case.plain_backward or not case.config.get("managed_gradient_accumulation", True)
@@ -253,12 +252,12 @@ def _trains(row: Case, strategy: str) -> bool:
 
 
 def stage_of(case: Case) -> int | None:
-    """Returns the ZeRO stage of a case, or None without DeepSpeed."""
     return ZERO.get(case.strategy, (None, False))[0]
 
 
 def deepspeed_config(case: Case) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration of a case."""
+    """Returns DeepSpeed's configuration of a case, in which `case.config` replaces default keys, also within
+    "zero_optimization"."""
     stage, offload = ZERO[case.strategy]
     own: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 30000}
     if stage == 3:

@@ -30,7 +30,6 @@ this framework does."""
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command `accept` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "accept",
         help="audit the installed PyTorch and DeepSpeed",
@@ -53,8 +52,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains the cases and prints the verdict. Returns the exit code, which is 1 if a case does not pass (see `_judge`)
-    or if there is no case. With --print_cases, lists the cases and returns 0."""
+    """Trains the cases and prints the verdict. Returns the exit code: 0 if there are cases, all pass (see `_judge`),
+    and all files were written, else 1. With --print_cases, lists the cases and returns 0."""
     usual = [name for name in STRATEGIES if name not in ZERO or deepspeed_folder()]
     if options.through != "raw":
         usual.remove("fsdp2")
@@ -78,7 +77,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refuse_mistakes(options: argparse.Namespace, strategies: Sequence[str]) -> None:
-    """Raises UsageError if flags contradict one another, or need a package that is not installed."""
     if not deepspeed_folder() and {*strategies} & {*ZERO}:
         raise UsageError("--strategies: DeepSpeed is not installed; install it, or choose ddp and fsdp2")
     if options.fuzz and (options.quick or options.seeds > 1):
@@ -100,8 +98,8 @@ def _print_cases(cases: Iterable[Case]) -> None:
 
 
 def _judge(case: Case, verdict: dict[str, Any]) -> Result:
-    """Returns the result of a case. If a fault that each release has explains all findings, the case passes, and its
-    outcome is "known"."""
+    """Returns the result of a case. If a fault in KNOWN explains all findings, and all steps were audited or skipped,
+    the case passes, and its outcome is "known"."""
     result = {**result_of(case, verdict, STEPS), "row": case.row, "strategy": case.strategy}
     known = known_fault(case, [str(Finding(**each)) for each in result["findings"]])
     if known and result["steps"] + result["skipped"] >= STEPS:
@@ -113,8 +111,6 @@ def _judge(case: Case, verdict: dict[str, Any]) -> Result:
 def _conclude(
     results: list[Result], left_out: dict[str, str], options: argparse.Namespace, baseline: dict[str, Any] | None
 ) -> int:
-    """Prints the verdict and writes the files. Returns the exit code: 0 if all cases pass, and 1 if one does not or
-    there is none."""
     failed = [each for each in results if not each["passed"]]
     passed = bool(results) and not failed
     print()
@@ -143,8 +139,8 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
 
 
 def _total(results: Sequence[Result]) -> Verdict:
-    """Returns one verdict on several cases without a fault. Counts are added. Of the shares and of the smallest errors
-    that would be seen, the largest counts."""
+    """Returns one verdict on several cases without a fault: the sums of their counts, and the largest of their shares
+    and of the smallest errors that would be seen."""
     counted = ("steps", "replayed", "identical", "values", "values_in_all")
     counts: Any = {name: sum(each[name] for each in results) for name in counted}
     kinds = {kind for each in results for kind in each["shares"]}

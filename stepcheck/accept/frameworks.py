@@ -32,8 +32,8 @@ Train = Callable[[Case, nn.Module, Loss, torch.device, Path], Any]
 
 
 def _train_case(train: Train, fields: dict[str, Any], device: torch.device, folder: Path) -> dict[str, Any]:
-    """Trains a case on this rank. Returns the audit's verdict as plain data, with a fault if a loss is not divided by
-    the number of micro-batches exactly once."""
+    """Trains a case on this rank. Returns as plain data the verdict of the audit, or the one that says why it was
+    refused. Adds a fault if a loss is not divided by the number of micro-batches exactly once."""
     case = Case(**fields)
     auto_audit = _auto_audit(str(folder))
     auto_audit.verdicts.clear()
@@ -67,8 +67,8 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
 
 @cache
 def _auto_audit(folder: str) -> AutoAudit:
-    """Starts to audit every engine and optimizer that this process builds from now on. A second call starts nothing,
-    and returns the same object."""
+    """Starts to audit every engine and optimizer that this process builds from now on. Starts nothing if called
+    again."""
     auto_audit = AutoAudit(folder, weights_every=1, keep_going=True)
     auto_audit.patch_torch(torch)
     auto_audit.patch_deepspeed(deepspeed)
@@ -208,7 +208,6 @@ def _data(case: Case) -> TensorDataset:
 
 
 def _reset_accelerator() -> None:
-    """Resets Accelerate's global state, so that this process can train with another configuration."""
     from accelerate.state import AcceleratorState  # pyright: ignore[reportMissingImports]
 
     AcceleratorState._reset_state(reset_partial_state=True)

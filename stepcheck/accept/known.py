@@ -1,4 +1,4 @@
-"""Lists faults that each release of DeepSpeed up to 0.19.8 has. They do not make the acceptance fail."""
+"""Lists faults that DeepSpeed 0.19.8 has, and many releases before it. They do not make the acceptance fail."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from stepcheck.accept.cases import Case, stage_of
 
 @dataclass(frozen=True)
 class Known:
-    """A fault that each release of DeepSpeed up to 0.19.8 has."""
+    """A fault that DeepSpeed 0.19.8 has, and many releases before it."""
 
     shows: Callable[[Case], bool]  # in which cases
     finding: str  # regular expression that each finding matches

@@ -31,8 +31,8 @@ class Block(nn.Module):
 
 
 class Edges(nn.Module):
-    """Maps tokens (N, LENGTH) to scores (N, LENGTH, VOCABULARY). Leaves the layer `branch` out in the forward passes
-    with the numbers `without_branch`, counted from 1."""
+    """Maps tokens (N, LENGTH) to scores (N, LENGTH, VOCABULARY). The forward passes with the numbers `without_branch`,
+    from 1, leave out the layer `branch`."""
 
     def __init__(self, without_branch: Sequence[int]) -> None:
         super().__init__()

@@ -8,9 +8,8 @@ from stepcheck.strategies import config_keys, deepspeed_folder, deepspeed_words,
 
 
 def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:
-    """Returns why the installed release of DeepSpeed cannot train with the keys of `config` and the words `names`.
-    Returns "" if it can, or if DeepSpeed is not installed. An older release accepts every key, and ignores the keys
-    that it does not know."""
+    """Returns why the installed release of DeepSpeed cannot train with the keys of `config` and the words `names`, or
+    "". Without DeepSpeed, returns "". DeepSpeed itself ignores unknown top-level keys."""
     known = deepspeed_words(r"\w+", "runtime/*.py", "runtime/zero/*.py")
     missing = sorted({*config_keys(config), *names} - known)
     return f"this release of DeepSpeed has no {missing[0]}" if missing and deepspeed_folder() else ""

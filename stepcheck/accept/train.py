@@ -31,7 +31,7 @@ def train_case(
 
     Args:
         fields: Fields of the Case.
-        folder: A folder that all ranks share. Not used.
+        folder: Not used.
         baseline: Arguments of the `Baseline` to which the steps are added or with which they are compared.
     """
     case = Case(**fields)
@@ -44,7 +44,6 @@ def train_case(
 
 @cache
 def _baseline(**arguments: Any) -> Baseline:
-    """Returns the baseline of all cases of this process. The baseline reads its file once."""
     return Baseline(**arguments)
 
 
@@ -60,7 +59,6 @@ class Training:
 
 
 def train(case: Case, device: torch.device, baseline: AuditBaseline | None = None) -> Verdict:
-    """Trains a case. Returns the audit's verdict."""
     model = build(case).to(device)
     torch.manual_seed(1000 * case.seed + dist.get_rank())  # dropout
     replay = Replay(copy.deepcopy(model))
@@ -95,7 +93,6 @@ def train(case: Case, device: torch.device, baseline: AuditBaseline | None = Non
 
 
 def _start(case: Case, model: Any) -> Training:
-    """Starts DeepSpeed's engine, or wraps the model in DistributedDataParallel or FSDP2."""
     if case.strategy in ZERO:
         import deepspeed
 
@@ -157,12 +154,11 @@ def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def build_schedule(optimizer: torch.optim.Optimizer) -> Any:
-    """Returns a schedule with a different learning rate in each step."""
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.85)
 
 
 def loss_of_batch(case: Case, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
     """Returns the loss that a training passes to the backward pass, divided by the number of micro-batches unless
-    DeepSpeed's engine divides it. The model with experts returns its loss itself."""
+    DeepSpeed's engine divides it."""
     loss = model(*batch) if case.model == "experts" else cross_entropy(model(batch[0]), batch[1])
     return loss if case.strategy in ZERO else loss / case.accumulate

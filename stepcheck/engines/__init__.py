@@ -1,7 +1,5 @@
-"""Defines the adapters of engines. `adapter_of` chooses an adapter.
-
-An adapter returns which rank holds which part of a parameter, and what the user asked the engine to do.
-"""
+"""Defines adapters, which tell the audit which rank holds which part of a parameter, and what the user asked the engine
+to do."""
 
 from typing import Any
 
@@ -14,11 +12,8 @@ __all__ = ["EngineAdapter", "NotAuditable", "adapter_of"]
 
 
 def adapter_of(model: nn.Module, optimizer: Any = None) -> EngineAdapter:
-    """Returns the adapter of a DeepSpeedEngine, or of a model and the optimizer that updates it.
-
-    Raises:
-        NotAuditable: If the audit cannot read this engine. The message says why.
-    """
+    """Returns the adapter of a DeepSpeedEngine, or of a model and the optimizer that updates it. Raises NotAuditable,
+    with the reason, if the audit cannot read this engine."""
     if hasattr(model, "basic_optimizer"):
         from stepcheck.engines.deepspeed import DeepSpeedAdapter
 

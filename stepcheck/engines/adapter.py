@@ -23,7 +23,8 @@ class NotAuditable(ValueError):
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Returns the name of a module or tensor of a model, without the parts that DDP and torch.compile add."""
+    """Returns the name of a module or tensor of a model, without the parts that DDP, DataParallel and torch.compile
+    add."""
     owner: Any = model
     parts = []
     for part in name.split("."):
@@ -35,7 +36,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def hookable_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the submodules that can have hooks, with their names: all but those that TorchScript has compiled."""
+    """Yields the module and its submodules with their names, except those in TorchScript, which cannot have hooks."""
     return ((name, part) for name, part in module.named_modules() if not isinstance(part, torch.jit.ScriptModule))
 
 
@@ -47,9 +48,9 @@ def tensors_in(nested: Any) -> list[Tensor]:
 
 
 class Hook:
-    """A hook of an audit on a module or an optimizer. It does nothing while torch traces a call (torch.compile,
-    torch.func or torch.jit.trace). In a copy or a pickle of the module, the hook is replaced by one that does nothing,
-    because the copy belongs to another training or to a program without stepcheck."""
+    """A hook of an audit. It does nothing while torch traces a call (torch.compile, torch.func or torch.jit.trace). A
+    copy or pickle of the module gets a hook that never does anything, because it belongs to another training or to a
+    program without stepcheck."""
 
     def __init__(self, call: Callable[..., Any]):
         self.call = call
@@ -93,8 +94,7 @@ class Target:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The number of this rank, and the number of ranks that train together. Without torch.distributed, there is one
-    rank."""
+    """This rank, and the number of ranks that train together, which is 1 without torch.distributed."""
 
     rank: int
     size: int
@@ -148,7 +148,6 @@ class EngineAdapter:
 
     @property
     def label(self) -> str:
-        """The name of the engine in the verdict."""
         return "plain PyTorch"
 
     @property
@@ -156,20 +155,19 @@ class EngineAdapter:
         return next((each.device for each in self.parameters), torch.device("cpu"))
 
     def find_targets(self) -> Iterator[Target]:
-        """Yields each tensor that this rank's optimizer updates."""
         for index in sorted(self.trained):
             values, start = self.own_part(index)
             yield Target(self.parameters[index], (Part(index, start, 0, values.numel()),))
 
     def parameter_groups(self) -> dict[int, dict[str, Any]]:
-        """Returns the parameter group of each parameter of which this rank's optimizer updates a part, keyed by
-        parameter index."""
+        """Returns the parameter group of each parameter of which this rank's optimizer updates a part, by parameter
+        index."""
         groups = {id(tensor): group for group in self.optimizer.param_groups for tensor in group["params"]}
         pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets.values())
         return {part.index: group for group, parts in pairs if group for part in parts}
 
     def begins_sum(self, index: int) -> bool:
-        """Returns whether the sum of a parameter's gradients begins anew with the gradient that autograd has just
+        """Returns whether a parameter's sum of gradients begins anew with the gradient that autograd has just
         computed."""
         return False
 
@@ -188,11 +186,12 @@ class EngineAdapter:
         return self.parameters[index].detach(), 0
 
     def replica(self, index: int) -> tuple[int, int]:
-        """Returns this rank's number among the ranks that hold the same part of a gradient, and how many they are."""
+        """Returns this rank's number, from 0, among the ranks that hold the same part of a gradient, and how many they
+        are."""
         return 0, 1
 
     def weight_replicas(self, index: int) -> int:
-        """Returns the number of ranks that hold the same part of the optimizer's weights."""
+        """Returns the number of ranks that hold the same part of a weight, as the optimizer has it."""
         return self.replica(index)[1]
 
     syncs_buffers = False
@@ -224,7 +223,8 @@ class EngineAdapter:
         return 1.0
 
     divides_loss = True
-    """Whether the engine must divide each loss by the number of micro-batches. Lightning divides the loss itself."""
+    """Whether the engine must divide each loss by the number of micro-batches. Under Lightning it must not, because
+    Lightning divides."""
 
     divisor: float = 1.0
     """The number by which the engine is expected to divide each loss, apart from multiplying it by the loss scale."""
@@ -239,8 +239,7 @@ class EngineAdapter:
         return 0.0
 
     def given_options(self) -> dict[int, dict[str, Any]]:
-        """Returns the optimizer options that the user gave for each parameter, before an engine changed them, keyed by
-        parameter index."""
+        """Returns the optimizer options that the user gave, before an engine changed them, by parameter index."""
         return {}
 
     def local(self, tensor: Tensor) -> Tensor:

@@ -64,8 +64,7 @@ class DeepSpeedAdapter(EngineAdapter):
                 raise NotAuditable(why)
 
     def _give_experts_rows(self) -> None:
-        """Gives each expert of each rank a separate row in the matrix of sketches, because ranks have different experts
-        under one name."""
+        """Gives each expert of each rank a row of its own, because ranks have different experts under one name."""
         self._expert_ranks = {}
         for index, parameter in enumerate(self.parameters):
             if getattr(parameter, "allreduce", True):
@@ -111,8 +110,8 @@ class DeepSpeedAdapter(EngineAdapter):
             return super().full_weight(index)
 
     def prepare_copy(self, copy: nn.Module) -> None:
-        """Sets the process groups in the copy's layers of experts, as the engine does when it starts, and makes the
-        copy's forward pass autocast if the engine's does."""
+        """Sets the process groups in the copy's layers of experts, and makes its forward pass autocast if the engine's
+        does."""
         knows_autocast = hasattr(self.engine, "torch_autocast_enabled")  # since 0.17.2
         if knows_autocast and self.engine.torch_autocast_enabled():
             autocast = torch.autocast(self.device.type, self.engine.torch_autocast_dtype())
@@ -167,8 +166,9 @@ class DeepSpeedAdapter(EngineAdapter):
         return float(self.engine._config._param_dict.get("gradient_clipping", 0.0) or 0.0)
 
     def given_options(self) -> dict[int, dict[str, Any]]:
-        """Returns the optimizer options in DeepSpeed's configuration, keyed by parameter index, if DeepSpeed built the
-        optimizer, or else an empty dictionary."""
+        """Returns lr, betas, eps, weight_decay and momentum as DeepSpeed's configuration gives them, by parameter
+        index. Leaves out the value "auto", and lr if there is a schedule. Returns an empty dictionary if DeepSpeed has
+        not built the optimizer."""
         section = self.engine._config._param_dict.get("optimizer") or {}
         if self.engine.client_optimizer is not None or not section.get("params"):
             return {}
@@ -189,7 +189,7 @@ def loss_scale(engine: Any) -> float:
     for owner, name in ((engine.optimizer, "torch_autocast_gradscaler"), (engine, "torch_autocast_z0_gradscaler")):
         if scaler := getattr(owner, name, None):  # with torch_autocast in float16; up to 0.17.5 in each dtype
             has_old_name = any(hasattr(each, "autocast_dtype") for each in engine.module.parameters())
-            return 1.0 if has_old_name and _stage(engine) == 3 else scaler.get_scale()  # ZeRO 3 of 0.17.5 lacks it
+            return 1.0 if has_old_name and _stage(engine) == 3 else scaler.get_scale()  # ZeRO 3 ignored it
     return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
 
 
@@ -201,8 +201,7 @@ def _sent_dtype(parameter: Any) -> torch.dtype:
 
 
 def stage_3_part(parameter: Any) -> tuple[int, int]:
-    """Returns the start and the length of this rank's shard in the flattened parameter at ZeRO 3, without the
-    padding."""
+    """Returns the start and the length, without padding, of this rank's shard in the flattened parameter at ZeRO 3."""
     size = parameter.ds_tensor.ds_numel
     start = dist.get_rank(parameter.ds_process_group) * size
     return start, max(0, min(size, parameter.ds_numel - start))
@@ -210,8 +209,8 @@ def stage_3_part(parameter: Any) -> tuple[int, int]:
 
 def _stage(engine: Any) -> int:
     """Returns the ZeRO stage by which the optimizer shards. In bfloat16 it may differ from the configured stage. ZeRO 0
-    of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does. ZeRO 1 of 0.18.1 with grad_accum_dtype fp32
-    has FP16_UnfusedOptimizer, which does not shard."""
+    of 0.17.5 and older has BF16_Optimizer, which shards as ZeRO 1 does. ZeRO 1 of 0.17.6 to 0.18.4 with
+    grad_accum_dtype fp32 has FP16_UnfusedOptimizer, which does not shard."""
     if hasattr(engine.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         return 1
     sharded = ("round_robin_bit16_groups", "fp32_partitioned_groups_flat")  # ZeRO 1 and 2, ZeRO 3
@@ -257,7 +256,7 @@ def _stage_3_groups(optimizer: Any) -> FlatGroups:
 
 
 def _partitions(optimizer: Any, groups: Any, targets: Any) -> FlatGroups:
-    """Yields this rank's partition of each flat group at ZeRO 1 and 2, and of BF16_Optimizer's groups."""
+    """Yields this rank's partition of each flat group of ZeRO 1 and 2 or of BF16_Optimizer."""
     paddings = getattr(optimizer, "round_robin_bit16_padding", None) or [[0] * len(group) for group in groups]
     for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
         first = dist.get_rank(optimizer.real_dp_process_group[number]) * target.numel()
@@ -272,8 +271,8 @@ def _partitions(optimizer: Any, groups: Any, targets: Any) -> FlatGroups:
 
 def free(engine: Any) -> None:
     """Destroys an engine, and drops references to its tensors that DeepSpeed would keep: in gradient hooks, and at ZeRO
-    3 also in a stack and in the cache of a method (0.16.0 to 0.19.8). Also resets a global flag of DeepSpeed. After an
-    engine with torch_autocast, this flag would make all later engines of the process autocast (0.17.2 to 0.19.8)."""
+    3 also in a stack and in the cache of a method (0.16.0 to 0.19.8). Also resets a global flag of DeepSpeed, by which
+    an engine with torch_autocast makes all later engines of the process autocast (0.17.2 to 0.19.8)."""
     with suppress(ModuleNotFoundError):
         vars(importlib.import_module("deepspeed.runtime.torch_autocast"))["TORCH_AUTOCAST_INITIALIZED"] = False
     engine.destroy()
@@ -286,8 +285,8 @@ def free(engine: Any) -> None:
 
 
 def compile_no_collective() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory collective for CPUs, which only DeepSpeed's inference uses. The
-    table of operators is written without reading it first. Reading it would make DeepSpeed (0.19.8, ops/__init__.py)
-    compile and link a test program for each operator, and a notebook would show the linker's errors."""
+    """Keeps DeepSpeed from compiling its shared-memory collective for CPUs, which only its inference uses. Does not
+    read the table of operators first. Reading it would make DeepSpeed (0.19.8, ops/__init__.py) compile and link a test
+    program for each operator, and a notebook would show the linker's errors."""
     operators: Any = vars(deepspeed.ops)
     operators.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False

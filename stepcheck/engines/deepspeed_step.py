@@ -17,9 +17,9 @@ METHODS = ("forward", "backward", "step", "load_checkpoint")
 
 class EngineStep:
     """Wraps the engine's METHODS, to end the audit's steps and to measure the factor by which the engine multiplies the
-    loss. DeepSpeed multiplies the loss itself (up to 0.18.1, and 0.19), or multiplies the gradients of the module's
-    outputs in hooks (0.18.3 to 0.18.5, and wherever a script calls `loss.backward()`). Only the product of both factors
-    is judged. Also judges how far each call of `step` moves the learning-rate schedule."""
+    loss. DeepSpeed multiplies the loss itself (up to 0.18.2, and since 0.19.6), or the gradients of the module's
+    outputs in hooks (0.18.3 to 0.19.5, and since 0.18.3 wherever a script calls `loss.backward()`). Only the product of
+    both factors is judged. Also judges how far each call of `step` moves the learning-rate schedule."""
 
     def __init__(self, adapter: Any, audit: Any):
         self.adapter, self.engine, self.audit = adapter, adapter.engine, audit
@@ -68,8 +68,7 @@ class EngineStep:
         return result
 
     def _judge_backward(self, loss: Tensor, seen: list[Tensor], is_output: bool, expected: float) -> None:
-        """Judges the factor by which the engine has multiplied a loss in its backward pass. `seen` has the gradient of
-        the loss itself."""
+        """Judges the factor by which the engine has multiplied a loss. `seen` has the gradient of the loss itself."""
         one = torch.ones((), dtype=torch.float64, device=loss.device)
         ratios = self._ratios()
         factor = seen[0].norm() if seen else 0 * one
@@ -93,7 +92,7 @@ class EngineStep:
 
     def _ratios(self) -> list[Tensor]:
         """Returns the factor by which the engine's hooks have multiplied the gradient of each output in the last
-        backward pass, or NaN where the gradient is 0 or overflows."""
+        backward pass. It is not finite where the gradient was 0 or overflowed."""
         return [after / before for before, after in zip(self.incoming, self.outgoing, strict=False)]
 
     def _judge_scale(self, factors: list[Tensor], expected: float, *losses: Tensor) -> None:

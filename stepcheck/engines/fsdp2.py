@@ -54,7 +54,6 @@ class FSDP2Adapter(PlainAdapter):
         return full.detach().to(self.device, self.compute_dtype(index), copy=True)
 
     def prepare_copy(self, copy: nn.Module) -> None:
-        """Makes the copy cast inputs and outputs as `fully_shard` does."""
         for name, part in self.module.named_modules():
             if not isinstance(part, FSDPModule):
                 continue
@@ -93,9 +92,9 @@ class FSDP2Adapter(PlainAdapter):
         return "modules divide their gradients by different factors (set_gradient_divide_factor)" if several else ""
 
     def begin_backward(self) -> dict[int, Tensor]:
-        """Records whether this micro-batch is the first one since the gradients were reset. It is the first one if no
-        parameter has a gradient. A single parameter does not show this, because an empty shard never has a gradient.
-        Returns the gradients of parameters that FSDP2 does not shard."""
+        """Records whether this micro-batch is the first since the gradients were reset, so that no parameter has a
+        gradient. A single one does not show this, because an empty shard never has a gradient. Returns the gradients of
+        parameters that FSDP2 does not shard."""
         earlier = super().begin_backward()
         kept = earlier or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
         self.fresh = set() if kept else {*self.trained}
@@ -141,8 +140,8 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Returns the parameter groups of a module's FSDP state. A state has at most one up to torch 2.11, and a list of
-    them since. Without a state, the list is empty."""
+    """Returns the parameter groups of a module's FSDP state, which has at most one up to torch 2.11. `state` may be
+    None."""
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

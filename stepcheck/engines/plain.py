@@ -49,8 +49,8 @@ class PlainAdapter(EngineAdapter):
         self.reshaped: set[int] = set()  # gradients that torch has clipped in a way that the audit does not repeat
 
     def attach(self, audit: Any) -> None:
-        """Also makes each call of the optimizer's `step` end the audited step, and makes torch's functions that clip or
-        unscale gradients report to this adapter (see `watch`)."""
+        """Also makes each call of the optimizer's `step` end the audited step, and makes `watch` report to this
+        adapter."""
         watch()
         super().attach(audit)
         self.audit = audit
@@ -87,8 +87,7 @@ class PlainAdapter(EngineAdapter):
 
     @contextmanager
     def changes_accepted(self) -> Iterator[None]:
-        """Context manager in which torch may change gradients. A gradient that did not count as modified before does
-        not count as modified afterwards."""
+        """Context manager in which torch may change gradients, without making them count as modified."""
         unmodified = self.left.keys() - self.modified_gradients()
         yield
         for index in unmodified:
@@ -146,7 +145,6 @@ class DDPAdapter(PlainAdapter):
 
 
 WATCHED: weakref.WeakSet[PlainAdapter] = weakref.WeakSet()
-"""The adapters of audited optimizers."""
 
 
 def _watching(optimizer: Any) -> list[PlainAdapter]:
@@ -155,7 +153,8 @@ def _watching(optimizer: Any) -> list[PlainAdapter]:
 
 @cache
 def watch() -> None:
-    """Makes torch's functions that clip or unscale gradients report to the adapters. A second call does nothing."""
+    """Makes torch's functions that clip or unscale gradients report to the adapters in WATCHED. A second call does
+    nothing."""
     for module in (nn.utils, nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
             if hasattr(module, name):
@@ -165,9 +164,9 @@ def watch() -> None:
 
 
 def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clips gradients. If these are exactly the gradients of an adapter, and they are clipped by their 2-norm for the
-    first time in this step, the adapter keeps the limit, which the audit checks. If more gradients are clipped with
-    them, their common factor is not judged. Otherwise they count as modified."""
+    """Clips gradients. If these are all gradients of an adapter and no others, clipped by their 2-norm for the first
+    time in this step, the adapter keeps the limit, which the audit checks. If there are others among them, their common
+    factor is not judged. In every other case, the adapter's gradients among them count as modified."""
     parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     given = {id(each) for each in parameters}
     arguments = inspect.signature(clip).bind(parameters, *args, **kwargs).arguments

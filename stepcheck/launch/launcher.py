@@ -38,7 +38,6 @@ def train_cases(
     cases have this `error`. After Ctrl-C the next case has an `error`, and the cases after it have no results.
 
     Args:
-        cases: Trained one after the other.
         ranks: Number of ranks, all of which train each case.
         train: Name of the function that trains a case on a rank. It takes the fields of the case, the rank's device,
             a folder that all ranks share, and `settings`. It returns the verdict as plain data.

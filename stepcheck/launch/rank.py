@@ -17,8 +17,8 @@ from stepcheck.strategies import ZERO
 
 
 def main(verdicts: Path) -> None:
-    """Trains the cases in work.json. The first rank writes to the file `verdicts`, next to it, a line as JSON when its
-    imports have ended, and a line for each case. An exception ends the rank."""
+    """Trains the cases in work.json, in the folder of the file `verdicts`. The first rank writes JSON values to
+    `verdicts`, one a line: "ready" after its imports, and the verdict of each case. An exception ends the rank."""
     folder = verdicts.parent
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     work = json.loads((folder / "work.json").read_text())

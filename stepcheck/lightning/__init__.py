@@ -1,4 +1,5 @@
-"""Defines a Lightning callback that audits a training, and a strategy that runs DeepSpeed's engine on CPU ranks."""
+"""Audits trainings with Lightning: a callback, a strategy that runs DeepSpeed's engine on CPU ranks, and `stepcheck
+module`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -39,8 +39,8 @@ IGNORED = "DeepSpeed ignores that; to clip, use the Trainer's gradient_clip_val"
 class StepCheck(Callback):
     """Audits each step of a training, with any module, data and strategy. Every rank must have this callback.
 
-    After the training, `verdict` holds the result. If the strategy cannot be audited, the training continues without an
-    audit, and the verdict is "not judged".
+    After the training, `verdict` holds the result. A strategy that cannot be audited does not end the training: the
+    verdict is then "not judged".
     """
 
     def __init__(
@@ -57,15 +57,14 @@ class StepCheck(Callback):
 
         Args:
             replay_every: Replay each step whose number is divisible by this; 0 for none.
-            steps: Replay the steps with these numbers.
             count: Replay this many steps, spread evenly over the run, with its first and its last.
             only: Regular expression that is searched in the names of weights. Only the gradients of matching weights
                 are kept and compared.
             outputs: Whether to compare the outputs of all submodules in replayed steps.
             on_fault: Whether to raise StepCheckError at the first step with a fault, or to print this fault and
                 continue.
-            file: JSON file to which rank 0 writes the verdict at the end, also after an exception. A file that
-                cannot be written is left out without an error.
+            file: JSON file to which rank 0 writes the verdict at the end, also after an exception. An error of the file
+                system is ignored.
         """
         self.replays: dict[str, Any] = {
             "every": replay_every,
@@ -114,7 +113,7 @@ class StepCheck(Callback):
 
     def _configure_optimizers(self, module: LightningModule, configure: Callable[[], Any]) -> Any:
         """Calls the module's own `configure_optimizers`, and records the module and its first optimizer. Under
-        DeepSpeed, this is the last hook before the engine is built."""
+        DeepSpeed, no later hook comes before the engine is built."""
         self._undo.close()  # the engine may copy or pickle the module
         configured = configure()
         self._start = Start(module, optimizer_of(configured))
@@ -122,9 +121,8 @@ class StepCheck(Callback):
         return configured
 
     def _set_up_strategy(self, module: LightningModule, setup: Callable[[Trainer], None], trainer: Trainer) -> None:
-        """Calls `setup`, the strategy's own method, which builds the engine. Then starts an audit for each optimizer,
-        before the `on_fit_start` of a callback can change the module. Without an optimizer, records that nothing is
-        judged."""
+        """Calls the strategy's own `setup`, which builds the engine. Then starts an audit for each optimizer, before
+        the `on_fit_start` of a callback can change the module."""
         setup(trainer)
         self._undo.close()
         if not self._has_optimizer:
@@ -172,7 +170,7 @@ class StepCheck(Callback):
 
     def _run_hooks(self, hooks: UserHooks, audited: Audit, plain: Any) -> None:
         """Reports each of the user's hooks that changes gradients, because DeepSpeed ignores such changes. `plain` is a
-        plain copy of the module that has the gradients of a step."""
+        copy of the module that has the gradients of a step."""
         try:
             for name in hooks.changing(plain):
                 audited.add("gradient", 2.0, f"{name} changes gradients, and {IGNORED}")
@@ -211,8 +209,9 @@ class StepCheck(Callback):
             self._unjudged["replays"] = "the number of steps is unknown: give replay_every or steps"
 
     def _training_step(self, trainer: Trainer, training_step: Callable[..., Any], *arguments: Any) -> Any:
-        """Passes a micro-batch to the replay. Lightning calls this method of the strategy after all hooks that may
-        change the micro-batch or the module, and not for a micro-batch that a hook leaves out."""
+        """Watches the gradients, and passes a micro-batch to the replay. Lightning calls this method of the strategy
+        after all hooks that may change the micro-batch or the module, and not for a micro-batch that a hook leaves
+        out."""
         for each in self._audits:
             each.watch_gradients()
         if self._replay is not None:
@@ -226,13 +225,12 @@ class StepCheck(Callback):
         return training_step(*arguments)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Passes the loss of a micro-batch to the replay."""
         if self._replay is not None and self._replay.actual is not None:
             self._replay.loss(without_scale(trainer, loss))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Reports learning-rate schedules with the interval "step" that have moved more than once per step. In manual
-        optimization, the module moves its schedules itself."""
+        """Reports learning-rate schedules with the interval "step" that have moved more than once per step, unless the
+        module moves its schedules itself, in manual optimization."""
         if not self._audits or not pl_module.automatic_optimization:
             return
         audited = self._audits[0]
@@ -247,13 +245,11 @@ class StepCheck(Callback):
                 audited.add("options", 2.0, f"the learning-rate schedule was moved {moved} times since the last step")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the verdict, and writes it to the file if one was given."""
         self._finish(trainer)
         if trainer.is_global_zero:
             print(f"stepcheck: {self.verdict.outcome}: {self.verdict}", flush=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Writes the verdict on the steps before the exception."""
         self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
@@ -286,13 +282,13 @@ def build_copy(copied: Any, trainer: Trainer) -> None:
 
 
 def first_reason(reason: str) -> str:
-    """Returns the first reason of all ranks, in rank order, or "". Every rank must call it, and then do the same,
-    because a rank would wait in vain for another that leaves out a collective."""
+    """Returns the first reason of all ranks, in rank order, or "". Every rank must call it and act on the result,
+    because a rank that leaves out a collective would let the others wait in vain."""
     return next(filter(None, RankInfo.current().all_gather(reason)), "")
 
 
 def loss_of(trainer: Trainer, arguments: tuple[Any, ...], module: Any) -> Tensor:
-    """Calls training_step on copies of its arguments, in Lightning's precision context. Returns its loss divided by the
+    """Calls training_step on copies of its arguments, in Lightning's precision context. Returns the loss divided by the
     number of micro-batches, without a loss scale."""
     with trainer.precision_plugin.train_step_context():
         outputs = module.training_step(*cloned(arguments))
@@ -301,13 +297,13 @@ def loss_of(trainer: Trainer, arguments: tuple[Any, ...], module: Any) -> Tensor
 
 
 def without_scale(trainer: Trainer, loss: Tensor) -> Tensor:
-    """Returns a loss that is passed to `backward`, divided by the loss scale of Lightning's GradScaler."""
+    """Returns a loss that is passed to `backward`, detached, without the loss scale of Lightning's GradScaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return loss.detach() / (scaler.get_scale() if scaler else 1)
 
 
 def cloned(nested: Any) -> Any:
-    """Returns a deep copy of the arguments of training_step."""
+    """Returns a deep copy of the arguments of training_step. Raises TypeError if one of them is an iterator."""
     return tree_map(_clone, nested)
 
 

@@ -33,8 +33,7 @@ class ModuleCase:
     trainer: dict[str, Any] = field(default_factory=dict)  # more options of Lightning's Trainer
 
     def __post_init__(self) -> None:
-        """Raises UsageError if `precision`, `accumulate`, `clip` or `resume_at` is wrong, whether a flag or a file sets
-        it."""
+        """Raises UsageError if a value is wrong, whether a flag or a file sets it."""
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision {self.precision}: {nearest(str(self.precision), PRECISIONS)}")
         for name, value, least in (("accumulate", self.accumulate, 1), ("gradient_clip_val", self.clip, 0)):

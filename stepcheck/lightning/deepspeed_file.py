@@ -20,15 +20,16 @@ REFUSED = {
 """Sections that are refused, and why or what to use instead."""
 
 OF_LOADER = ("train_batch_size", "train_micro_batch_size_per_gpu")
-"""Keys without an effect, because the module's loader decides."""
+"""Keys without an effect, because the module's loader decides the batch size."""
 
 PRECISION_OF_SECTION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the configuration for Lightning's strategy, and the fields of a case that the file sets (`accumulate`,
-    `clip` and `precision`). Values that are "auto" or null, and the keys in OF_LOADER, are left out. Raises UsageError
-    if the file cannot be read, is no JSON object, or has a section in REFUSED or a key that DeepSpeed does not read."""
+    `clip` and `precision`). Leaves out values that are "auto" or null, and the keys in OF_LOADER. Allows untested
+    optimizers, unless the file forbids them. Raises UsageError if the file cannot be read, is no JSON object, or has a
+    section in REFUSED or a key that DeepSpeed does not read."""
     what = f"--strategies {file}"
     try:
         tree = json.loads(Path(file).read_text())

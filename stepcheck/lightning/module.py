@@ -27,7 +27,6 @@ minutes (NCCL) or 30 (gloo)."""
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command `module` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "module",
         help="check strategies on your own LightningModule",
@@ -67,7 +66,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains the cases and prints the verdict. Returns the exit code, which is 1 unless all cases agree."""
+    """Trains the cases and prints the verdict. Returns the exit code: 0 if all cases agree and all files were written,
+    else 1."""
     results = train(parse_cases(options))
     failed = [each for each in results if not each["passed"]]
     for each in failed:
@@ -77,14 +77,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def require_lightning() -> None:
-    """Raises UsageError if Lightning or jsonargparse, with which a user's module is built, is not installed."""
     for package in ("lightning", "jsonargparse"):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package} is missing: pip install lightning 'jsonargparse[signatures]'")
 
 
 def parse_cases(options: argparse.Namespace) -> list[ModuleCase]:
-    """Returns the cases of a command line. Raises UsageError if a flag is wrong."""
     require_lightning()
     import yaml
 
@@ -115,7 +113,7 @@ def parse_cases(options: argparse.Namespace) -> list[ModuleCase]:
 def cases_of(
     classes: dict[str, str], strategies: Sequence[str], accumulate: Sequence[int], maths: Mapping[str, Any], **same: Any
 ) -> list[ModuleCase]:
-    """Returns a case for each strategy and each number of micro-batches.
+    """Returns a case for each strategy and each number of micro-batches. Appends the current folder to sys.path.
 
     Args:
         classes: Names and arguments of the user's classes: module, module.lr, datamodule, ...
@@ -154,7 +152,6 @@ def _check_strategy(name: str) -> None:
 
 
 def _default_ranks() -> int:
-    """Returns the number of GPUs, or 2 if there is none. Imports torch only where there is a driver of GPUs."""
     if not has_gpu():
         return 2
     import torch
@@ -163,15 +160,14 @@ def _default_ranks() -> int:
 
 
 def train(cases: Sequence[ModuleCase]) -> list[Result]:
-    """Trains the cases one after the other, prints a line for each, and returns their results. A case whose ranks crash
-    or hang has a failed result. Raises UsageError if a rank refuses a flag or the user's code."""
+    """Trains the cases, prints a line for each, and returns their results. Raises UsageError if a rank refuses a flag
+    or the user's code."""
     return train_cases(cases, cases[0].ranks, "stepcheck.lightning.train:train_case", _judge, HANG_SECONDS)
 
 
 def _judge(case: ModuleCase, verdict: dict[str, Any]) -> Result:
-    """Returns the result of a case (see `result_of`). It agrees only if every step was audited unless it was skipped,
-    and if at least one step was replayed (unless none was to be). Raises UsageError if the rank has refused a flag or
-    the user's code."""
+    """Returns the result of a case (see `result_of`). To agree, every step must have been audited or skipped, and a
+    step replayed, unless none was to be. Raises UsageError if the rank has refused a flag or the user's code."""
     if "refused" in verdict:
         raise UsageError(verdict["refused"])
     steps = case.steps - case.resume_at - verdict.get("skipped", 0)

@@ -34,7 +34,7 @@ class StateRecorder(Callback):
 
         Args:
             step: Records the state after this many optimizer steps. 0: at this run's first step, also if it is resumed.
-            checkpoint: Where to save a checkpoint after `step` steps, or None. The training continues.
+            checkpoint: Where to save a checkpoint after `step` steps, or None.
             random: Random states to set when the state is recorded, after the step's first batch was drawn. None leaves
                 them as they are, and `self.random` then has them.
         """
@@ -87,7 +87,6 @@ def _differences(step: int, expected: Checksums, actual: Checksums, when: str) -
 
 
 def _state(trainer: Trainer, module: LightningModule, batch: Any) -> Checksums:
-    """Returns the state in which a step starts. Buffers are rank 0's, as in a checkpoint."""
     found = _flat("batch", "the batch", batch) | _weights(trainer, module)
     found["counter", "the number of steps"] = trainer.global_step
     found["counter", "the number of epochs"] = trainer.current_epoch
@@ -97,7 +96,7 @@ def _state(trainer: Trainer, module: LightningModule, batch: Any) -> Checksums:
 
 
 def _weights(trainer: Trainer, module: LightningModule) -> Checksums:
-    """Returns the weights, options and optimizer state of this rank, and on rank 0 the buffers."""
+    """Returns the weights, options and optimizer state of this rank, and on rank 0 the buffers, as in a checkpoint."""
     found: Checksums = {}
     for name, parameter in module.named_parameters():
         found |= _flat("weight", name, getattr(parameter, "ds_tensor", parameter))
@@ -118,7 +117,7 @@ def _weights(trainer: Trainer, module: LightningModule) -> Checksums:
 
 
 def _flat(kind: Kind, name: str, tree: Any) -> Checksums:
-    """Returns the checksum of each tensor in a tree, and the tree's plain values, keyed by kind and by path."""
+    """Returns the checksum of each tensor in a tree, and its numbers and strings, by kind and path."""
     found: Checksums = {}
     for path, value in tree_leaves_with_path(tree):
         label = f"{keystr(path)} of {name}" if path else name

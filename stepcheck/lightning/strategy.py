@@ -34,11 +34,6 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
       ZeRO 1 and 2 wait for all gradients in each step and skip a step with NaN (DeepSpeed 0.19.8,
       runtime/precision_config.py). No other strategy does either.
     - A parameter group with only frozen parameters is allowed. ZeRO 1 and 2 (DeepSpeed 0.19.8) raise IndexError.
-
-    Unless the configuration sets zero_force_ds_cpu_optimizer, it is false, so that any optimizer may be offloaded.
-
-    Args:
-        **options: The options of Lightning's DeepSpeedStrategy.
     """
 
     config: dict[str, Any]
@@ -49,12 +44,11 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the ranks are CPU processes."""
         return isinstance(self.accelerator, CPUAccelerator)
 
     @property
     def root_device(self) -> torch.device:
-        """The rank's device. DeepSpeed reads the index of the device, which Lightning's CPU devices lack."""
+        """The rank's device, with an index, which DeepSpeed reads and Lightning's CPU devices lack."""
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
 
     def setup_environment(self) -> None:
@@ -86,8 +80,8 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
             self.config["bf16"].setdefault("check_grad_overflow", False)
 
     def _auto_select_batch_size(self) -> int:
-        """Returns the micro-batch size that is passed to DeepSpeed, which only its log shows. Returns 1 if Lightning
-        fails to read the attribute `batch_sampler`, which a CombinedLoader does not have."""
+        """Returns the micro-batch size that DeepSpeed only logs, or 1 if Lightning fails to read the attribute
+        `batch_sampler`, which a CombinedLoader does not have."""
         try:
             return super()._auto_select_batch_size()
         except AttributeError:
@@ -104,9 +98,9 @@ class CPUDeepSpeedStrategy(DeepSpeedStrategy):
 
 
 def _drop_frozen_groups(optimizer: Any, scheduler: Any) -> None:
-    """Removes parameter groups without trained parameters from an optimizer and its scheduler, in place, unless no
-    group has any. ZeRO 1 and 2 (DeepSpeed 0.19.8, stage_1_and_2.py) read the first trained parameter of each group, and
-    raise IndexError if there is none."""
+    """Removes parameter groups without trained parameters from an optimizer and its scheduler, in place, unless this
+    would remove all groups. ZeRO 1 and 2 read the first trained parameter of each group (DeepSpeed 0.19.8,
+    stage_1_and_2.py)."""
     trained = [any(each.requires_grad for each in group["params"]) for group in optimizer.param_groups]
     if all(trained) or not any(trained):
         return

@@ -42,11 +42,12 @@ def train_case(fields: dict[str, Any], device: torch.device, folder: Path) -> di
 
 
 def train_and_judge(case: ModuleCase, device: torch.device, folder: Path) -> Verdict:
-    """Trains a case and returns its verdict. With `resume_at`, also resumes the training from a checkpoint, adds what
-    differs, and returns the verdict of the resumed run. If the run before it has a fault or is not judged, returns the
-    verdict of that run and resumes nothing.
+    """Trains a case and returns its verdict. If a replay differs, trains once more, to find the first module whose
+    output differs.
 
-    Without `resume_at`, trains once more if a replay differs, to find the first module whose output differs.
+    With `resume_at`, trains to the end once, and then once more from the checkpoint of this step. Returns the verdict
+    of the resumed run, with its differences from the first. If the first run has a fault or is not judged, returns its
+    verdict and resumes nothing.
     """
     if case.resume_at:
         saved = StateRecorder(case.resume_at, folder / f"{str(case).replace('/', '_')}.ckpt")
@@ -76,8 +77,8 @@ def _train(
     checkpoint: Path | None = None,
     outputs: bool = False,
 ) -> Verdict:
-    """Trains a case once, resumed from `checkpoint` if given, and returns the verdict on its steps. With `outputs`,
-    replays also compare the outputs of all submodules."""
+    """Trains a case once, resumed from `checkpoint` if given. With `outputs`, replays compare the outputs of
+    submodules."""
     replays: dict[str, Any] = {"count": case.replayed}
     if case.resume_at and case.replayed:
         replays = {"steps": (1, case.resume_at + 1)}
@@ -96,9 +97,8 @@ def _train(
 
 @contextmanager
 def reproducible_kernels() -> Iterator[None]:
-    """Makes cuDNN deterministic and turns TF32 off within the context. With TF32, the tolerances on a GPU would be a
-    thousand times as wide (torch's "CUDA semantics"). Settings that the module changes in the context are restored at
-    its end."""
+    """Context manager that makes cuDNN deterministic and turns TF32 off. With TF32, the tolerances on a GPU would be a
+    thousand times as wide (torch's "CUDA semantics"). Settings that the module changes are restored at the end."""
     cudnn: Any = torch.backends.cudnn
     conv, rnn = (getattr(cudnn, name, None) for name in ("conv", "rnn"))  # not before torch 2.9
     owners: Any = torch.backends, cudnn, conv, rnn, torch.backends.cuda.matmul
@@ -112,8 +112,8 @@ def reproducible_kernels() -> Iterator[None]:
 
 
 def _trainer(case: ModuleCase, module: Any, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
-    """Returns a Trainer without output. It has a logger, which a module may need, and validates on one batch, because a
-    schedule may need a metric of the validation. Raises UsageError if an option of --trainer is wrong."""
+    """Returns a Trainer without output, but with a logger, which a module may need. It validates on one batch, because
+    a schedule may need a metric of the validation. Raises UsageError if an option of --trainer is wrong."""
     own: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": case.ranks,
@@ -161,8 +161,8 @@ def _strategy(case: ModuleCase, module: Any, device: torch.device) -> Any:
 
 
 class StopAfterSteps(Callback):
-    """Ends the training after the case's steps, and then frees DeepSpeed's engine, before this process trains the next
-    case. Raises UsageError if an epoch would end within an optimizer step."""
+    """Ends the training after the case's steps, and frees DeepSpeed's engine before the next case. Raises UsageError if
+    an epoch would end within an optimizer step."""
 
     def __init__(self, case: ModuleCase):
         self.case = case

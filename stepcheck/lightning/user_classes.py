@@ -33,8 +33,8 @@ def build_parts(options: Mapping[str, str], needs_data: bool = True) -> list[Any
         needs_data: Whether the module must have training data. False if a script provides the data.
 
     Raises:
-        UsageError: If a class or an argument does not exist, if an argument is missing or has the wrong type, if a
-            class is not a LightningModule or a LightningDataModule or fails, or if the module needs data and has none.
+        UsageError: If a class or an argument is missing, wrong or unknown, if a class fails, or if the module needs
+            data and has none.
     """
     module, datamodule = (_build(part, options) if part in options else None for part in PARTS)
     if needs_data and datamodule is None and not is_overridden("train_dataloader", module):
@@ -67,7 +67,6 @@ def _build(part: str, options: Mapping[str, str]) -> Any:
 
 
 def _refuse_unknown(given: Mapping[str, str], known: Sequence[str], user_class: str) -> None:
-    """Raises UsageError for the first option that sets no argument of the class, wholly or in part."""
     for option in given:
         if not any(f"{option}.".startswith(f"{each}.") or each.startswith(f"{option}.") for each in known):
             names = [each.partition(".")[2] for each in known]
@@ -76,8 +75,8 @@ def _refuse_unknown(given: Mapping[str, str], known: Sequence[str], user_class: 
 
 
 def _refuse_files(given: Mapping[str, str], known: Sequence[str]) -> None:
-    """Raises UsageError if a file is given for a dataclass, or in a mapping. jsonargparse (4.53) would read it as the
-    arguments of a dataclass, and the file could name code."""
+    """Raises UsageError if a file is given for a dataclass, or in a mapping. jsonargparse (4.53) would read the
+    arguments of the dataclass from the file, which could name code."""
     for option, value in given.items():
         tree: Any = value
         with suppress(yaml.YAMLError):
@@ -117,7 +116,7 @@ def _has_no_default(user_class: type, argument: str) -> bool:
 
 def fit(trainer: Any, module: Any, datamodule: Any, checkpoint: Path | None = None) -> None:
     """Trains a user's module, or continues its training from a checkpoint that this program has written. Raises
-    UsageError for manual optimization, several optimizers, or data that have no batch for each rank."""
+    UsageError for manual optimization, several optimizers, or data of less than a batch for each rank."""
     if not module.automatic_optimization:
         raise UsageError(f"--module uses manual optimization: {ONE_OPTIMIZER}")
     try:

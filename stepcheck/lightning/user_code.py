@@ -23,22 +23,20 @@ DEFINES_ANY_NAME = ("import *", "globals", "vars", "setattr", "__dict__", "__get
 
 
 def allow(name: str, flag: str) -> None:
-    """Loads an object that the command line names in the option `flag`, see `load`. Later, `allowed` returns it."""
+    """Loads an object that the command line names in the option `flag`. Then `allowed` returns it."""
     _ALLOWED[name] = load(name, flag)
 
 
 def allowed(name: str, flag: str) -> Any:
-    """Returns an object that a configuration names in the option `flag`. Raises UsageError unless the command line
-    names the object too."""
     if name not in _ALLOWED:
         raise UsageError(f"{flag} {name}: it is code, so name it on the command line too")
     return _ALLOWED[name]
 
 
 def load(name: str, flag: str) -> Any:
-    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns the named object. Raises UsageError if the file or the
-    name does not exist, or if the import fails. The error message contains the option `flag`, and the line of the
-    user's file at which the import failed."""
+    """Imports FILE.py:NAME or PACKAGE.MODULE:NAME and returns the named object. Raises UsageError if it does not exist
+    or if the import fails. The error names the option `flag`, and the line of the user's file at which the import
+    failed."""
     source, attribute = check_exists(name, flag)
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
@@ -50,7 +48,6 @@ def load(name: str, flag: str) -> Any:
 
 
 def check_parts(options: Mapping[str, str]) -> None:
-    """Raises UsageError if `check_exists` refuses the module or the data module that `options` name."""
     for part in PARTS:
         if part in options:
             check_exists(options[part], f"--{part}")
@@ -58,8 +55,8 @@ def check_parts(options: Mapping[str, str]) -> None:
 
 def check_exists(name: str, flag: str) -> tuple[str, str]:
     """Checks FILE.py:NAME or PACKAGE.MODULE:NAME without importing it, and returns the two sides of the colon. Raises
-    UsageError if the file or the package does not exist, or if the file's text cannot define the name. The error
-    message contains the option `flag`."""
+    UsageError, which names the option `flag`, if `name` has another form, if the file or the package does not exist, or
+    if the file's text cannot define the name."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise UsageError(f"{flag} {name}: give FILE.py:NAME or PACKAGE.MODULE:NAME")

@@ -20,12 +20,11 @@ HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_cl
 
 
 class UserHooks:
-    """Finds the user's HOOKS, of callbacks and of the module, that change gradients, by running them on a plain copy of
-    the module."""
+    """Finds the user's HOOKS, of callbacks and of the module, that change gradients, by running them on a plain
+    copy."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, clip_limit: float):
-        """Lists the hooks. The hooks of a callback or module with a true attribute `keeps_gradients` are left out,
-        because they change no gradients.
+        """Lists the hooks, without those of a callback or module whose attribute `keeps_gradients` is true.
 
         Args:
             clip_limit: Norm to which the engine itself clips, or 0.
@@ -37,8 +36,8 @@ class UserHooks:
         self.names = [f"{name} of {type(owner).__name__}" for owner, name in self.hooks]
 
     def changing(self, plain: Any) -> list[str]:
-        """Returns the names of the hooks that change gradients. Calls each hook once on `plain`, a plain copy of the
-        module that has the gradients of a step. A hook gets the gradients as the hooks before it have left them."""
+        """Returns the names of the hooks that change gradients. Calls each hook once on `plain`, a copy of the module
+        that has the gradients of a step. A hook gets the gradients as the hooks before it have left them."""
         optimizer = optimizer_of(plain.configure_optimizers())
         plain.optimizers = lambda *args, **options: optimizer
         plain.clip_gradients = self._clip  # DeepSpeed's plugin clips nothing when it is called
@@ -73,7 +72,6 @@ def _gradients(module: Any) -> dict[str, Tensor]:
 
 
 def optimizer_of(configured: Any) -> Any:
-    """Returns the first optimizer of what `configure_optimizers` has returned, or None."""
     if isinstance(configured, dict):
         configured = configured.get("optimizer")
     while isinstance(configured, (list, tuple)):

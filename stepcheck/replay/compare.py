@@ -50,8 +50,7 @@ class Compared:
 
     @property
     def share(self) -> float:
-        """Returns error / tolerance. It is infinite if the error is NaN, or if the tolerance is 0 and the error is
-        not."""
+        """Error / tolerance. It is infinite if the error is NaN, or if the tolerance is 0 and the error is not."""
         if math.isnan(self.error) or not self.tolerance:
             return math.inf if self.error else 0.0
         return self.error / self.tolerance
@@ -65,7 +64,7 @@ class Compared:
 
 
 def identical(actual: Computed, replay: Computed) -> bool:
-    """Returns whether a step is bit-identical with a replay. Buffers that only one of them has are not compared."""
+    """Returns whether a step is bit-identical with a replay, apart from buffers that only one of them has."""
     buffers = actual.buffers.keys() & replay.buffers.keys()
     return (
         _same(actual.losses, replay.losses)
@@ -112,7 +111,6 @@ def worst(compared: Iterable[Compared]) -> Collection[Compared]:
 
 
 def loss_errors(low: Computed, exact: Computed) -> list[float]:
-    """Returns the relative rounding errors of this rank's losses."""
     pairs = zip(low.losses, exact.losses, strict=True)
     return [_distance(own, high) / (_norm(high) + 1e-300) for own, high in pairs]
 
@@ -171,7 +169,6 @@ def epsilon(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _may_use_tf32() -> bool:
-    """Returns whether matrix products or convolutions in float32 may be computed in TF32 on a GPU."""
     override = os.environ.get("NVIDIA_TF32_OVERRIDE")  # read by cuBLAS and cuDNN
     if override in ("0", "1"):
         return override == "1"

@@ -15,7 +15,7 @@ LOW = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT64_CASTS: dict[Any, Callable[..., Any]] = dict.fromkeys(
     (Tensor.half, Tensor.bfloat16, Tensor.float), lambda tensor, *args, **kwargs: tensor.double()
 )
-"""The function that replaces each function that casts to one of these dtypes."""
+"""Maps each method that casts to one of these dtypes to a function that casts to float64 instead."""
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 DRAWS = {torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli, torch.normal, torch.multinomial}
@@ -53,8 +53,6 @@ class Exact(TorchFunctionMode):
 
 
 def to_float64(value: Any) -> Any:
-    """Converts a tensor whose dtype is in LOW to float64, replaces a dtype in LOW by float64, and returns any other
-    value unchanged."""
     if isinstance(value, Tensor):
         return value.double() if value.dtype in LOW else value
     return torch.float64 if isinstance(value, torch.dtype) and value in LOW else value

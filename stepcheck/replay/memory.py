@@ -13,8 +13,8 @@ _peaks: dict[str, int] = {}  # of each type of device, before the last replay
 
 
 def available(device: torch.device, ranks: int = 1) -> float | None:
-    """Returns the free bytes of a GPU, including those that torch keeps, or else this rank's share of the free bytes of
-    the machine, within the limits of its container. None if unknown. `ranks` share the machine."""
+    """Returns the free bytes of a GPU, including those that torch keeps, or else the free bytes of the machine, within
+    the limits of its control groups, divided by the `ranks` that share it. None if unknown."""
     if device.type == "cuda":  # torch keeps freed memory for later tensors
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + kept)
@@ -27,8 +27,8 @@ def available(device: torch.device, ranks: int = 1) -> float | None:
 
 
 def peak(device: torch.device) -> int:
-    """Returns the peak memory of this rank in bytes, outside of replays. It covers the tensors on a GPU, or else the
-    whole process."""
+    """Returns the peak memory of this rank in bytes, outside of replays: of the tensors on a GPU, or else of the
+    process."""
     return max(_peaks.get(device.type, 0), _measured_peak(device))
 
 

@@ -24,10 +24,10 @@ PLAIN = (int, float, complex, str, bytes, NoneType, Enum, torch.dtype, torch.dev
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 NO_DATA = (nn.Module, Dataset, DataLoader, ModuleType, type, *FUNCTIONS)
-"""Types of attributes that have no data, or too many: the data sets are not copied in each micro-batch."""
+"""Types of attributes that have no data, or data sets, which are too large to copy in each micro-batch."""
 
 LARGEST = 2**26
-"""Bytes of the largest array that is no data set."""
+"""An attribute with a tensor or array of more bytes counts as a data set, and is not copied."""
 
 State = dict[str, dict[str, Any]]
 """Attributes of modules that are data (see `_is_data`), by the module's name."""
@@ -44,7 +44,6 @@ class Computed:
         self.outputs: list[tuple[str, Tensor]] = []  # of the submodules, in the order of their calls
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds the gradient of a micro-batch to the sum for a parameter."""
         value = gradient.detach()
         value = value.double() if value.dtype == torch.float64 else value.float()
         if name in self.gradients:
@@ -62,7 +61,6 @@ class PlainCopy:
         the copy's weights.
 
         Args:
-            module: The copy.
             internal: Names of attributes of the outermost module that a replay must not restore.
         """
         self.module: Any = module
@@ -89,7 +87,8 @@ class PlainCopy:
         trained: Collection[str],
         compared: Collection[str] | None = None,
     ) -> None:
-        """Saves the weights, unsharded and in the dtype of the forward pass, and the buffers before a step.
+        """Saves the weights and buffers with which a step begins. The weights are unsharded, and in the dtype of the
+        forward pass.
 
         Args:
             trained: Names of the weights that require gradients.
@@ -100,8 +99,8 @@ class PlainCopy:
         self._dtypes = {each.dtype for each in weights.values() if each.is_floating_point()} or {torch.float32}
 
     def state_of(self, module: nn.Module) -> State:
-        """Returns copies of the attributes of a module and its submodules that are data, such as counters, modes and
-        configurations."""
+        """Returns copies of the attributes of a module and its submodules that are data, such as counters and modes.
+        Leaves out the names in `internal`, and what refuses to be copied."""
         states: State = {}
         copies: dict[int, Any] = {}  # by id, so that parts share what they shared
         for name, part in module.named_modules():
@@ -138,8 +137,7 @@ class PlainCopy:
             divisor: The number by which the engine divides each loss before its backward pass.
             scale: The loss scale, by which the engine multiplies each loss.
             watch: Registers hooks that keep outputs of submodules, and returns their handles.
-            exact: Whether to compute in float64.
-            then: Called at the end with the copy. It has the gradients of the step, in float32 or wider and without
+            then: Called at the end with the copy, which has the gradients of the step, in float32 or wider and without
                 the loss scale.
         """
         computed = Computed()
@@ -180,11 +178,9 @@ class PlainCopy:
 
     @property
     def autocasts(self) -> bool:
-        """Whether the last step was computed under autocast."""
         return bool(self._autocast)
 
     def drop_saved(self) -> None:
-        """Frees the values that `keep` has saved."""
         self._weights, self._buffers = {}, {}
 
     def _restore(self, exact: bool) -> None:
@@ -249,8 +245,9 @@ def _backward(loss: Tensor) -> None:
 
 
 def _is_data(value: Any, values: dict[int, Any]) -> bool:
-    """Returns whether a value is data: plain, a tensor that is not a Parameter, an object of NumPy, or a container or
-    an object that has only data. Adds all values that it reads to `values`, by id."""
+    """Returns whether a value is data: plain, a tensor (but no Parameter) or NumPy object of at most LARGEST bytes, or
+    a container or an object that has only data. Adds the values that it reads and that are not plain to `values`, by
+    id."""
     if isinstance(value, PLAIN) or id(value) in values:
         return True
     values[id(value)] = value
@@ -270,7 +267,7 @@ def _is_data(value: Any, values: dict[int, Any]) -> bool:
 
 def function_of(module: nn.Module, copied: nn.Module) -> str | None:
     """Returns the name of an attribute of a copy with a function that refers to the copied module itself or to one of
-    its parts, or None. A deep copy has the same functions, except bound methods."""
+    its parts, or None. A deep copy has the functions of the original, apart from bound methods."""
     parts = {id(each) for each in module.modules()}
     for name, part in copied.named_modules():
         for key, value in vars(part).items():

@@ -21,7 +21,6 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restores the states that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state:
@@ -37,7 +36,6 @@ def same_random_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Context manager that restores the random states at its end."""
     state = random_state()
     try:
         yield

@@ -28,8 +28,8 @@ is not judged."""
 
 
 class Replay:
-    """Computes chosen steps again on a plain copy, on each rank separately. Pass it to `audit`. A step that the audit
-    leaves out is not computed again.
+    """Computes chosen steps again on a plain copy, on each rank separately. Pass it to `audit`, which must audit these
+    steps too.
 
     Call `micro_batch` before each forward pass, and `loss` after it.
     """
@@ -68,7 +68,6 @@ class Replay:
         self._handles: list[Any] = []
 
     def chooses(self, step: int) -> bool:
-        """Returns whether a step is to be replayed: its number is in `steps`, or divisible by `every`."""
         return step in self.steps or bool(self.every and step % self.every == 0)
 
     def attach(self, audit: Any) -> None:
@@ -105,14 +104,13 @@ class Replay:
 
     # What the audit calls
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Adds a gradient that autograd has computed to the sum of the step."""
         name = self.audit.adapter.names[index]
         if self.actual is not None and self.only.search(name):
             self.actual.add(name, gradient)
 
     def judge(self) -> None:
-        """Compares the replayed step with the training, on all ranks. If one rank fails to replay it, no rank judges
-        the step."""
+        """Compares the replayed step with the training. Every rank must call it. If one rank fails to replay the step,
+        no rank judges it."""
         if self._chosen:
             self._judge()
             self._end()
@@ -156,8 +154,8 @@ class Replay:
         return compute_from_synced
 
     def _try(self, function: Callable[[], Any]) -> Any:
-        """Calls a function and returns its result. If it raises, returns None, and stores the error as one line in
-        `_error` unless this step has one already."""
+        """Returns the result of a function. If it raises, returns None, and stores the error as one line in `_error`
+        unless this step has one already."""
         try:
             return function()
         except Exception as error:  # what the module's code raises, in float64 for example
@@ -201,7 +199,7 @@ class Replay:
     @contextmanager
     def _refusing_trained_module(self) -> Iterator[None]:
         """Context manager in which an error is raised if the copy calls the trained module, or computes a gradient of
-        its weights, before it changes anything of the training."""
+        its weights, before this changes anything of the training."""
         module = self.audit.adapter.module
         with ExitStack() as stack:
             for _, part in hookable_parts(module):
@@ -252,8 +250,9 @@ class Replay:
         return self.copy.autocasts and bool(self.copy.compared - low.gradients.keys() - self.hooked)
 
     def _leave_out_unknown(self, actual: Computed, low: Computed) -> None:
-        """Removes, in both, the values that cannot be compared: losses and outputs, if only one of both has them, and
-        gradients that hooks of the script may change."""
+        """Removes, in both, the values that cannot be compared: losses, if their numbers differ; gradients that hooks
+        of the script may change; and outputs, if the modules were called in another order. After that, no step compares
+        outputs."""
         if len(actual.losses) != len(low.losses):
             actual.losses, low.losses = [], []
         for name in self.hooked:  # the copy lacks the hooks
@@ -266,7 +265,7 @@ class Replay:
 
     def _report(self, low: Computed, exact: Computed | None) -> None:
         """Adds the results of a replayed step to the audit. `exact` is None if the step was bit-identical on all ranks.
-        Every rank must call this method."""
+        Every rank must call it."""
         audit, actual = self.audit, self.actual
         assert actual is not None
         if exact is None:
@@ -293,8 +292,8 @@ class Replay:
             audit.add(each.kind, each.share, str(each))
 
     def _judge_again(self, low: Computed, exact: Computed, faults: dict[tuple[str, str], float]) -> None:
-        """Replays a step once more. Raises RuntimeError if a value with a fault differs in the two replays too, because
-        then its error says nothing about the training."""
+        """Replays a step once more. Raises RuntimeError if a value with a fault also differs between the two replays,
+        because then its error says nothing about the training."""
         again = self._compute()
         if again is None:
             return
@@ -308,8 +307,6 @@ class Replay:
                 )
 
     def _watch(self, module: nn.Module, computed: Computed) -> list[Any]:
-        """Makes submodules add their outputs to `computed`, if outputs are compared. Returns the handles of the
-        hooks."""
         if not self.outputs:
             return []
         return [

@@ -58,12 +58,11 @@ class ScriptCheck(Callback):
         self._rates: dict[str, tuple[float, float]] = {}  # of each weight in the step before, in module and script
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copies the module, so that steps can be replayed in float64."""
         self._trainer, self._module, self._copy = trainer, pl_module, copy.deepcopy(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Applies the script's numerical settings, matches the names of weights and buffers, and registers the hooks.
-        Raises UsageError if the weights do not match. If the buffers do not, they are not judged."""
+        Raises UsageError if the weights do not match. Buffers that do not match are not judged."""
         use_settings(self.recording.settings)
         build_copy(self._copy, trainer)
         self._copy = PlainCopy(self._copy, INTERNAL)
@@ -114,7 +113,6 @@ class ScriptCheck(Callback):
         self._draws_alike &= same_random_state(random_state(), self.step.states_after[number])
 
     def _after_step(self, optimizer: Any) -> None:
-        """Compares a step, after the module's optimizer has updated its weights."""
         if not self._micro_batches or overflows(optimizer):  # the step that repeats the script's update
             return
         weights: dict[str, Any] = {
@@ -131,7 +129,6 @@ class ScriptCheck(Callback):
         self._compare_update(optimizer, weights)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Ends the training after the last recorded step."""
         ended = len(self._micro_batches) in (0, self.recording.accumulate)  # 0 unless a gradient overflowed
         trainer.should_stop = ended and self.number == self.recording.steps
 
@@ -165,7 +162,8 @@ class ScriptCheck(Callback):
             self.verdict.add(self.number, each.kind, each.share, self._describe(each, script))
 
     def _exact(self) -> Computed:
-        """Returns the step, computed in float64. Its gradients are clipped and changed by hooks as the module's are."""
+        """Returns the step, computed in float64 by a copy. The copy does not clip, and has no hooks that change
+        gradients. So each gradient is the module's, without the rounding error that the copy shows."""
         module = self._computed
         arguments: Any = (self._micro_batches, 1.0, 1.0, lambda *_: [])
         with random_state_kept():
@@ -218,7 +216,7 @@ class ScriptCheck(Callback):
 
     def _compare_update(self, optimizer: Any, weights: Mapping[str, Any]) -> None:
         """Compares the script's update of each weight with the update that the module's optimizer computes from the
-        script's weight, gradient and state."""
+        script's weight, gradient and state, which replace the module's."""
         updated: list[str] = []
         for name, weight in weights.items():
             script, state = self._values[name], self._state_for(optimizer, weight, name)
@@ -246,8 +244,8 @@ class ScriptCheck(Callback):
         self.verdict.add(self.number, "update", float(shares[worst]), text)
 
     def _state_for(self, optimizer: Any, weight: Any, name: str) -> dict[str, Any] | None:
-        """Returns the script's state of a weight for the module's optimizer, or None if the module's optimizer keeps
-        other entries. A missing step count becomes the number of recorded steps before this one."""
+        """Returns the script's state of a weight for the module's optimizer, or None if the latter keeps other entries.
+        A missing step count becomes the number of recorded steps before this one."""
         own, state = optimizer.state[weight], {**self._values[name].state}
         if state and "step" in own and "step" not in state:  # DeepSpeed's Adam counts steps elsewhere
             state["step"] = torch.full_like(own["step"], self.number - 1)

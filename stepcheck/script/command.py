@@ -17,7 +17,6 @@ from stepcheck.usage import UsageError, positive
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command `script` and its flags to the subparsers of `stepcheck`."""
     parser = commands.add_parser(
         "script",
         allow_abbrev=False,
@@ -40,8 +39,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares the script with the module, and prints the verdict. Returns the exit code, which is 1 if a step differs
-    or cannot be judged."""
+    """Compares the script with the module, and prints the verdict. Returns the exit code: 0 if all steps agree and all
+    files were written, else 1."""
     verdict = _compare(options)
     for kind in dict.fromkeys(finding.kind for finding in verdict.findings):
         print(f"FAULT {next(finding for finding in verdict.findings if finding.kind == kind)}")
@@ -76,11 +75,8 @@ def _compare(options: argparse.Namespace) -> Any:
 
 
 def record(script: list[str], steps: int, folder: Path) -> Any:
-    """Runs a script, with its arguments, and records its first optimizer steps into a folder. Returns the recording.
-
-    Raises:
-        UsageError: If the script fails, or cannot be recorded.
-    """
+    """Runs a script with its arguments, records its first optimizer steps into a folder, and returns the recording.
+    Raises UsageError if the script fails, or cannot be recorded."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # calls within compiled functions cannot be recorded
     if "deepspeed" in Path(script[0]).read_text(errors="replace"):  # which uses MPI where these are missing
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -27,9 +27,9 @@ class RecordedBatches:
 
 
 def compare_batches(recording: Recording, loader: Iterable[Any], verdict: Verdict) -> None:
-    """Compares the batches of the module's own loader with the script's batches, in order. Adds the first difference to
-    the verdict. At the start of each epoch, sets the random state with which the script's loader began this epoch. Does
-    not judge a recording without the batches of skipped steps."""
+    """Compares the batches of the module's own loader with the script's, in order, and adds the first difference to the
+    verdict. Each epoch begins with the random state with which the script's loader began it. Does not judge a recording
+    without the batches of skipped steps."""
     if recording.skipped:
         verdict.not_judged["batches"] = "the script skipped steps that overflowed"
         return

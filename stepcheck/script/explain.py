@@ -10,7 +10,7 @@ from stepcheck.script.recording import RecordedStep, samples_in
 
 
 def explain_loss(script: Tensor, module: Tensor, step: RecordedStep) -> str:
-    """Returns the likely cause of the factor between two losses."""
+    """Returns the likely cause of the factor between two losses, or else the factor."""
     factor, parts, samples = float(module / script), len(step.batches), samples_in(step.batches[0])
     causes = {
         1 / samples: "a sum over the samples in the script, a mean in the module",
@@ -26,8 +26,8 @@ def explain_loss(script: Tensor, module: Tensor, step: RecordedStep) -> str:
 
 
 def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> str:
-    """Returns the likely cause of the difference of two gradients, or "". `before` is the script's gradient in the
-    previous step."""
+    """Returns the likely cause of the difference of two gradients, or else the factor between them, or "". `before` is
+    the script's gradient in the previous step."""
     script, module = script.double(), module.double()
     if before is not None and _explains(script - before.to(script), module):
         return "the script adds the gradient of the previous step, because a call of zero_grad is missing"

@@ -61,7 +61,6 @@ class Recorder:
         self._unscaled: Tensor | None = None  # the loss before GradScaler scaled it
 
     def install(self) -> None:
-        """Wraps the functions of torch whose calls are recorded."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         register_module_forward_pre_hook(self._before_forward)
@@ -144,8 +143,8 @@ class Recorder:
 
     def _trained_on(self) -> tuple[Any, int, Any]:
         """Returns the batch of the current micro-batch, the number of its epoch, and the random state before this
-        epoch. The batch is the fetched one of which modules have received the most tensors since the last backward
-        pass, and the newest of equals. Drops the batches before it. Raises Refused if there is no batch."""
+        epoch. Of the fetched batches it is the one of which modules have received the most tensors since the last
+        backward pass, and the newest of equals. Drops the batches before it. Raises Refused if there is no batch."""
         if not self._fetched:
             raise Refused("its loop must take its batches from a torch DataLoader")
         counts = [self._count_seen(batch) for batch, *_ in self._fetched]
@@ -203,7 +202,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def main() -> int:
     """Records the first optimizer steps of a script. Returns the exit code 0, also if the script cannot be recorded:
-    the reason is then in the file REFUSED. An exception of the script's own is not caught."""
+    the file REFUSED then says why. Does not catch an exception of the script's own."""
     folder, steps, script, *arguments = sys.argv[1:]
     recorder = Recorder(Path(folder), int(steps))
     recorder.install()

@@ -67,12 +67,11 @@ class Recording:
     skipped: int = 0  # steps that GradScaler left out, because a gradient overflowed
 
     def step(self, number: int) -> RecordedStep:
-        """Reads the step with this number, counted from 1. Its file is unpickled without a restriction of classes,
-        because the script itself has run on this machine."""
+        """Reads the step with this number, from 1. Unpickles any class, because the script itself has run on this
+        machine."""
         return torch.load(self.folder / f"{number}.pt", weights_only=False)
 
     def add(self, step: RecordedStep) -> None:
-        """Appends a step to the recording, as a file in its folder."""
         self.steps += 1
         self.settings = settings()
         torch.save(step, self.folder / f"{self.steps}.pt")
@@ -80,7 +79,6 @@ class Recording:
 
     @staticmethod
     def read(folder: Path) -> "Recording | None":
-        """Returns the recording in a folder, or None if no step was recorded."""
         file = folder / "recording.pt"
         return torch.load(file, weights_only=False) if file.is_file() else None
 
@@ -104,7 +102,6 @@ def use_settings(expected: Mapping[str, Any]) -> None:
 
 
 def update_options(group: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Returns the OPTIONS that a parameter group has, each as a tuple of numbers."""
     found = {key: group[key] for key in OPTIONS if group.get(key) is not None}
     return {
         key: tuple(float(each) for each in (value if isinstance(value, (tuple, list)) else [value]))
@@ -125,8 +122,6 @@ def match_names(
     their order.
 
     Args:
-        script: The script's tensors by name.
-        module: The module's tensors by name.
         renames: Maps prefixes of the script's names to the prefixes that replace them. The first that fits a name is
             used.
 

@@ -65,7 +65,7 @@ class Model(torch.nn.Module):
 
 
 def loss_of(model, dtype, *position):
-    """Returns the loss of a micro-batch. Its step, number and rank determine the values."""
+    """Returns the loss of a micro-batch, whose `position` (step, number and rank) determines its values."""
     torch.manual_seed(hash(position) % 2**31)
     images, targets = torch.randn(BATCH, 10), torch.randn(BATCH, 3)
     # The oracle, too, computes from the values that the engine is given.

@@ -157,6 +157,7 @@ WRONG = {
     "plan --device_memory=": "--device_memory : give a size such as 80GB",
     "plan --host_memory 1e-10": "--host_memory 1e-10: give a size",
     f"plan --ds_config {ROOT}/cifar_zero/config/deepspeed_examples.json": "--ds_config cannot be planned",
+    f"plan --model {ROOT}/tests/users_code/own_code.py:Small": "what it computes depends on values",
     "plan --model vit_tiny --trainable nothing.*": "--trainable nothing.* matches no parameter of",
     "predict 64.safetensors pipe.png": "pipe.png is neither a file nor a folder",
     "predict 64.safetensors file --delta pipe.png": "pipe.png does not exist, or is not a file",

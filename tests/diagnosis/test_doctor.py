@@ -182,5 +182,6 @@ def test_versions_that_differ_fail_and_are_named():
     assert finding.status == "failed"
     assert "torch 2.15.0 on gpu0, 2.14.0 on gpu1, 2.15.0 on gpu2" in finding.summary
     assert nodes.check_versions(names, [new] * 3).status == "ok"
+    assert nodes.check_versions(["ubuntu"] * 2, [old, new]).status == "failed"  # cloned machines
     missing = nodes.check_versions(names[:2], [{**new, "nccl": "2.27.3"}, new])
     assert "nccl 2.27.3 on gpu0, none on gpu1" in missing.summary

@@ -10,7 +10,8 @@ import pytest
 from lightning.pytorch import Trainer
 
 from cifar_zero import train
-from cifar_zero.checkpoints.run_folder import STEP_CHECK
+from cifar_zero.checkpoints.resume import starts_of
+from cifar_zero.checkpoints.run_folder import RANKS, STEP_CHECK
 from cifar_zero.config import command_line
 from cifar_zero.config.mistakes import OWNED
 from cifar_zero.config.run import Run
@@ -49,14 +50,21 @@ def test_a_benchmark_is_audited_too(resolved):
 
 
 @pytest.mark.parametrize(("outcome", "faulty"), [("different", True), ("agrees", False)])
-def test_a_fault_of_a_run_that_was_finished_before_a_restart_counts(
-    outcome: str, faulty: bool, resolved, tmp_path: Path
-):
-    """torchrun restarts the ranks after exit code 3. The second run has no step left to train."""
-    (tmp_path / STEP_CHECK).write_text(json.dumps({"outcome": outcome, "summary": "FAULT step 2: gradient"}))
-    trainer = build.trainer(resolved("--audit"), tmp_path / "version_1")
+def test_a_fault_before_a_restart_counts(outcome: str, faulty: bool, resolved, tmp_path: Path):
+    """torchrun restarts the ranks after exit code 3 or the death of a rank. The steps of its last start agree."""
+    run = resolved("--audit")
+    starts = [Path(run.output.out, run.run_name, f"version_{number}") for number in range(3)]
+    for agent, folder in zip(("other", "own", "own"), starts, strict=True):
+        folder.mkdir(parents=True)
+        (folder / RANKS).write_text(json.dumps([{"agent": agent}]))
+        (folder / STEP_CHECK).write_text(json.dumps({"outcome": "different", "summary": "FAULT of another torchrun"}))
+    (starts[1] / STEP_CHECK).write_text(json.dumps({"outcome": outcome, "summary": "FAULT step 2: gradient"}))
+    (starts[2] / STEP_CHECK).unlink()
+    found = starts_of({"own", ""}, run.output.out, run.run_name)
+    assert sorted(found) == starts[1:]
+    trainer = build.trainer(run, starts[2])
     with pytest.raises(FaultFound, match="FAULT step 2: gradient") if faulty else nullcontext():
-        build.check_audited(trainer, tmp_path / "version_1", str(tmp_path / "checkpoints" / "last.ckpt"))
+        build.check_audited(trainer, starts[2], found)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -41,8 +41,8 @@ def build(run: Run, num_parameters: int, largest_parameter: int) -> ZeROStrategy
 
 def engine_config(run: Run, num_parameters: int, largest_parameter: int) -> dict[str, Any]:
     """Returns the configuration of an engine; for the arguments see `strategies.build`. The command line decides batch
-    size, accumulation, clipping, precision, optimizer and schedule. Lightning adds train_micro_batch_size_per_gpu,
-    gradient_accumulation_steps and gradient_clipping. reduce_bucket_size and allgather_bucket_size are no larger than
+    size, accumulation, clipping, precision, optimizer and schedule, of which Lightning adds
+    train_micro_batch_size_per_gpu, gradient_accumulation_steps and gradient_clipping. The buckets are no larger than
     the model, unless a raw configuration sets them."""
     placement, spec = run.placement, run.spec
     dtype = DTYPES[placement.precision]

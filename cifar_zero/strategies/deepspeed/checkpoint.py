@@ -22,19 +22,15 @@ from cifar_zero.strategies.deepspeed.hooks import rewriting
 from stepcheck.engines.deepspeed import flat_groups, stage_3_part
 
 MOVED = ("lr", "momentum", "betas")
-"""Options of a parameter group that a schedule in a user's module may change. They are restored from the checkpoint.
-The schedules of cifar_zero/schedules change only the learning rate, so `optimizers.groups.keep_own_options` takes only
-the learning rate from a checkpoint."""
+"""Options of a parameter group that are restored from the checkpoint, because a schedule in a user's module may change
+them. The schedules of cifar_zero/schedules change only the learning rate, so `optimizers.groups.keep_own_options`
+restores no other option."""
 
 
 class GuardedCheckpointEngine(TorchCheckpointEngine):
-    """Writes and reads DeepSpeed's files. The first error while writing is stored in `failure`. No error while writing
-    is raised, because the other ranks would wait for this one.
-
-    Args:
-        trust: See `safe_load.load_safely`.
-        notes: Entries that are added to each file that is written, except the experts' files.
-    """
+    """Writes and reads DeepSpeed's files. The first error while writing is stored in `failure`. It is not raised,
+    because the other ranks would wait for this one. `notes` are added to each file that is written, except the experts'
+    files. For `trust` see `safe_load.load_safely`."""
 
     failure = ""  # the first error while writing
 
@@ -51,7 +47,7 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
         self._try(lambda: save(state_dict, Path(path)))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Reads a file, whose checksums were compared at the start. Raises UsageError if the file is damaged or
+        """Reads a file, whose checksums were compared when the run started. Raises UsageError if the file is damaged or
         `safe_load.load_safely` refuses it."""
         return load_safely(Path(path), self._trust, verify=False)
 
@@ -60,12 +56,11 @@ class GuardedCheckpointEngine(TorchCheckpointEngine):
 
 
 def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dict[str, Any]) -> str:
-    """Writes a checkpoint folder under a temporary name. Each rank writes its own files. If none failed, rank 0 then
-    renames the folder to `final`. Returns the first error of any rank, or an empty string. An error of the rename is
-    returned on rank 0 only. Every rank must call it.
+    """Writes a checkpoint folder under a temporary name, each rank its own files. If none failed, rank 0 then renames
+    the folder to `final`. Returns the first error of any rank, or an empty string. An error of the rename is returned
+    on rank 0 only. Every rank must call it.
 
     Args:
-        final: Path of the folder.
         progress: What Lightning and the callbacks save in addition to the weights and the optimizer's state.
         layout: What a shard depends on. Only an engine with an equal layout can load a shard as it is.
     """
@@ -88,7 +83,8 @@ def write_folder(engine: Any, final: Path, progress: dict[str, Any], layout: dic
 
 
 def _parts_of_groups(engine: Any) -> list[Parts]:
-    """Returns the parts of parameters in each tensor that this rank's optimizer updates."""
+    """Returns a dict for each flat tensor that this rank's optimizer updates. It maps the plain name of each parameter
+    to the part of the parameter that the tensor has."""
     names = names_of_parameters(engine)
     of_groups: list[Any] = []
     for _, parts in flat_groups(engine):
@@ -105,8 +101,8 @@ def _tied_names(engine: Any) -> dict[str, str]:
 
 
 def with_names(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns an optimizer's state in which each group has the names of its parameters. The names come from
-    `group_names` if the state lacks them, because the optimizers of other programs do not store names."""
+    """Returns an optimizer's state in which each group has the names of its parameters. If a group lacks them, as in
+    checkpoints of other programs, all groups get the names in `group_names`."""
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):
         return state
@@ -115,13 +111,9 @@ def with_names(state: dict[str, Any], group_names: Sequence[Sequence[str]]) -> d
 
 
 def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Sequence[str]]) -> None:
-    """Loads a plain checkpoint into an engine of any ZeRO stage and number of ranks: weights, optimizer state, the
-    options in MOVED and the step count. Every rank must call it.
-
-    Args:
-        checkpoint: Content of the checkpoint, as `checkpoints.read.read` returns it.
-        group_names: Names of the parameters in each of the optimizer's groups, for a checkpoint without names.
-    """
+    """Loads a plain checkpoint, as `checkpoints.read.read` returns it, into an engine of any ZeRO stage and number of
+    ranks: weights, optimizer state, the options in MOVED and the step count. If it has no names of parameters, they are
+    those in `group_names`, one list for each of the optimizer's groups. Every rank must call it."""
     weights: dict[str, Tensor] = checkpoint["state_dict"]
     saved = by_name(with_names(checkpoint["optimizer_states"][0], group_names))
     plain, names = plain_names_of(engine, engine.module.state_dict()), names_of_parameters(engine)
@@ -148,7 +140,7 @@ def restore(engine: Any, checkpoint: dict[str, Any], group_names: Sequence[Seque
 
 
 def _fill(target: Tensor, parts: Parts, full: Mapping[str, Tensor]) -> Tensor:
-    """Copies into `target`, a flat tensor, the `parts` of the unsharded tensors `full`, which are keyed by name.
+    """Copies into the flat tensor `target` the `parts` of the unsharded tensors `full`, which are keyed by name.
     Returns `target`."""
     flat = target.view(-1)
     for name, (_, start, offset, length) in parts.items():
@@ -158,8 +150,8 @@ def _fill(target: Tensor, parts: Parts, full: Mapping[str, Tensor]) -> Tensor:
 
 def _set_state(base: Any, target: Tensor, parts: Parts, states: Mapping[str, dict[str, Any]]) -> None:
     """Sets the base optimizer's state of the flat tensor `target`. `states` has the unsharded state of each parameter
-    of which `target` may have a part, keyed by name. The state is empty if the parameter never had a gradient, and then
-    it is zero in `target`, as if DeepSpeed had trained from the start."""
+    of which `target` may have a part, keyed by name. If the state of a parameter is empty, because it never had a
+    gradient, its part in `target` is zero, as if DeepSpeed had trained from the start."""
     states = {name: each for name, each in states.items() if each}
     parts = {name: part for name, part in parts.items() if name in states}
     state: dict[str, Any] = {}
@@ -176,8 +168,8 @@ def _set_state(base: Any, target: Tensor, parts: Parts, states: Mapping[str, dic
 
 
 def _step(base: Any, target: Tensor, step: float) -> Tensor | int:
-    """Returns the step count in the form in which the base optimizer keeps it. DeepSpeed's Adam keeps an int, and
-    torch's optimizers keep a tensor."""
+    """Returns the step count as the base optimizer keeps it: an int in DeepSpeed's Adam, a tensor in torch's
+    optimizers."""
     if isinstance(base, DeepSpeedCPUAdam):
         return int(step)
     counted = torch.tensor(step)

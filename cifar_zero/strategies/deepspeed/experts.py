@@ -1,8 +1,6 @@
-"""Expert parallelism: distributes the experts of a model over ranks with DeepSpeed's own layer.
-
-Each rank keeps its share of a mixture's experts, and an all-to-all sends tokens to the experts and back. DeepSpeed
-0.19.8 needs its own layer in the model, the experts in separate parameter groups, and ZeRO 0, 1 or 2.
-"""
+"""Expert parallelism: distributes the experts of a model over ranks with DeepSpeed's own layer. An all-to-all sends
+tokens to the experts and back. DeepSpeed 0.19.8 needs its own layer in the model, the experts in separate parameter
+groups, and ZeRO 0, 1 or 2."""
 
 from collections.abc import Iterable
 from contextlib import redirect_stdout
@@ -20,8 +18,8 @@ from cifar_zero.models.moe import Gate, MixtureOfExperts
 
 class DistributedGate(Gate):
     """The plain gate with the interface of DeepSpeed's gate. Unlike DeepSpeed's gate, it has no random second choice in
-    an evaluation, and drops no random tokens there. With DeepSpeed's gate, a training step waits for the device to
-    return the capacity. With this gate it does not."""
+    an evaluation and drops no random tokens there, and a training step does not wait for the device to return the
+    capacity."""
 
     def __init__(self, gate: Gate):
         super().__init__(gate.wg.in_features, gate.num_experts, gate.options)
@@ -38,7 +36,6 @@ class DistributedGate(Gate):
         return to.load_balance_loss, to.capacity, self.num_experts, to.experts, to.slots, to.weights, to.tokens
 
     def _largest(self, count: Tensor) -> int:
-        """Returns the maximum of `count` over all ranks that exchange tokens."""
         if self.options.ep_size > 1:
             torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX, group=self._group)
         return super()._largest(count)
@@ -86,8 +83,8 @@ class DistributedMixture(MoE):
 
 
 def distribute(model: nn.Module, rank: int) -> None:
-    """Replaces each plain mixture of experts in a model with DeepSpeed's MoE layer, which keeps only this rank's share
-    of the experts. `rank` is the rank's index among all ranks."""
+    """Replaces each plain mixture of experts in a model, in place, with DeepSpeed's MoE layer, which keeps only this
+    rank's share of the experts. `rank` is the rank's index among all ranks."""
     for parent in [*model.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, MixtureOfExperts):
@@ -95,7 +92,8 @@ def distribute(model: nn.Module, rank: int) -> None:
 
 
 def ep_size(model: nn.Module) -> int:
-    """Returns the number of ranks that share the experts of a mixture, or 1 if the model has no mixture."""
+    """Returns the number of ranks over which the experts of a mixture are distributed, or 1 if the model has no
+    mixture."""
     return next((module.ep_size for module in model.modules() if isinstance(module, MoE)), 1)
 
 

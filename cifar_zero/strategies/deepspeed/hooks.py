@@ -36,15 +36,13 @@ class EngineHooks(Hooks):
 
     def optimizer_implementation(self, device_type: str, clips: bool = False) -> Implementation:
         """Returns DeepSpeed's C++ implementation for an offloaded optimizer, else torch's, fused on CUDA. DeepSpeed's
-        own fused one would need a compiler, and torch's needs none. `clips` has no effect, because DeepSpeed's engine
-        clips."""
+        own fused one would need a compiler. `clips` has no effect, because DeepSpeed's engine clips."""
         zero = self.strategy.config.get("zero_optimization", {})
         if zero.get("offload_optimizer", {}).get("device", "none") != "none":
             return "deepspeed_cpu"
         return "torch" if device_type == "cpu" else "torch_fused"
 
     def split_groups(self, module: Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the given parameter groups of an optimizer, split so that experts are in separate groups."""
         return experts.split_groups(module, groups)
 
     def plain_names(self, names: Iterable[str]) -> dict[str, str]:
@@ -63,8 +61,7 @@ class EngineHooks(Hooks):
         return by_plain_name
 
     def shape(self, parameter: Any) -> torch.Size:
-        """Returns the unsharded shape. At ZeRO 3 it is the shape that zero.Init recorded before it emptied the
-        parameter."""
+        """Returns the unsharded shape, which zero.Init has recorded at ZeRO 3."""
         return getattr(parameter, "ds_shape", parameter.shape)
 
     def full_gradient(self, parameter: Any) -> Tensor:
@@ -74,8 +71,8 @@ class EngineHooks(Hooks):
         return gradient.detach().float() / loss_scale(self.engine)
 
     def write(self, parameter: Any, value: Tensor) -> None:
-        """Overwrites a parameter with an unsharded value. At ZeRO 3 the parameter is gathered first, and then the value
-        that rank 0 has written is sharded again."""
+        """Overwrites a parameter with an unsharded value. At ZeRO 3 the parameter is gathered for this, and rank 0's
+        value counts."""
         gathered = GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
         with torch.no_grad(), gathered:
             parameter.copy_(value)
@@ -98,13 +95,12 @@ class EngineHooks(Hooks):
 
     def ends_step(self) -> bool:
         """Returns whether the engine is at an accumulation boundary. Lightning calls `on_before_optimizer_step` for
-        every micro-batch, because DeepSpeed's `step` must be called for every micro-batch, although it updates the
-        weights only at a boundary."""
+        every micro-batch, because DeepSpeed's `step` must be called for every micro-batch."""
         return self.engine.is_gradient_accumulation_boundary()
 
     def ranks_of(self, parameter: Any) -> int:
-        """Returns the number of ranks that hold different experts of a mixture if the parameter belongs to an expert,
-        else 1. DeepSpeed marks the parameters of experts."""
+        """Returns the number of ranks over which a mixture's experts are distributed if the parameter belongs to an
+        expert, else 1."""
         is_expert = not getattr(parameter, "allreduce", True)
         return groups._get_expert_parallel_world_size(parameter.group_name) if is_expert else 1
 
@@ -117,7 +113,7 @@ class EngineHooks(Hooks):
 
         At ZeRO 0, DeepSpeed 0.19.8 computes no norm in float32 (DeepSpeed issue 7255), and in float16 a norm that is
         not divided by the loss scale. With experts in a low precision its norm leaves the experts out (DeepSpeed pull
-        request 8613), and `clip_experts_too` does not use it.
+        request 8613).
         """
         if self.engine.has_moe_layers and not self.engine.zero_optimization():
             return None
@@ -139,11 +135,11 @@ class EngineHooks(Hooks):
             optimizer.bit16_groups = groups
 
     def clip_experts_too(self) -> None:
-        """Makes ZeRO 0 clip by the norm over all experts.
+        """Makes ZeRO 0 clip by the norm over all experts. ZeRO 1 and 2 do so already.
 
         In float32 DeepSpeed 0.19.8 uses the mean of the norms of the ranks, which have different experts (DeepSpeed
         issue 8475). In a lower precision it ignores the experts (DeepSpeed pull request 8613). This method can be
-        removed with a release that fixes both. ZeRO 1 and 2 are correct.
+        removed with a release that fixes both.
         """
         engine, optimizer = self.engine, self.engine.optimizer
         limit = engine.gradient_clipping()
@@ -173,8 +169,8 @@ class EngineHooks(Hooks):
         return count_bytes(parameters, gradients, [master, getattr(optimizer, "optimizer", optimizer).state])
 
     def engine_config(self) -> dict[str, Any]:
-        """Returns the configuration with which DeepSpeed's engine was built. Two entries are as DeepSpeed (0.19.8)
-        completed them: the ZeRO section, and the dtype of communication, for example "float16"."""
+        """Returns the configuration with which DeepSpeed's engine was built, with the ZeRO section and the dtype of
+        communication, for example "float16", as DeepSpeed (0.19.8) completed them."""
         config = self.engine._config
         dtype = str(self.engine.communication_data_type).removeprefix("torch.")
         zero = config.zero_config.model_dump(mode="json")
@@ -183,9 +179,9 @@ class EngineHooks(Hooks):
 
 @contextmanager
 def rewriting(engine: Any) -> Generator[None, None, None]:
-    """Context manager in which ZeRO 3 keeps all parameters sharded, so that the shards may be overwritten. On entry, it
-    shards the small parameters that are kept gathered. On exit, it gathers them again and calls `forget_second_copies`.
-    Does nothing below ZeRO 3."""
+    """Context manager in which ZeRO 3 keeps all parameters sharded, small ones too, so that the shards may be
+    overwritten. Afterwards it gathers the small ones again and calls `forget_second_copies`. Does nothing below ZeRO
+    3."""
     shards = engine.zero_optimization_partition_weights()
     if shards:
         engine.optimizer.checkpoint_event_prologue()
@@ -198,7 +194,7 @@ def rewriting(engine: Any) -> Generator[None, None, None]:
 
 
 def forget_second_copies(module: Module) -> None:
-    """Drops the secondary copies of the parameters, which ZeRO 3 keeps with zero_hpz_partition_size. Call it after the
+    """Drops the secondary copies of the parameters, which ZeRO 3 keeps with zero_hpz_partition_size, after the
     parameters were overwritten. Otherwise the old copies would be gathered until the next step (DeepSpeed 0.19.8,
     partition_parameters.py)."""
     for parameter in module.parameters():

@@ -28,27 +28,27 @@ from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
 from stepcheck.replay.plain_copy import cast_batch_norm_weights
 
 LINEAR = torch.nn.functional.linear
-"""torch's own linear function. ZeRO 3 replaces it for the lifetime of the process, for other models too (DeepSpeed
-0.19.8, `_enable_mem_efficient_linear`). It is restored at the end of a fit or a test."""
+"""torch's own linear function. ZeRO 3 replaces it for all models of the process (DeepSpeed 0.19.8,
+`_enable_mem_efficient_linear`). It is restored at the end of a fit or a test."""
 
 ENGINE = "_deepspeed_engine"
-"""Attribute of a module that holds the engine that trained it. The engine's gradient hooks must be removed before a
-second fit."""
+"""Attribute of a module that holds the engine that trained it. A second fit destroys this engine first, to remove its
+gradient hooks."""
 
 
 class ZeROStrategy(CPUDeepSpeedStrategy):
-    """Runs DeepSpeed's engine under Lightning, on GPUs or CPU ranks.
+    """Runs DeepSpeed's engine under Lightning, on GPUs or CPU ranks. Any LightningModule trains with it in a plain
+    Trainer (docs/migrate.md). `options` are the options of Lightning's strategy.
 
-    Any LightningModule trains with it in a plain Trainer (docs/migrate.md). `options` are the options of Lightning's
-    strategy. Unlike Lightning's strategy (2.6.6), the class can `test` after `fit` (Lightning issue 15247). Lightning's
-    strategy would start a second engine on the same model, after which `save_checkpoint` fails or silently leaves the
-    optimizer out. Here the trained engine also runs the test.
+    Unlike that strategy (2.6.6), it can `test` after `fit` (Lightning issue 15247), with the trained engine.
+    Lightning's would start a second engine on the same model, after which `save_checkpoint` fails or silently leaves
+    the optimizer out.
     """
 
     shards_while_building = False
     """Whether ZeRO 3 shards each layer as it is made. If not, the engine shards the whole model. Models of other
-    packages initialise their layers again at the end, which has no effect on weights that zero.Init has already
-    sharded."""
+    packages need this, because they initialise their layers again at the end, which has no effect on weights that
+    zero.Init has sharded."""
 
     operators: tuple[str, ...] = ()
     """DeepSpeed's operators that the run needs. They are compiled when they are first used."""
@@ -61,7 +61,6 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
     """The names of the parameters in each group of the optimizer that the module returned."""
 
     def __init__(self, stage: int = 2, overlap_comm: bool = False, **options: Any):
-        """Takes the options of Lightning's class. Raises UsageError if DeepSpeed's configuration has an optimizer."""
         super().__init__(stage=stage, overlap_comm=overlap_comm, **options)
         if "optimizer" in self.config:
             raise UsageError(
@@ -71,15 +70,13 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         self.config.setdefault("timers", {"throughput": {"enabled": False}})
 
     def _configure_launcher(self) -> None:
-        """Makes no launcher for a single rank, because there is nothing to launch. Lightning (2.6.6) refuses its
-        launcher in a notebook, where ZeRO on one rank works."""
+        """Makes no launcher for a single rank, because Lightning (2.6.6) refuses its launcher in a notebook."""
         if self.num_processes * self.num_nodes > 1:
             super()._configure_launcher()
 
     def setup_environment(self) -> None:
-        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`, with
-        a line that says so. Also switches off marks for NVIDIA's profiler and the compilation of Muon, which no run
-        needs."""
+        """Replaces the checkpoint plugin of a plain Trainer, starts the process group, and loads the `operators`. Also
+        switches off marks for NVIDIA's profiler and the compilation of Muon, which no run needs."""
         if not isinstance(self.checkpoint_io, AtomicCheckpointIO):
             self.checkpoint_io = AtomicCheckpointIO()
         deepspeed.utils.nvtx.enable_nvtx = False  # marks for NVIDIA's profiler, 260 in a step at ZeRO 3
@@ -92,12 +89,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Shards each layer as it is made at ZeRO 3, if `shards_while_building` is set.
-
-        Under mixed precision the initial weights are drawn in float32, as under all other strategies, and `setup` casts
-        the shards afterwards. zero.Init would draw them in the low precision, which gives other weights (DeepSpeed
-        0.19.8).
-        """
+        """Shards each layer as it is made at ZeRO 3, if `shards_while_building` is set. Under mixed precision the
+        initial weights are drawn in float32, as under all other strategies, and `setup` casts the shards. zero.Init
+        would draw other weights, in the low precision (DeepSpeed 0.19.8)."""
         self._init_config_if_needed()
         config = {**self.config}
         if self._casts_shards:
@@ -111,9 +105,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Casts the shards of ZeRO 3 under mixed precision, makes the parameters contiguous, distributes experts over
-        the ranks, keeps batch norms in float32 and starts the engine. Raises UsageError for a parameter that DeepSpeed
-        cannot train."""
+        """Prepares the model for DeepSpeed and starts the engine: casts the shards of ZeRO 3 under mixed precision,
+        makes the parameters contiguous, distributes experts over the ranks and keeps batch norms in float32. Raises
+        UsageError for a parameter that DeepSpeed cannot train."""
         assert self.model is not None
         if self._casts_shards and self._training_engine is None:
             dtype = torch.bfloat16 if "bf16" in self.precision_plugin.precision else torch.float16
@@ -128,9 +122,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         super().setup(trainer)
 
     def _make_contiguous(self, model: Module) -> None:
-        """Makes each parameter contiguous, because DeepSpeed (0.19.8, `_broadcast_model`) cannot broadcast another
-        layout. Raises UsageError for a scalar, which it cannot broadcast either, and for two parameters that share
-        memory, because DeepSpeed would silently separate them."""
+        """Makes each parameter contiguous, the only layout that DeepSpeed (0.19.8, `_broadcast_model`) can broadcast.
+        Raises UsageError for a scalar, which it cannot broadcast either, and for two parameters that share memory,
+        because DeepSpeed would silently separate them."""
         name_at: dict[int, str] = {}
         for name, parameter in model.named_parameters():
             if not EngineHooks(self).shape(parameter):
@@ -169,9 +163,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         """Loads a checkpoint that any strategy wrote on any number of ranks, and returns its content. Every rank must
         call it.
 
-        If the model has an engine for training, and the checkpoint has this run's layout, DeepSpeed loads it. Each rank
-        then reads only its own shard, and the returned content lacks the weights and the optimizer's state. Any other
-        checkpoint is assembled from all shards and then sharded again.
+        If the model has an engine for training, and the checkpoint has this run's layout, each rank reads only its own
+        shard, and the returned content lacks the weights and the optimizer's state. Any other checkpoint is assembled
+        from all shards and then sharded again.
         """
         path = Path(checkpoint_path)
         trained = self._training_engine is not None
@@ -255,7 +249,8 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
             super()._initialize_deepspeed_inference(model)
 
     def teardown(self) -> None:
-        """Ends a fit or a test. The model stays on the engine's device."""
+        """Ends a fit or a test, and restores torch's linear function. After a fit, the model stays on the engine's
+        device."""
         torch.nn.functional.linear = LINEAR
         if self._training_engine is None:
             super().teardown()
@@ -269,11 +264,9 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
 
 
 def import_muon_uncompiled() -> None:
-    """Imports DeepSpeed's Muon optimizer without compiling its kernels.
-
-    Every ZeRO stage imports Muon in its first step, whatever the optimizer is. The import calls torch.compile, which
-    takes 1.2 s to load torch's compiler (DeepSpeed 0.19.8, zero/muon/original_muon.py).
-    """
+    """Imports DeepSpeed's Muon optimizer without compiling its kernels. Every ZeRO stage imports it in its first step,
+    whatever the optimizer is, and the import would load torch's compiler, which takes 1.2 s (DeepSpeed 0.19.8,
+    zero/muon/original_muon.py)."""
     compile = torch.compile
     torch.compile = lambda function: function
     try:

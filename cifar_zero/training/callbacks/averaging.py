@@ -1,9 +1,8 @@
 """Averages batch norm statistics over the ranks, and weights over the steps of the training. The averages are what is
 evaluated, and they are saved in checkpoints.
 
-Lightning's own callback (WeightAveraging, 2.6.6) is not used. It copies the whole module before the strategy shards it,
-so it cannot average the shards of ZeRO 3. Also, DeepSpeed does not save the entries that WeightAveraging adds to a
-checkpoint's state_dict.
+Lightning's own callback (WeightAveraging, 2.6.6) copies the whole module before the strategy shards it, so it cannot
+average the shards of ZeRO 3. Also, DeepSpeed does not save what it adds to a checkpoint's state_dict.
 """
 
 from collections.abc import Collection
@@ -24,10 +23,10 @@ class BatchNormStatistics(Callback):
     """Averages the running means and variances of batch norms over the ranks before each validation, test and
     checkpoint.
 
-    In training, a rank normalises with the statistics of its own micro-batch, and no step reads the running statistics.
-    A rank's running statistics cover only the images that this rank has seen. Only their average over the ranks covers
-    all images. Without this callback, torch's DistributedDataParallel would send the statistics of rank 0 to all other
-    ranks in every step. DeepSpeed (0.19.8) would evaluate a different model on each rank and save the model of rank 0.
+    In training, no step reads the running statistics. A rank's statistics cover only its own images, and only their
+    average covers all images. Without this callback, torch's DistributedDataParallel would send those of rank 0 to all
+    other ranks in every step. DeepSpeed (0.19.8) would evaluate a different model on each rank and save the model of
+    rank 0.
     """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -36,8 +35,8 @@ class BatchNormStatistics(Callback):
     on_test_start = on_validation_start
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Averages the running statistics of the module's batch norms over the ranks, in place, and copies the module's
-        buffers into the checkpoint's state_dict, if it has them. Lightning calls this method on every rank."""
+        """Averages the statistics in place, and copies the module's buffers into the checkpoint's state_dict, if it has
+        them. Lightning calls this method on every rank."""
         average_statistics(pl_module)
         saved = checkpoint.get("state_dict", {})
         for name, buffer in pl_module.named_buffers():
@@ -47,13 +46,12 @@ class BatchNormStatistics(Callback):
 
 class Averaging(Callback):
     """Averages the trained parameters and the buffers, such as batch norm statistics, over the steps of the training,
-    in float32 (see `averaged_tensors`). Each rank averages its own shards.
+    in float32 (see `averaged_tensors`). Each rank averages its own shards. In validation and test the model has the
+    averages. The training continues with the unaveraged weights, and a checkpoint has both.
 
-    The training continues with the unaveraged weights, and a checkpoint has both the averages and the unaveraged
-    weights. In validation and test the model has the averages. The exponential average (Polyak and Juditsky 1992;
-    Tarvainen and Valpola 2017) is updated after each optimizer step. The decay of a step, counted from 0, is min(1 - 1
-    / (step + 1), ema), as in the code of Mean Teacher. The first 1 / (1 - ema) steps therefore count equally, and the
-    model's initial weights do not contribute to the average.
+    The exponential average (Polyak and Juditsky 1992; Tarvainen and Valpola 2017) is updated after each optimizer step.
+    The decay of a step, counted from 0, is min(1 - 1 / (step + 1), ema), as in the code of Mean Teacher. The first 1 /
+    (1 - ema) steps therefore count equally, and the initial weights do not count.
 
     A callback may freeze and unfreeze parameters at the start of an epoch. A parameter that is trained only later joins
     with its value after its first step. A parameter that is frozen later is still averaged.
@@ -74,7 +72,6 @@ class Averaging(Callback):
         self._averaged = {}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Adds the current weights to the average after each optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if not self._averaged:
@@ -98,7 +95,6 @@ class Averaging(Callback):
         checkpoint[AVERAGE] = {"count": self._count, "weights": weights, "sharded": sharded}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restores the averages from the checkpoint."""
         saved = checkpoint.get(AVERAGE)
         if saved is None:
             return
@@ -139,13 +135,12 @@ class Averaging(Callback):
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def _parts(self, module: LightningModule) -> dict[str, Any]:
-        """Returns the model's tensors that have an average, by name."""
         tensors = averaged_tensors(module, self._averages)
         return {name: tensors[name] for name in self._averages}
 
     def _agree(self, module: LightningModule) -> dict[str, Any]:
-        """Replaces the average of each buffer, such as a batch norm statistic, by its mean over the ranks, because each
-        rank has seen only its own images. Returns the model's tensors that have an average. Every rank must call it."""
+        """Replaces the average of each buffer, such as a batch norm statistic, by its mean over the ranks, which have
+        seen different images. Returns the model's tensors that have an average. Every rank must call it."""
         parts = self._parts(module)
         buffers = [name for name, part in parts.items() if not isinstance(part, torch.nn.Parameter)]
         average_over_ranks([self._averages[name] for name in buffers])
@@ -163,8 +158,8 @@ def average_statistics(module: LightningModule) -> None:
 
 
 def averaged_tensors(module: LightningModule, also: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the tensors of the model that are averaged, by name. These are the trained parameters, all floating-point
-    buffers except the buffers of frozen batch norms, and the tensors whose names are in `also`."""
+    """Returns the tensors of the model that are averaged, by name: the trained parameters, the floating-point buffers
+    except those of frozen batch norms, and the tensors whose names are in `also`."""
     fixed = {buffer for norm in frozen_batch_norms(module) for buffer in norm.buffers()}
     tensors: dict[str, Any] = {}
     for name, parameter in module.named_parameters():

@@ -22,10 +22,12 @@ SCHEMA = 3  # version of the record; the identity of the images in version 3 has
 
 class RunState(Callback):
     """Saves the configuration, the class names, the identity of the images and each replica's random state in each
-    checkpoint, and restores the random states. If a run begins, or resumes with another number of replicas, each rank
-    derives its random state from the seed, the step and the index of its replica. So the ranks of one model, which
-    compute the same images, always have the same random state. If a run resumes with another --accumulate, or from
-    within an optimizer step, the counts of micro-batches are converted."""
+    checkpoint, and restores the random states.
+
+    If a run begins, or resumes with another number of replicas, each rank derives its random state from the seed, the
+    step and the index of its replica. The ranks of one model thus always have the same random state. If a run resumes
+    with another --accumulate, or from within an optimizer step, the counts of micro-batches are converted.
+    """
 
     _states: Sequence[dict[str, Any]] = ()
     _schedule: str | None = None  # name of the schedule of the run that saved the checkpoint
@@ -73,11 +75,10 @@ class RunState(Callback):
 
 class LastCheckpoint(Checkpoint):
     """Saves last.ckpt at the end of each epoch, and after the last step if --max_steps or Ctrl-C ends the training in
-    mid-epoch. Also saves in mid-epoch every `steps` optimizer steps, unless `steps` is 0. All ranks use the path of
+    mid-epoch. Also saves every `steps` optimizer steps in mid-epoch, unless `steps` is 0. All ranks use the path of
     rank 0.
 
-    ModelCheckpoint(save_last=True) is not used, because it saves the last state only together with a best checkpoint
-    (Lightning 2.6.6).
+    ModelCheckpoint(save_last=True) saves the last state only together with a best checkpoint (Lightning 2.6.6).
     """
 
     failure = ""  # why last.ckpt could not be written, on rank 0; empty if it was written
@@ -94,8 +95,8 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Saves after an optimizer step in mid-epoch if the training ends there, and every `steps` optimizer steps. A
-        hook at the end of the training would be too late, because Lightning has then counted the unfinished epoch as
+        """Saves after an optimizer step in mid-epoch if the training ends there, and every `steps` optimizer steps. At
+        the end of the training it would be too late, because Lightning has then counted the unfinished epoch as
         done."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.is_last_batch:
             return
@@ -104,7 +105,6 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves if the training ends after a validation in mid-epoch."""
         if stops(trainer) and not trainer.is_last_batch:
             self._save(trainer)
 
@@ -117,17 +117,19 @@ class LastCheckpoint(Checkpoint):
 
 
 def stops(trainer: Trainer) -> bool:
-    """Returns whether a request to stop ends the training after this optimizer step. It does not before
-    --trainer.min_epochs and min_steps."""
+    """Returns whether a request to stop ends the training after this optimizer step. Before --trainer.min_epochs and
+    min_steps are reached, it does not."""
     return trainer.should_stop and trainer.fit_loop._can_stop_early
 
 
 def _recount(fit_loop: dict[str, Any], before: int, now: int) -> None:
-    """Converts the counts of micro-batches in a checkpoint for a run that resumes with another --accumulate: `now`
-    instead of `before`. The gradients of an unfinished optimizer step are not in the checkpoint, so the resumed run
-    begins that step again. With dropout or batch norms it is not exactly the same step, because its first micro-batches
-    have already drawn random numbers and changed the running statistics. A validation at a time, or a user's callback,
-    may save within a step. The state `fit_loop` is changed in place."""
+    """Converts the counts of micro-batches in a checkpoint, in place, for a run that resumes with another --accumulate:
+    `now` instead of `before`.
+
+    A validation at a time, or a user's callback, may save within an optimizer step, whose gradients the checkpoint
+    lacks. The resumed run begins this step again. With dropout or batch norms it is not exactly the same step, because
+    its first micro-batches have already drawn random numbers and changed the running statistics.
+    """
     for progress in (fit_loop["epoch_loop.batch_progress"][part] for part in ("total", "current")):
         within_step = progress["processed"] % before > 0
         in_hand = progress["processed"] - progress["completed"]  # 1 if a hook saved at the end of a batch

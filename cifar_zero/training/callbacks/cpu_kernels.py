@@ -1,5 +1,5 @@
-"""Sets the number of threads and the convolution kernels that suit the size of the current batch, and the thresholds
-with which memory is kept between steps, for ranks on the CPU."""
+"""Chooses, for ranks on the CPU, the number of threads and the convolution kernels that suit the size of a batch, and
+keeps memory between steps."""
 
 import ctypes
 import os
@@ -12,32 +12,26 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 FLOPS_PER_THREAD = 50_000_000
 """Smallest number of floating-point operations per thread, in the forward and backward pass of a micro-batch. With
-fewer operations per thread, another thread costs more in synchronisation than it gains.
-
-Threads with little work wait for each other. On two cores, a second thread gained 9 % for 4 images of Net and 5 % for
-16 images. While another program was using the cores, it made a step 12 times slower.
-"""
+fewer, another thread costs more in synchronisation than it gains. On two cores, a second thread gained 9 % for 4 images
+of Net and 5 % for 16 images, and made a step 12 times slower while another program was using the cores."""
 
 ONEDNN_FLOPS = 20_000_000
 """Number of floating-point operations of a micro-batch below which torch's own convolution kernels are faster than
-those of oneDNN.
-
-A call of oneDNN has a fixed cost. Without oneDNN a step of Net was 28 % shorter for 2 images, 10 % shorter for 4 images
-(13 million operations), and longer from 8 images on. benchmarks/results/performance.md has the measurements (float32 on
-an AMD EPYC, torch 2.15).
-"""
+those of oneDNN, whose calls have a fixed cost. Without oneDNN a step of Net was 28 % shorter for 2 images, 10 % shorter
+for 4 images (13 million operations), and longer from 8 images on (float32 on an AMD EPYC, torch 2.15;
+benchmarks/results/performance.md)."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt (malloc.h)
 
 
 class CPUKernels(Callback):
-    """Chooses the number of threads and the convolution kernels (torch's or oneDNN's). In training the choice depends
-    on the size of a micro-batch. In evaluation, whose batches are large, all threads and oneDNN are used. At the start
-    of the training, also sets glibc's memory thresholds and calls `demote_network_threads`.
+    """Chooses the number of threads and the convolution kernels (torch's or oneDNN's) for the size of a training
+    micro-batch. In evaluation, whose batches are large, all threads and oneDNN are used. At the start of the training,
+    also sets glibc's memory thresholds and calls `demote_network_threads`.
 
     Args:
         flops: Number of floating-point operations in the forward and backward pass of a training micro-batch.
-        precision: Precision of the run. Below float32, oneDNN is always used, because only oneDNN has kernels for it.
+        precision: Precision of the run.
     """
 
     def __init__(self, flops: int, precision: str):
@@ -69,14 +63,13 @@ class CPUKernels(Callback):
 
 
 def demote_network_threads() -> None:
-    """Keeps gloo's network threads from taking the core from the threads for which they send and receive. This is done
-    on Linux if all threads of the process share one core.
+    """Keeps gloo's network threads from taking the core from the threads for which they send and receive, on Linux and
+    if all threads of the process share one core.
 
-    A network thread that finds its connection locked does not wait but retries without end (gloo in torch 2.15,
-    transport/tcp/pair.cc, `Pair::handleEvents`). It wakes up as soon as the thread that holds this lock has sent
-    something, and takes the only core from that thread until the next tick of the scheduler (4 ms). With the policy
-    SCHED_BATCH, a thread that wakes up does not displace a running thread, not even a thread of another program.
-    benchmarks/results/performance.md has figures.
+    A network thread that finds its connection locked retries without end (gloo in torch 2.15, transport/tcp/pair.cc,
+    `Pair::handleEvents`). It wakes up as soon as the thread that holds the lock has sent something, and takes the only
+    core from that thread until the next tick of the scheduler (4 ms). With the policy SCHED_BATCH, a thread that wakes
+    up displaces no running thread, not even of another program (figures: benchmarks/results/performance.md).
     """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) > 1:
         return

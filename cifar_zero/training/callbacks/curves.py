@@ -19,8 +19,8 @@ from cifar_zero.training.loggers import write_to
 
 
 class IntervalCallback(Callback):
-    """Base class of the callbacks that write a point of their curves every --log_interval optimizer steps, and after
-    the last step, even if a signal ends the run there. A subclass writes the point in `_log`."""
+    """Base class of the callbacks that write a point of their curves (`_log`) every --log_interval optimizer steps, and
+    after the last step, even if a signal ends the run there."""
 
     keeps_gradients = True  # for stepcheck, which notes callbacks that may change gradients
     _last_step: float = -1  # the step that is planned to be the last
@@ -38,7 +38,6 @@ class IntervalCallback(Callback):
         self._log_once(trainer)
 
     def is_point(self, trainer: Trainer, step: int) -> bool:
-        """Returns whether the curves have a point at a step."""
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         return step % every == 0 or step == self._last_step
 
@@ -52,16 +51,16 @@ class IntervalCallback(Callback):
 
 
 def log_scalars(trainer: Trainer, scalars: Mapping[str, float]) -> None:
-    """Writes one point of each curve to all loggers. `scalars` has the values by the tag of their curve. The
-    x-coordinate is the number of optimizer steps done. Only rank 0 has loggers."""
+    """Writes one point of each curve to all loggers, which only rank 0 has. `scalars` has the values, keyed by the tag
+    of their curve. The x-coordinate is the number of optimizer steps done."""
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), trainer.global_step)
 
 
 class TrainingCurves(IntervalCallback):
     """Writes the train/* curves. With `writes_losses`, also writes the loss of each optimizer step, averaged over its
-    micro-batches and all ranks, into the file `losses.csv`. Between two points of the curves, the callback only keeps
-    the losses on the device, so that no step waits for a value to reach the host."""
+    micro-batches and all ranks, into the file `losses.csv`. The losses stay on the device until the next point of the
+    curves, so that no step waits for a value to reach the host."""
 
     def __init__(self, writes_losses: bool = True):
         # The newest point, by tag. train/loss is the mean over the micro-batches of the interval and over all ranks,
@@ -98,8 +97,8 @@ class TrainingCurves(IntervalCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Keeps the learning rate and the gradient norm of a step at which the curves have a point. Under DeepSpeed
-        this hook is called for every micro-batch, and each call overwrites the values of the call before. The last call
-        sees the summed gradients of all micro-batches."""
+        this hook is called for every micro-batch. Only the values of the last call, which sees all summed gradients,
+        remain."""
         if not self.is_point(trainer, trainer.global_step + 1):
             return
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
@@ -169,8 +168,8 @@ class GradientLogger(IntervalCallback):
 
 
 class Experts(IntervalCallback):
-    """Writes the moe/* curves, which show how each mixture of experts distributes its tokens. Between two points of the
-    curves, the callback only keeps references to tensors that the gates already have on the device."""
+    """Writes the moe/* curves, which show how each mixture of experts distributes its tokens. Nothing is copied from
+    the device between two points of the curves."""
 
     def __init__(self) -> None:
         self._newest: list[Any] = []  # for each gate, its `Routing` of the last micro-batch; all have one size

@@ -1,5 +1,5 @@
-"""Records the peak memory of each rank, the size of its model states, and the settings in effect. Model states are the
-ZeRO paper's term for parameters, gradients and optimizer state."""
+"""Records the peak memory of each rank, the size of its model states (the ZeRO paper's term for parameters, gradients
+and optimizer state), and the settings in effect."""
 
 import json
 from pathlib import Path
@@ -25,9 +25,10 @@ MEMORY = ("mem/peak_rank_bytes", "mem/model_state_rank_bytes", *PARTS)
 
 
 class EngineInfo(IntervalCallback):
-    """Records, for metrics.json, the number of parameters, the device, the dtypes in effect and the memory of each
-    rank. Writes the curve mem/peak_gb, the peak memory of the rank with the highest peak, in units of 10^9 bytes. Under
-    DeepSpeed, rank 0 also writes the engine's configuration into the run folder."""
+    """Records, for metrics.json, the number of parameters, the device, the dtypes and bucket sizes in effect, the
+    skipped steps and the memory of each rank. Writes the curve mem/peak_gb, the peak memory of the rank with the
+    highest peak, in units of 10^9 bytes. Under DeepSpeed, rank 0 also writes the engine's configuration into the run
+    folder."""
 
     def __init__(self) -> None:
         self._state_step = self._applied_steps = 0
@@ -36,7 +37,6 @@ class EngineInfo(IntervalCallback):
         self.totals_of_run: dict[str, Any] = {key: [] for key in MEMORY}
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        """Counts all parameters and the trained parameters of the unsharded model, and records the device."""
         parameters = trained = 0
         for parameter in create_meta_model(pl_module.settings.recipe, pl_module.num_classes).parameters():
             parameters += parameter.numel()
@@ -49,8 +49,6 @@ class EngineInfo(IntervalCallback):
             self.totals_of_run |= {"accelerator": "gpu", "device_name": torch.cuda.get_device_name(device)}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the settings in effect from the strategy. Under DeepSpeed, rank 0 writes the engine's configuration.
-        With a gradient scaler, starts to count the optimizer steps that the scaler does not skip."""
         super().on_train_start(trainer, pl_module)
         self._applied_steps = trainer.global_step
         # Model states are measured in the second step, when the optimizer has its state, or in a run's only step.

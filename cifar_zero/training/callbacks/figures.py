@@ -36,8 +36,6 @@ class TestFigures(Callback):
 
 
 def _write(trainer: Trainer, figure: Figure, name: str) -> None:
-    """Saves a figure as <name>.png in the run folder, and adds it as figures/<name> to the loggers that can show
-    images."""
     file, tag = Path(trainer.default_root_dir) / f"{name}.png", f"figures/{name}"
     if not attempt(lambda: figure.savefig(file, dpi=120), file):
         return
@@ -67,7 +65,6 @@ def curve_figure(curves: Any, areas: Tensor, class_names: Sequence[str], title: 
     Args:
         curves: The x-coordinates of all curves and their y-coordinates, from 0 to 1.
         areas: Area under each curve for the legend, (classes,), NaN for a class without images.
-        class_names: Names of the classes for the legend.
         title: What an area is called, such as AUROC. The title of the figure is this name with the mean of the areas.
         axes: Names of the x-axis and the y-axis.
     """

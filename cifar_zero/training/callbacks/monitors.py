@@ -18,11 +18,11 @@ FIX = "lower --optimizer.lr or set --gradient_clip_val 1"
 
 class Divergence(Callback):
     """Ends a run with RunError if losses or weights are NaN or infinite, or if the float16 loss scale has reached its
-    minimum.
+    minimum. Every rank reaches the same decision.
 
     Training losses are checked before each checkpoint and at each point of the training curves, where they are on the
-    host already. No training loss shows the effect of the last update. Therefore the losses of validation and test are
-    checked too, and the weights are checked before each checkpoint. Every rank reaches the same decision.
+    host already. No training loss shows the effect of the last update, so the losses of validation and test are checked
+    too, and the weights before each checkpoint.
 
     Args:
         curves: The callback from which the losses are read. It must come before this callback in the Trainer's list.
@@ -59,8 +59,8 @@ class Divergence(Callback):
     on_test_end = on_validation_end
 
     def _check(self, trainer: Trainer, losses: list[float]) -> None:
-        """Raises RunError unless all losses are finite. `losses` has the losses of the last micro-batches, the newest
-        last. The last one belongs to the current step."""
+        """Raises RunError unless all losses are finite. `losses` has the losses of the last micro-batches. The last one
+        belongs to the current step."""
         for number, loss in enumerate(losses):
             if not math.isfinite(loss):
                 step = trainer.global_step - (len(losses) - 1 - number) // trainer.accumulate_grad_batches
@@ -70,10 +70,10 @@ class Divergence(Callback):
 class EarlyStop(EarlyStopping):
     """Stops the training as Lightning's EarlyStopping does, and prints one line when it stops.
 
-    The metric is read after each validation. At the end of an epoch that --max_steps or a signal cuts short, Lightning
-    would read the metric of an earlier epoch. A resumed run continues the count of validations without an improvement.
-    It applies its own patience to this count, and ends at once if the patience is already exhausted. If the run has
-    another loss now, values of val/loss are not comparable, and the count begins again.
+    The metric is read after each validation, because at the end of an epoch that --max_steps or a signal cuts short,
+    Lightning would read the metric of an earlier epoch. A resumed run continues the count of validations without an
+    improvement with its own patience, and ends at once if the patience is already exhausted. If the run monitors
+    val/loss and has another loss now, the count begins again.
     """
 
     def __init__(self, monitor: str, patience: int, mode: str, loss: str):
@@ -90,11 +90,9 @@ class EarlyStop(EarlyStopping):
             super().load_state_dict({**state_dict, "patience": self.patience})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends a resumed run at once if its patience is already exhausted."""
         trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints why the training has ended, if the patience is exhausted."""
         if self.wait_count >= self.patience and trainer.is_global_zero:
             waited = "1 validation" if self.wait_count == 1 else f"{self.wait_count} validations"
             best = f"{self.monitor} has not improved on {self.best_score.item():.4g} in {waited}"

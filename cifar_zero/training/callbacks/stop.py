@@ -23,15 +23,13 @@ from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
 SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
 EXCHANGE_SECONDS = 1.0
-"""Approximate time between two exchanges. In an exchange, each rank learns which signal any rank has received. An
-exchange all-reduces two numbers, which takes less than a thousandth of this time."""
+"""Approximate time between two exchanges, in which each rank learns which signal any rank has received. An exchange
+all-reduces two numbers, which takes less than a thousandth of this time."""
 
 
 class Interrupt(Callback):
-    """Stops the training after a signal, without a validation in mid-epoch, so that a checkpoint can be written.
-
-    A signal on a rank is a request to stop. The ranks exchange their requests about once a second, after the same
-    optimizer step on every rank.
+    """Stops the training after a signal, without a validation in mid-epoch, so that a checkpoint can be written. The
+    ranks exchange the signals they received about once a second, and stop after the same optimizer step.
 
     A second Ctrl-C ends the process at once, unless the checkpoint has already been written. A second signal from the
     cluster has no effect, because one signal of the cluster reaches a rank twice, directly and through the launcher.
@@ -47,7 +45,6 @@ class Interrupt(Callback):
         self._exchanged = 0.0  # when the last exchange was, in seconds of the monotonic clock
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Installs the signal handlers that record a request to stop."""
         self._exchange_step, self._exchanged = trainer.global_step, time.monotonic()
         signals = [*exits.SIGNALS]
         if "SLURM_JOB_ID" in os.environ:
@@ -58,7 +55,6 @@ class Interrupt(Callback):
         self.has_started = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stops the training after an optimizer step if a rank has received a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if number := self._agreed_signal(trainer):
@@ -71,9 +67,9 @@ class Interrupt(Callback):
                 trainer.limit_val_batches = 0
 
     def _agreed_signal(self, trainer: Trainer) -> int:
-        """Returns the signal by which any rank has requested a stop, or 0. It is the same on all ranks, because rank 0
-        requeues a SLURM job, and another rank may get the signal first. With several ranks, the result is always 0
-        between two exchanges. Every rank must call it after each optimizer step."""
+        """Returns the signal by which any rank has requested a stop, or 0. With several ranks, the result is always 0
+        between two exchanges. It is the same on all ranks, because rank 0 requeues a SLURM job, and another rank may
+        get the signal first. Every rank must call it after each optimizer step."""
         step, own = trainer.global_step, self._requested or 0
         if trainer.world_size == 1:
             return own
@@ -89,9 +85,8 @@ class Interrupt(Callback):
         return int(number)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """If no signal has stopped the training, restores the signal handlers, then asks all ranks whether one has come
-        since the last exchange (see EXCHANGE_SECONDS). If there is a signal, earlier or now, ignores all further
-        ones."""
+        """If no signal has stopped the training, restores the signal handlers, then asks all ranks whether a signal has
+        come since the last exchange. If there is a signal, earlier or now, ignores all further ones."""
         self.has_ended = True
         if self.signal is None:
             for number, handler in self._previous.items():
@@ -107,11 +102,11 @@ class Interrupt(Callback):
 
 
 def keep_handlers(trainer: Trainer) -> None:
-    """Keeps Lightning (2.6.6) from replacing the signal handlers. Lightning has no option for this.
+    """Keeps Lightning (2.6.6), which has no option for this, from replacing the signal handlers.
 
     Lightning's handler of SIGTERM makes the exit code 0 (Lightning's issue 19916), and broadcasts to ranks that may be
-    in another collective. After `fit`, Lightning would restore the handlers that it found before `fit`. A second signal
-    could then interrupt a run that is already ending, where `Interrupt.on_train_end` ignores signals.
+    in another collective. After `fit`, Lightning would restore the earlier handlers, and a second signal could
+    interrupt a run that is already ending, where `Interrupt.on_train_end` ignores signals.
     """
     connector: Any = trainer._signal_connector
     connector.register_signal_handlers = lambda: None
@@ -119,10 +114,10 @@ def keep_handlers(trainer: Trainer) -> None:
 
 @contextmanager
 def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]:
-    """Context manager for `fit` and everything that follows it in a run. If a signal raises Stopped, adds to the
-    exception's message whether the run was saved and how to resume it. Raises RunError instead if the checkpoint could
-    not be written. Adds a note on how to resume the run to exceptions of libraries and of the user's code. `run_dir` is
-    None on all ranks but rank 0, and there nothing is added."""
+    """Context manager for `fit` and everything that follows it in a run. To the message of Stopped, it adds whether the
+    run was saved and how to resume it, or raises RunError instead if the checkpoint could not be written. To exceptions
+    of libraries and of the user's code, it adds a note on how to resume. Nothing is added where `run_dir` is None,
+    which it is on all ranks but rank 0."""
     try:
         yield
     except Stopped as stop:
@@ -136,8 +131,8 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
-    """Raises Stopped if a signal has stopped the training. Before this, waits for all ranks, checks that the checkpoint
-    was written (see `check_saved`), and shuts the ranks down. Rank 0 also requeues a SLURM job that was stopped by
+    """If a signal has stopped the training, waits for all ranks, checks that the checkpoint was written (see
+    `check_saved`), shuts the ranks down and raises Stopped. Rank 0 also requeues a SLURM job that was stopped by
     SLURM_REQUEUE."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:
@@ -152,8 +147,8 @@ def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
 
 
 def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
-    """Returns the message for the user after a signal has ended a run. It states whether the run was saved and how to
-    resume it. The message is empty if the run had not finished a step, and on all ranks but rank 0."""
+    """Returns a message on whether a run that a signal ended was saved and how to resume it. The message is empty if
+    the run had not finished a step, and on all ranks but rank 0."""
     interrupt = _interrupt(trainer)
     if run_dir is None or not interrupt.has_started or not trainer.global_step:
         return ""
@@ -175,8 +170,8 @@ def _interrupt(trainer: Trainer) -> Interrupt:
 
 
 def check_saved(trainer: Trainer) -> None:
-    """Raises RunError if the last state could not be written to last.ckpt. Only rank 0 has recorded such a failure, so
-    on the other ranks nothing is raised."""
+    """Raises RunError if the last state could not be written to last.ckpt. Only rank 0 knows, so other ranks raise
+    nothing."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, LastCheckpoint) and callback.failure:
             raise RunError(callback.failure)

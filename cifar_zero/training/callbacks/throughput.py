@@ -1,13 +1,10 @@
 """Measures speed and progress of a run: time per optimizer step, time spent waiting for data, images per second and
-FLOPs per second.
+FLOPs per second. FLOPs are counted on torch's meta device, so the count does not depend on whether the strategy shards,
+casts or offloads the model.
 
-FLOPs are counted on a copy of the model that has shapes but no values (torch's meta device). The count therefore does
-not depend on whether the strategy shards, casts or offloads the model.
-
-The model FLOPs utilisation (MFU) is relative to the dense peak of the GPU, which PEAKS lists for NVIDIA's GPUs.
-Lightning's table (2.6.6, lightning/fabric/utilities/throughput.py) is not used. For the H100 NVL and the H200 it has
-figures with sparsity, twice what a dense model can reach (Lightning's issue 21677). It also lacks the name "NVIDIA
-H200" and the tensor cores of GeForce cards.
+The model FLOPs utilisation (MFU) is relative to the dense peak of the GPU, which PEAKS lists. Lightning's table (2.6.6,
+lightning/fabric/utilities/throughput.py) has figures with sparsity for the H100 NVL and the H200, twice what a dense
+model can reach (Lightning's issue 21677), and lacks the name "NVIDIA H200" and the tensor cores of GeForce cards.
 """
 
 import os
@@ -32,16 +29,13 @@ from cifar_zero.training.callbacks.curves import IntervalCallback, TrainingCurve
 
 
 class Throughput(IntervalCallback):
-    """Writes the perf/* curves, and keeps the perf/* values of the whole run for metrics.json.
+    """Writes the perf/* curves, and keeps the perf/* values of the whole run for metrics.json. docs/runs.md defines
+    perf/data_time_ms, perf/tflops and perf/mfu (PaLM, Chowdhery et al. 2022, appendix B).
 
-    The clock runs inside the epochs, and the measured time includes waiting for a batch. It excludes validation, the
-    writing of checkpoints, the start of an epoch, and the first --warmup_steps steps. The warm-up is at most half of
-    the run, except in a benchmark.
-
-    docs/runs.md defines perf/data_time_ms, perf/tflops and perf/mfu (PaLM, Chowdhery et al. 2022, appendix B).
+    The measured time includes waiting for a batch. It excludes validation, the writing of checkpoints, the start of an
+    epoch, and the first --warmup_steps steps, which are at most half of the run, except in a benchmark.
 
     Args:
-        settings: The options of the run.
         flops_per_step: FLOPs of one optimizer step, over all ranks.
     """
 
@@ -84,8 +78,6 @@ class Throughput(IntervalCallback):
             self._clock_started = self._now()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Records the time from the start of the command to the end of the first step. If the curves have a point at
-        this step, writes the point."""
         key = "perf/seconds_to_first_step"
         if key not in self.totals_of_run and trainer.global_step > self._logged_step:
             started = float(os.environ.get(exits.STARTED) or psutil.Process().create_time())
@@ -124,9 +116,9 @@ class Throughput(IntervalCallback):
         return time.perf_counter()
 
     def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
-        """Returns the perf/* metrics of a number of optimizer steps. `data_seconds` is the part of their time that was
-        spent waiting for data. Tokens per second are included only for transformers, and the MFU only if `peak_flops`
-        is known."""
+        """Returns the perf/* metrics of a number of optimizer steps, which took `seconds`, of which `data_seconds` were
+        spent waiting for data. Only transformers have tokens per second, and there is an MFU only if `peak_flops` is
+        known."""
         images_per_second = self._config.recipe.batch_size * steps / seconds
         flops_per_second = self._flops_per_step * steps / seconds
         rates = {
@@ -156,8 +148,8 @@ FORMATS = {
 
 class ProgressLines(IntervalCallback):
     """Prints each point of the curves as a line on rank 0, in the format of DeepSpeedExamples
-    (training/DeepSpeed-SuperOffload/finetune_zero3.py), and a line after each validation. The callbacks `curves` and
-    `throughput`, whose values are printed, must come before this callback in the Trainer's list."""
+    (training/DeepSpeed-SuperOffload/finetune_zero3.py), and a line after each validation. `curves` and `throughput`
+    must come before this callback in the Trainer's list."""
 
     def __init__(self, curves: TrainingCurves, throughput: Throughput):
         self._curves, self._throughput = curves, throughput
@@ -183,10 +175,9 @@ class ProgressLines(IntervalCallback):
 
 
 def training_flops(recipe: Recipe, num_classes: int, batch_size: int, side: int = IMAGE_SHAPE[1]) -> int:
-    """Returns the number of FLOPs in a forward and backward pass of a batch. A multiply-add counts as two FLOPs. Only
-    matrix products and convolutions are counted, as by torch's FlopCounterMode. Activations that activation
-    checkpointing recomputes are not counted again. `side` is the height and width of an image in pixels. A user's model
-    that needs values is built and run on the CPU."""
+    """Returns the number of FLOPs in a forward and backward pass of a batch of images of `side` x `side` pixels. A
+    multiply-add counts as two. Only matrix products and convolutions count, as in torch's FlopCounterMode, and what
+    activation checkpointing recomputes does not. A user's model that needs values is built and run on the CPU."""
 
     def count(net: torch.nn.Module) -> int:
         images = torch.zeros(batch_size, IMAGE_SHAPE[0], side, side)
@@ -238,8 +229,8 @@ PEAKS = {
     # NVIDIA Blackwell data sheet, a GPU of the HGX B200: 2,200, 4,500 and 4,500 with sparsity
     r"\bB200$": Peak(75e12, 1100e12, 2250e12),
 }
-"""The peaks of NVIDIA's GPUs, keyed by a regular expression for the device's name. Slices of a GPU (MIG) and GPUs that
-are not listed have no known peak."""
+"""The peaks of NVIDIA's GPUs, keyed by a regular expression for the device's name. Other GPUs, and slices of a GPU
+(MIG), have no known peak."""
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -251,8 +242,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def peak_by_name(device_name: str, precision: str) -> float | None:
     """Returns the dense peak of one GPU in FLOP/s, or None if it is unknown. `device_name` is the name that
-    torch.cuda.get_device_name returns. For the precision 32-true, the peak of TF32 is returned if
-    torch.get_float32_matmul_precision() allows TF32. This setting does not apply to convolutions. For them cuDNN uses
+    torch.cuda.get_device_name returns. For the precision 32-true, it is the peak of TF32 if
+    torch.get_float32_matmul_precision() allows TF32. This setting does not apply to convolutions, for which cuDNN uses
     TF32 unless torch.backends.cudnn.allow_tf32 is off."""
     peak = next((peak for pattern, peak in PEAKS.items() if re.search(pattern, device_name)), None)
     if peak is None or " MIG " in device_name:
