@@ -4,6 +4,7 @@ benchmarks/releases.py keeps of an acceptance, and the page that docs/releases.p
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,15 @@ from cifar_zero.config.recipe import DataConfig
 from cifar_zero.training import build
 from cifar_zero.training.resolve import resolve
 from datamodule import CIFARDataModule
-from tests.support.helpers import ROOT, assert_ok, needs_browser, of_test_all, run_program, shown_by_browser
+from tests.support.helpers import (
+    ROOT,
+    assert_ok,
+    needs_browser,
+    of_test_all,
+    run_program,
+    shown_by_browser,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -65,6 +74,25 @@ def test_a_measurement_ends_with_the_first_program_that_fails():
     assert row["succeeded"] == 1
     printed = [line for line in row["output"].splitlines() if not line.startswith("$")]
     assert printed == ["1", "FAILED: ended with exit code 3; its last lines:", "2"]
+
+
+@of_test_all
+@pytest.mark.slow
+def test_a_second_call_for_a_gpu_measures_what_a_killed_one_has_not(tmp_path: Path):
+    parts = ["kernels", "tests"]
+    flags = ["-m", "benchmarks.gpu", "--accelerator", "cpu", "--parts", *parts, "--out", str(tmp_path)]
+    file = tmp_path / "results.json"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([sys.executable, *flags], cwd=ROOT, stdout=log, stderr=log)
+        wait_until(lambda: process.poll() is not None or file.exists())
+        process.kill()
+        process.wait()
+    first = json.loads(file.read_text())
+    assert_ok(run_program(*flags))
+    both = json.loads(file.read_text())
+    assert [*first] == parts[:1]
+    assert [name.partition(":")[0] for name in both] == parts
+    assert both["kernels"] == first["kernels"]
 
 
 @of_test_all

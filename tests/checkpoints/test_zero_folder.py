@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cifar_zero.checkpoints.zero_folder import LAYOUT, PARTS, PROGRESS, TIED, read_folder
+from cifar_zero.core.errors import UsageError
 from cifar_zero.optimizers.groups import by_name
 
 LOCAL, RANKS = 3, 2
@@ -59,3 +60,10 @@ def test_experts_that_deepspeed_has_split_into_two_groups_are_assembled(folder: 
     assert {name: value.item() - 100 for name, value in actual["state_dict"].items()} == expected
     states = by_name(actual["optimizer_states"][0])
     assert {name: state["exp_avg"].item() for name, (_, state) in states.items()} == expected
+
+
+@pytest.mark.parametrize("what", ["zero_pp_rank_1_mp_rank_00_optim", "layer_0_expert_4_mp_rank_00_model"])
+def test_a_missing_file_is_refused(what: str, folder: Path):
+    (folder / f"{what}_states.pt").unlink()
+    with pytest.raises(UsageError, match="is incomplete"):
+        read_folder(folder)

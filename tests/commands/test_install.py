@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from cifar_zero.__main__ import COMMANDS
 from tests.support.helpers import ROOT, assert_ok, of_test_all
 
 PIP = [sys.executable, "-m", "pip"]
@@ -73,6 +74,8 @@ def test_a_wheel_trains_and_checks_in_an_empty_directory(tmp_path: Path):
         assert_ok(done)
         return done.stdout
 
+    for command in COMMANDS:
+        assert f"usage: ../env/bin/cifar-zero {command} " in run("cifar-zero", command, "--help")
     short = ["--accelerator", "cpu", "--data.source", "digits", "--max_steps", "4", "--devices", "2"]
     assert "deepspeed_stage_2" in run("cifar-zero", "train", *short, "--strategy", "deepspeed_stage_2")
     assert "deepspeed_stage_2: " in run("stepcheck", "accept", "--print_cases")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from matplotlib import pyplot
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 from cifar_zero.__main__ import COMMANDS as PROGRAMS
 from cifar_zero.config import command_line
@@ -229,6 +230,17 @@ def test_cells_of_the_notebook(tmp_path: Path):
     assert_ok(done)
     assert done.stdout.count("the same losses, bit for bit: True") == 2
     assert "2 of 2 agree with baseline: 2 bit-identical" in done.stdout
+
+
+def test_tensorboard_command_reads_a_run(tmp_path: Path):
+    """With --inspect, TensorBoard prints what it has read, instead of serving it."""
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_scalar("train/loss", 2.3, 10)
+    (command,) = [command for command in COMMANDS if command.startswith("tensorboard")]
+    arguments = [str(tmp_path) if word == "runs" else word for word in shlex.split(command)[1:]]
+    done = run_program("-m", "tensorboard.main", *arguments, "--inspect")
+    assert_ok(done)
+    assert "train/loss" in done.stdout
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -26,6 +26,7 @@ from tests.support.helpers import (
     of_test_all,
     run_folder_of,
     run_program,
+    small_disk,
     train_all,
     train_command,
 )
@@ -245,3 +246,18 @@ def test_a_signal_ends_an_evaluation(small_data: list[str], tmp_path: Path):
     done = run_program("evaluate", str(run_folder_of(tmp_path)), *own, "--model.number", "15")
     assert (done.returncode, done.stdout) == (143, ""), done.stderr
     assert done.stderr.endswith("stopped by SIGTERM\n")
+
+
+@of_test_all
+@pytest.mark.distributed
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(small_data: list[str], tmp_path: Path):
+    """A checkpoint of stage 2 takes 0.8 MB. Until the next checkpoint has replaced it, both are on the disk."""
+    flags = ["--strategy", "deepspeed_stage_2", "--devices", "2", "--accelerator", "cpu", "--batch_size", "16"]
+    flags += ["--max_steps", "90", "--epochs", "9"]
+    with small_disk(tmp_path, "1200k") as disk:
+        done = run_program("train.py", *small_data, *flags, "--out", str(disk))
+        assert done.returncode == 1, done.stderr[-2000:]
+        assert "Traceback" not in done.stderr
+        assert "last.ckpt could not be written: No space left on device. The training continues" in done.stderr
+        (kept,) = [file.parent for file in disk.rglob("latest")]
+        assert read(kept)["global_step"] == 36

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cifar_zero.comparison.plot import loss_plot, write_plot
@@ -85,3 +86,14 @@ def test_infinite_losses_are_not_drawn():
     assert diverged.run is not None
     diverged.run.losses[STEPS] = float("inf")
     assert loss_plot(comparison(diverged)).axes[0].get_ylim()[1] < 4
+
+
+def test_the_second_panel_has_the_difference_and_gaps_where_there_is_none():
+    figure = loss_plot(comparison(trained("ddp", "different", off=0.25), trained("fsdp2")))
+    _, below = figure.axes
+    (line,) = below.lines
+    difference = np.asarray(line.get_ydata(), dtype=float)
+    assert np.isnan(difference[:7]).all()
+    assert np.allclose(difference[7:], 0.25)
+    entries = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert entries == ["baseline (reference)", "ddp (different)", "fsdp2 (bit-identical)"]

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from cifar_zero.config.strategy_specs import STRATEGIES
 from tests.support.helpers import assert_ok, losses, metrics_of, needs_gpu, run_folder_of, run_program
 
 pytestmark = needs_gpu
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 ALL = [(strategy, precision) for strategy in ("baseline", "deepspeed_stage_2") for precision in PRECISIONS]
+IN_FLOAT16 = ("ddp", "deepspeed_stage_1", "deepspeed_stage_3", "deepspeed_stage_3_offload")
+IN_BFLOAT16 = ("ddp", "deepspeed_stage_3", "fsdp", "fsdp2", "pipeline", "tensor_parallel")
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +30,12 @@ def assert_learned(run: Path, loss: float, accuracy: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision"), [*ALL, *((name, "bf16-mixed") for name in ("deepspeed_stage_3", "fsdp2", "pipeline"))]
+    ("strategy", "precision"),
+    [*ALL, *((name, "16-mixed") for name in IN_FLOAT16), *((name, "bf16-mixed") for name in IN_BFLOAT16)],
 )
 def test_learns(strategy: str, precision: str, digits: list[str], tmp_path: Path):
     """A transformer needs more steps."""
-    model = "vit_tiny" if strategy == "pipeline" else "net"
+    model = "vit_tiny" if STRATEGIES[strategy].one_replica else "net"
     flags = ["--strategy", strategy, "--precision", precision, "--model", model, "--gradient_clip_val", "1"]
     flags += ["--optimizer", "adam", "--optimizer.lr", "0.0005" if model == "vit_tiny" else "0.003"]
     flags += ["--batch_size", "64", "--max_steps", "1500" if model == "vit_tiny" else "200", "--out", str(tmp_path)]

@@ -28,6 +28,15 @@ def test_variances_are_those_of_the_papers(scheme: str):
     assert (net[1].weight == 3).all()
 
 
+def test_the_seed_decides_the_initial_weights():
+    def start(seed: int) -> torch.Tensor:
+        net: Any = build_model.create_model(Recipe(model=Choice("mlp"), init="he", seed=seed), 10)
+        return net[1].weight
+
+    assert torch.equal(start(seed=0), start(seed=0))
+    assert not torch.equal(start(seed=0), start(seed=1))
+
+
 class Draws(TorchDispatchMode):
     """Records the devices on which random numbers are drawn."""
 

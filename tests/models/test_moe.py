@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cifar_zero import models
 from cifar_zero.models import MixtureOptions, moe
 from cifar_zero.models.moe import Gate, MixtureOfExperts
+from cifar_zero.models.net import Net
 
 TOKENS, WIDTH, EXPERTS = 50, 8, 4
 
@@ -137,6 +138,16 @@ def test_outputs_and_gradients_are_those_of_the_weighted_experts(top_k: int, mlp
     sums = (outputs * weights).sum(), (expected * weights).sum()
     actual, wanted = (torch.autograd.grad(each, parameters, retain_graph=True) for each in sums)
     torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_one_expert_is_the_dense_model():
+    mixture: Any = models.build("net_moe", 10, num_experts=[1])
+    (only,) = mixture.fc3
+    dense: Any = Net(10)
+    dense.fc3 = nn.Sequential(only.experts[0], mixture.fc4)
+    dense.load_state_dict({**mixture.state_dict(), **dense.fc3.state_dict(prefix="fc3.")}, strict=False)
+    images = torch.randn(20, 3, 32, 32)
+    torch.testing.assert_close(mixture(images), dense(images), rtol=1e-6, atol=1e-7)
 
 
 # Randomness

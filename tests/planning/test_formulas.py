@@ -92,6 +92,25 @@ def test_temporary_tensors_of_an_update(name: str, options: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "settings", "numbers"),
+    [
+        ("adamw", {"accelerator": "gpu"}, 0),  # torch's fused optimizer
+        ("adamw", {"accelerator": "gpu", "gradient_clip_val": 1.0}, 0),
+        ("adamw", {"accelerator": "gpu", "gradient_clip_val": 1.0, "precision": "bf16-mixed"}, 1),
+        ("adamw", {"accelerator": "gpu", "precision": "16-mixed"}, 1),
+        ("adamw", {"accelerator": "cpu"}, 0),
+        ("lion", {"accelerator": "cpu"}, 1),
+        ("lion", {"accelerator": "gpu", "strategy": "deepspeed_stage_1"}, (1 + 1) / 2),
+    ],
+)
+def test_when_an_update_has_temporary_tensors(optimizer: str, settings: dict[str, Any], numbers: float):
+    run = run_of(
+        **{"strategy": "ddp", "devices": 2, "precision": "32-true", "optimizer": Choice(optimizer), **settings}
+    )
+    assert formulas.update(run, LARGE) == 4 * numbers * ELEMENTS
+
+
+@pytest.mark.parametrize(
     ("name", "options"),
     [
         *(("sgd", {"momentum": 0.0}), ("sgd", {"momentum": 0.9}), ("adamw", {}), ("lion", {}), ("adagrad", {})),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pytest.importorskip("lightning", reason="needs lightning")
 
@@ -277,6 +277,18 @@ def test_bfloat16_agrees_and_adam_counts_its_steps(stage: int):
     assert {int(state["step"]) for state in optimizer.optimizer.state.values()} == {4}
 
 
+class Changed(Two):
+    """A module with a layer that changes after the check has copied it, as an engine may do at its start."""
+
+    def on_fit_start(self) -> None:
+        self.net[1].register_forward_hook(lambda part, inputs, output: output / 2)
+
+
+def test_the_first_wrong_module_is_named():
+    verdict = verdict_of(Changed(), check=StepCheck(steps=[1], outputs=True, on_fault="warn"), steps=1)
+    assert "the output of net.1" in str(verdict), str(verdict)
+
+
 class WrongGradient(Two):
     """A module whose first gradient is 0.1 % too large when it reaches the optimizer in step 15."""
 
@@ -477,6 +489,22 @@ def test_gradients_are_seen_as_the_hooks_of_the_module_leave_them(module: Any):
     assert ("hooks on parameters may change them" in str(verdict)) == (module is ClampsLater)
 
 
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([(torch.randn(24), 0) for _ in range(12)])
+
+
+class Streams(Two):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Endless(), 4)
+
+
+def test_steps_cannot_be_spread_over_a_run_of_unknown_length():
+    verdict = verdict_of(Streams(), check=StepCheck(count=20), steps=-1, max_epochs=1)
+    assert (verdict.steps, verdict.replayed) == (3, 0)
+    assert "the number of steps is unknown" in str(verdict)
+
+
 class ManualTwice(Two):
     """A module that steps two optimizers, one of them twice, and each one's schedule."""
 
@@ -502,6 +530,13 @@ class ManualTwice(Two):
 def test_schedules_of_manual_optimization_are_the_modules_own():
     verdict = verdict_of(ManualTwice(), check=StepCheck(on_fault="warn"), steps=12)
     assert not verdict.findings, str(verdict)
+
+
+def test_an_audit_that_fails_on_another_rank_ends_on_this_rank_too(monkeypatch: pytest.MonkeyPatch):
+    reasons = iter(["", "", "no space on rank 1"])  # of the copy, of its setup and of the audit
+    monkeypatch.setattr("stepcheck.lightning.callback.first_reason", lambda reason: next(reasons))
+    verdict = verdict_of(Two())
+    assert (verdict.outcome, verdict.not_judged) == ("not judged", {"all steps": "no space on rank 1"})
 
 
 class Infinite(Two):

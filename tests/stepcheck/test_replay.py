@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepcheck import Replay, audit
-from stepcheck.engines.adapter import RankInfo
+from stepcheck.engines.adapter import RankInfo, plain_name
 from stepcheck.replay import compare, memory
 from stepcheck.replay import replay as replay_module
 from stepcheck.replay.plain_copy import PlainCopy, buffers_of
@@ -230,6 +230,22 @@ def test_the_first_module_with_another_output_is_named():
     assert "layer_norm" in found.text
 
 
+def test_only_the_parts_that_wrappers_add_leave_a_name():
+    class Own(nn.Module):
+        def __init__(self, module: nn.Module):
+            super().__init__()
+            self.module = module
+
+    wrapped = nn.DataParallel(Own(Own(nn.DataParallel(nn.Linear(1, 1)))))
+    names = [plain_name(wrapped, name) for name, _ in wrapped.named_modules()]
+    assert names == ["", "", "module", "module.module", "module.module"]
+    assert plain_name(wrapped, "module.module.module.module.weight") == "module.module.weight"
+    compiled = nn.DataParallel(torch.compile(Model()))  # pyright: ignore
+    assert {plain_name(compiled, name) for name, _ in compiled.named_modules()} == {
+        name for name, _ in Model().named_modules()
+    }
+
+
 def test_a_module_with_an_attribute_module_is_replayed():
     class Wrapped(Model):
         def __init__(self) -> None:
@@ -310,12 +326,18 @@ class CallsGlobal(Calls):
         return lambda x: Model.forward(Calls.latest, x)
 
 
+class UsesWeight(Calls):
+    def function(self) -> Any:
+        return lambda x: F.linear(x, Calls.latest.first.weight)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (Calls, "replays, because call has a function that calls the trained module"),
         (CallsCompiled, "replays, because call has a function that calls the trained module"),
         (CallsGlobal, "the replay of step 1, because RuntimeError: the copy of the module calls the trained module"),
+        (UsesWeight, "the replay of step 1, because RuntimeError: the copy of the module calls the trained module"),
     ],
 )
 def test_a_copy_that_calls_the_trained_module_is_not_judged_and_changes_nothing(kind: type[Model], reason: str):

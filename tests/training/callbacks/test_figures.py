@@ -38,3 +38,12 @@ def test_a_row_of_the_confusion_matrix_is_a_true_class_and_a_column_a_predicted_
     assert np.array_equal(np.asarray(axes.images[0].get_array()), counts)
     assert [label.get_text() for label in axes.get_yticklabels()] == NAMES
     assert axes.get_title() == "24 test images, 75.00% correct"
+
+
+def test_each_class_has_its_line_and_its_area():
+    x, y = torch.tensor([0.0, 0.0, 0.9]), torch.tensor([0.0, 0.6, 1.0])
+    areas = torch.tensor([0.5, torch.nan, 0.75])  # no image of the second class
+    axes = figures.curve_figure(([x] * 3, [y] * 3), areas, NAMES, "AUROC", ("x", "y")).axes[0]
+    legend: Any = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["cat AUC=0.500", "dog AUC=nan", "frog AUC=0.750"]
+    assert np.array_equal(axes.get_lines()[0].get_xydata(), torch.stack([x, y], dim=1))
