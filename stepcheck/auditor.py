@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
 from stepcheck.engines import adapter_of
+from stepcheck.engines.adapter import running_steps
 from stepcheck.hooks import Hooks, outermost_backward
 from stepcheck.judge import Judge, Step
 from stepcheck.start import Start, changed_options, options_of
@@ -93,7 +94,7 @@ class Audit:
         self.running = False  # whether a step that is audited has begun
         self.micro_batches = 0
         self.scale = 1.0  # the loss scale in autograd's gradients
-        self.depth = 0  # calls of the optimizer's step that have not returned
+        self.updating = False  # whether an update has begun that has not ended, perhaps because it failed
         self.error = ""  # why a hook of this rank failed
         self.stopped = False  # whether all ranks have ended the audit
         self.undo = ExitStack()  # removes all hooks
@@ -185,7 +186,8 @@ class Audit:
         if self.adapter.optimizer is None:
             return self.detach()
         # After an error that the script has caught, a step or a backward pass has not ended.
-        self.depth = 0
+        if self.updating and not running_steps(self.adapter.optimizer):
+            self.running = self.updating = False  # the step begins again
         self._in_backward &= torch._C._current_graph_task_id() >= 0
         self._hooks.watch_gradients()
         self._begin_step()
@@ -234,9 +236,6 @@ class Audit:
             self.replay.add_gradient(index, gradient)
         if not self._in_backward:
             self._begin_backward()
-        if self.adapter.begins_sum(index):
-            self._totals.reset_gradient(index)
-            self._counts[index] = 0
         self._totals.add_gradient(index, gradient)
         self._counts[index] = self._counts.get(index, 0) + 1
         self.micro_batches = max(self.micro_batches, self._counts[index])
@@ -249,9 +248,10 @@ class Audit:
         outermost, before = outermost_backward(), self._backward
         self._backward = outermost
         if outermost != before:  # not the next part of a pass with reentrant checkpoints
-            for index, earlier in self.adapter.begin_backward().items():
-                self._totals.reset_gradient(index)
-                self._totals.add_gradient(index, earlier)
+            for index, earlier in self.adapter.gradients_before_pass(self._counts).items():
+                self._totals.begin_gradient(index, earlier)
+                if earlier is None:
+                    self._counts[index] = 0
         # Only modules without parts, because Lightning does not change the mode of a wrapper such as DDP.
         self._mode = any(each.training for each in self.adapter.module.modules() if not [*each.children()])
         engine = torch.autograd.Variable._execution_engine
@@ -294,11 +294,13 @@ class Audit:
         if self._trains and self._mode is False:
             self.add("state", 2.0, "the module is in evaluation mode, unlike in the step before")
         self._trains = self._trains if self._mode is None else self._mode
+        if self.updating:
+            self._totals.begin_update()
+        self.updating = True
         if not self.adapter.owns_step:
             self.scale = self.adapter.loss_scale()
-            for index in self.adapter.trained:  # of an earlier backward pass, whose step the script has left out
-                if self.adapter.parameters[index].grad is None:
-                    self._totals.reset_gradient(index)
+        for index in self.adapter.removed_gradients():
+            self._totals.begin_gradient(index, None)
         self._totals.mark("modified", self.adapter.modified_gradients())
         self._totals.mark("trained", self.adapter.trained)
         clips = self.adapter.clip_limit() > 0
@@ -317,6 +319,7 @@ class Audit:
 
     @guarded
     def after_update(self, optimizer: Any) -> None:
+        self.updating = False
         if self.running:
             self._updates.end(optimizer, self.add)
 

@@ -86,12 +86,19 @@ class Judge:
         tolerance = factor_tolerance(strength, (ranks, step.scale, reduction))
         norm = float((step.sums["square"][:, 0] / self.replicas)[trained].sum().sqrt())
         complete = trained.equal(self.trained)
-        fault = self._factor(step, factor, tolerance, norm, complete) if strength > SIGMAS else None
         may_be_clipped = adapter.clip_limit() or not adapter.owns_step
         scaled = factor if may_be_clipped and abs(factor - 1) > tolerance and 0 < factor < 1 else 1.0
+        is_unknown = scaled < 1 and not adapter.clip_limit() and strength > SIGMAS
+        if is_unknown:
+            verdict.not_judged["the scale of all gradients"] = (
+                f"something other than clip_grad_norm_ of exactly these gradients multiplied them by {factor:.5g} "
+                f"in step {step.number}{self._meaning(step, factor)}"
+            )
+        fault = None if is_unknown or strength <= SIGMAS else self._factor(step, factor, tolerance, norm, complete)
         error = (actual - scaled * expected).abs() + difference
         shares = (error / (SIGMAS * scaled * deviation)).amax(1)[trained].nan_to_num(nan=torch.inf)
-        self._measure(trained, expected, summands, deviation, tolerance)
+        if adapter.clips_others or not is_unknown:
+            self._measure(trained, expected, summands, deviation, tolerance)
         worst = int(shares.argmax())
         verdict.record("gradient", float(shares[worst]))
         rest = (actual - factor * expected).abs() + difference
@@ -158,12 +165,6 @@ class Judge:
             share = max(0.0, factor - 1) / (tolerance + rounding)
         elif limit and not complete and share > 1 and 0 < factor < 1:
             self.verdict.not_judged["clipping"] = "the norm includes gradients that are not judged"
-            return None
-        elif not self.adapter.owns_step and share > 1 and 0 < factor < 1 and not limit:
-            self.verdict.not_judged["the scale of all gradients"] = (
-                f"something other than clip_grad_norm_ of exactly these gradients multiplied them by {factor:.5g} "
-                f"in step {step.number}"
-            )
             return None
         self.verdict.record("scale", share)
         if share <= 1:

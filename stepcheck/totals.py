@@ -37,14 +37,27 @@ class Totals:
         for index in indices:
             self.columns[column][self.adapter.rows[index]] = 1
 
-    def reset_gradient(self, index: int) -> None:
+    def begin_gradient(self, index: int, earlier: Tensor | None) -> None:
+        """Begins the sum of a parameter's gradients anew, with 0 or with the gradient that the parameter has. Under
+        FSDP2, this gradient is this rank's part of a reduced one."""
         for column in ("expected", "summands"):
             self.columns[column][self.adapter.rows[index]] = 0.0
+        if earlier is not None:
+            adapter = self.adapter
+            sketch = project(adapter.local(earlier), adapter.own_part(index)[1])
+            factor = adapter.ranks.size / (adapter.replica(index)[1] * adapter.reduction_factor())
+            self._add("expected", index, factor * sketch[:K])
+            self._add("summands", index, factor * sketch[K].sqrt())
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
         sketch = project(gradient)
         self._add("expected", index, sketch[:K])
         self._add("summands", index, sketch[K].sqrt())
+
+    def begin_update(self) -> None:
+        """Drops what an update that has failed has added."""
+        for column in ("actual", "square", "modified", "trained"):
+            self.columns[column].zero_()
 
     def add_optimizer_gradient(self, parts: Iterable[Part], gradient: Tensor, measure: bool) -> None:
         """Adds the gradient of a tensor that the optimizer updates, split into `parts`, to the sums of the parts'

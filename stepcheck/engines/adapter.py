@@ -1,8 +1,9 @@
 """Defines what an audit reads from an engine."""
 
 import importlib
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 TRANSFORMS: Any = importlib.import_module("torch._C._functorch")
 """The module with the stack of torch.func's transforms, such as `grad` and `vmap`."""
+
+STEP_CODE = torch.optim.Optimizer.profile_hook_step(print).__code__
+"""The code of the function with which torch replaces an optimizer's `step`, to call hooks before and after it."""
 
 
 class NotAuditable(ValueError):
@@ -166,18 +170,19 @@ class EngineAdapter:
         pairs = ((groups.get(id(target.tensor)), target.parts) for target in self.targets.values())
         return {part.index: group for group, parts in pairs if group for part in parts}
 
-    def begins_sum(self, index: int) -> bool:
-        """Returns whether a parameter's sum of gradients begins anew with the gradient that autograd has just
-        computed."""
-        return False
-
-    def begin_micro_batch(self) -> str | None:
+    def begin_micro_batch(self) -> str:
         """Is called before each forward pass. Returns why the audit must end on all ranks before this forward pass, or
-        None."""
+        an empty string."""
+        return ""
 
-    def begin_backward(self) -> dict[int, Tensor]:
+    def gradients_before_pass(self, summed: Collection[int]) -> dict[int, Tensor | None]:
         """Is called at the first gradient of each backward pass, before this gradient is added. Returns the gradients
-        of earlier backward passes that replace the sums so far, by parameter index: DDP may have averaged them."""
+        with which sums of gradients begin anew, by parameter index. With None, a sum begins with 0. The sums of all
+        other parameters continue.
+
+        Args:
+            summed: Indices of the parameters whose sums have begun in this step.
+        """
         return {}
 
     def own_part(self, index: int) -> tuple[Tensor, int]:
@@ -233,6 +238,9 @@ class EngineAdapter:
         """Returns the configured ratio of the reduced gradient to the mean over the ranks."""
         return 1.0
 
+    clips_others = False
+    """Whether clip_grad_norm_ has clipped all gradients of this step together with gradients of other parameters."""
+
     def clip_limit(self) -> float:
         """Returns the norm to which all gradients together are clipped if their norm is larger, or 0 without
         clipping."""
@@ -257,6 +265,10 @@ class EngineAdapter:
         other than by torch's unscaling or its clipping of all gradients by their norm."""
         return set()
 
+    def removed_gradients(self) -> set[int]:
+        """Returns the indices of the parameters whose gradients the script has set to None since the backward pass."""
+        return set()
+
     def attach(self, audit: Any) -> None:
         """Makes the engine call the audit at each step, until the audit is detached."""
         self._before_step = before = self.optimizer.register_step_pre_hook(Hook(partial(_before_update, audit)))
@@ -275,8 +287,7 @@ class EngineAdapter:
 def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Passes the gradients that reach an optimizer to the audit, before its step or after the closure that computes
     them, as in Lightning. Returns the arguments of the step if they must be replaced."""
-    audit.depth += 1  # a step that calls the step of its base class runs the hooks twice
-    if audit.depth > 1:
+    if running_steps(optimizer) > 1:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -287,9 +298,7 @@ def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
     def audited() -> Any:
         nonlocal calls
         calls += 1
-        depth, audit.depth = audit.depth, 0  # stays 0 if the closure raises an error
         result = closure()
-        audit.depth = depth
         if calls == 1:
             audit.before_update(optimizer)
         elif calls == 2:
@@ -302,6 +311,16 @@ def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _after_update(audit: Any, optimizer: Any, *_: Any) -> None:
-    audit.depth -= 1
-    if audit.depth == 0:
+    if running_steps(optimizer) == 1:
         audit.after_update(optimizer)
+
+
+def running_steps(optimizer: Any) -> int:
+    """Returns how many calls of an optimizer's `step` have not returned. It is 2 if a step has called the step of its
+    base class, for which torch calls the hooks again. Reads the stack, because no hook is called after a step that has
+    failed."""
+    frame, count = sys._getframe(), 0
+    while frame is not None:
+        count += frame.f_code is STEP_CODE and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return count

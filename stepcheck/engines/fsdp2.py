@@ -1,6 +1,7 @@
 """Defines the adapter of PyTorch's FSDP2 (`fully_shard`)."""
 
 import math
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,6 @@ class FSDP2Adapter(PlainAdapter):
         super().__init__(module, optimizer)
         self.groups: dict[int, Any] = {}  # FSDPParam by id of the sharded parameter
         self.communicating: list[Any] = []  # the groups of parameters that are sent together
-        self.fresh: set[int] = set()  # parameters whose next gradient is the first one of a step
         for part in module.modules():
             state = part._get_fsdp_state() if isinstance(part, FSDPModule) else None
             for group in _groups_of(state):
@@ -36,6 +36,8 @@ class FSDP2Adapter(PlainAdapter):
                 isinstance(each, Shard) and each.dim for each in parameter.placements
             ):
                 raise NotAuditable(f"{self.names[index]} is sharded along another dimension than its first")
+        if any(group.mesh_info.mesh.size() != self.ranks.size for group in self.communicating):
+            raise NotAuditable("FSDP2 averages the gradients of a group of ranks only")
 
     @property
     def label(self) -> str:
@@ -91,24 +93,19 @@ class FSDP2Adapter(PlainAdapter):
         several = len({group.gradient_divide_factor for group in self.communicating}) > 1
         return "modules divide their gradients by different factors (set_gradient_divide_factor)" if several else ""
 
-    def begin_backward(self) -> dict[int, Tensor]:
-        """Records whether this micro-batch is the first since the gradients were reset, so that no parameter has a
-        gradient. A single one does not show this, because an empty shard never has a gradient. Returns the gradients of
-        parameters that FSDP2 does not shard."""
-        earlier = super().begin_backward()
-        kept = earlier or any(each.unsharded_accumulated_grad is not None for each in self.groups.values())
-        self.fresh = set() if kept else {*self.trained}
-        return {index: each for index, each in earlier.items() if not self._is_sharded(index)}
-
-    def begins_sum(self, index: int) -> bool:
-        if not self._is_sharded(index):
-            return super().begins_sum(index)
-        fresh = index in self.fresh
-        self.fresh.discard(index)
-        return fresh
-
-    def _is_sharded(self, index: int) -> bool:
-        return id(self.parameters[index]) in self.groups
+    def gradients_before_pass(self, summed: Collection[int]) -> dict[int, Tensor | None]:
+        """Continues the sum of a sharded parameter while gradients wait to be reduced, or if the script has not changed
+        the reduced gradient since the last pass. So a wrong reduction after an earlier micro-batch is seen."""
+        before = super().gradients_before_pass(summed)
+        changed = self.clipped_to or self.clips_others or self.scaled_by != 1
+        unchanged = set() if changed else {*summed} - self.modified_gradients()
+        for_replicas = any(getattr(each, "_partial_reduce_output", None) is not None for each in self.communicating)
+        for index, gradient in [*before.items()]:
+            own = self.groups.get(id(self.parameters[index]))
+            continues = for_replicas or (gradient is not None and index in unchanged)
+            if own and (continues or _waits(own)):
+                del before[index]
+        return before
 
     def compute_dtype(self, index: int) -> torch.dtype:
         own = self.groups.get(id(self.parameters[index]))
@@ -124,6 +121,13 @@ class FSDP2Adapter(PlainAdapter):
 
     def local(self, tensor: Any) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _waits(parameter: Any) -> bool:
+    """Returns whether a parameter has gradients that FSDP2 has not reduced yet. Older releases of torch keep them in
+    another attribute if they must cast them to the policy's reduce_dtype."""
+    gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+    return gradient is not None or parameter.unsharded_accumulated_grad is not None
 
 
 def _sum_dtype(parameter: Any) -> torch.dtype | None:

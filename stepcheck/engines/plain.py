@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from stepcheck.engines.adapter import EngineAdapter, Hook, NotAuditable
+from stepcheck.engines.adapter import EngineAdapter, Hook, NotAuditable, running_steps
 from stepcheck.patch import wrap_function
 
 SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compress_hook: torch.float16}
@@ -25,16 +25,10 @@ SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compre
 the gradient's own."""
 
 
-def fused_scale(optimizer: Any) -> float:
-    """Returns the loss scale by which the running step of a fused optimizer divides the gradients, or 1. A GradScaler
-    leaves this to such an optimizer, unless the script has called `unscale_`."""
-    return float(getattr(optimizer, "grad_scale", None) or 1.0)
-
-
-def overflows(optimizer: Any) -> bool:
-    """Returns whether the running step of a fused optimizer changes nothing, because a GradScaler has found that a
-    gradient overflows."""
-    return bool(getattr(optimizer, "found_inf", None) or 0.0)
+def scaler_of(optimizer: Any) -> tuple[float, bool]:
+    """Returns what a GradScaler leaves to the running step of a fused optimizer: the loss scale by which the step
+    divides the gradients (1 after `unscale_`), and whether a gradient overflows, so that the step changes nothing."""
+    return float(getattr(optimizer, "grad_scale", None) or 1.0), bool(getattr(optimizer, "found_inf", None) or 0.0)
 
 
 class PlainAdapter(EngineAdapter):
@@ -46,7 +40,8 @@ class PlainAdapter(EngineAdapter):
             raise NotAuditable("several ranks train without DDP or FSDP, so it is unknown which ranks average")
         # References to the gradients that the last backward pass has left, and their versions, by index.
         self.left: dict[int, tuple[Any, int]] = {}
-        self.reshaped: set[int] = set()  # gradients that torch has clipped in a way that the audit does not repeat
+        # Gradients that torch has set to 0, or clipped in a way that the audit does not repeat.
+        self.reshaped: set[int] = set()
 
     def attach(self, audit: Any) -> None:
         """Also makes each call of the optimizer's `step` end the audited step, and makes `watch` report to this
@@ -54,34 +49,33 @@ class PlainAdapter(EngineAdapter):
         watch()
         super().attach(audit)
         self.audit = audit
-        ends = self.optimizer.register_step_post_hook(
-            Hook(lambda *_: audit.depth or audit.end_step(skipped=audit.running and overflows(self.optimizer)))
-        )
+        ends = self.optimizer.register_step_post_hook(Hook(self._end_step))
         WATCHED.add(self)
         audit.undo.callback(ends.remove)
         audit.undo.callback(WATCHED.discard, self)
 
-    scaled_by: float | None = None
-    """The loss scale by which a GradScaler has divided the gradients of this step, or None."""
+    def _end_step(self, optimizer: Any, *_: Any) -> None:
+        if running_steps(optimizer) == 1:
+            self.audit.end_step(skipped=self.audit.running and scaler_of(optimizer)[1])
 
-    clipped_to: float | None = None
-    """The norm to which torch.nn.utils.clip_grad_norm_ has clipped the gradients of this step, or None."""
+    scaled_by = 1.0
+    """The loss scale by which a GradScaler has divided the gradients since the last backward pass."""
 
-    def begins_sum(self, index: int) -> bool:
-        return self.parameters[index].grad is None
+    clipped_to = 0.0
+    """The norm to which torch.nn.utils.clip_grad_norm_ has clipped the gradients since the last backward pass, or 0."""
 
-    def begin_backward(self) -> dict[int, Tensor]:
-        gradients = ((index, self.parameters[index].grad) for index in self.trained)
-        return {index: each for index, each in gradients if each is not None}
+    def gradients_before_pass(self, summed: Collection[int]) -> dict[int, Tensor | None]:
+        """Returns all gradients, which the script may have changed between two backward passes."""
+        return {index: self.parameters[index].grad for index in self.trained}
 
     def loss_scale(self) -> float:
-        return self.scaled_by or 1.0
+        return self.scaled_by
 
     def clip_limit(self) -> float:
-        return self.clipped_to or 0.0
+        return self.clipped_to
 
     def after_backward(self) -> None:
-        self.scaled_by, self.clipped_to, self.reshaped = None, None, set()
+        self.scaled_by, self.clipped_to, self.clips_others, self.reshaped = 1.0, 0.0, False, set()
         gradients = ((index, self.parameters[index].grad) for index in self.trained)
         self.left = {index: (weakref.ref(each), each._version) for index, each in gradients if each is not None}
 
@@ -99,16 +93,14 @@ class PlainAdapter(EngineAdapter):
         modified = set(self.reshaped)  # whose versions may be the same, if they are DTensors
         for index in self.trained:
             parameter, (left, version) = self.parameters[index], self.left.get(index, (None, 0))
-            if parameter.grad is None:
-                continue
-            if (
-                left is None
-                or left() is not parameter.grad
-                or version != parameter.grad._version
-                or parameter._post_accumulate_grad_hooks
-            ):
+            gradient = parameter.grad
+            is_other = gradient is not None and (left is None or left() is not gradient or version != gradient._version)
+            if is_other or parameter._post_accumulate_grad_hooks:
                 modified.add(index)
         return modified
+
+    def removed_gradients(self) -> set[int]:
+        return {index for index in self.left if self.parameters[index].grad is None}
 
 
 class DDPAdapter(PlainAdapter):
@@ -128,10 +120,9 @@ class DDPAdapter(PlainAdapter):
             getattr(each, "forward_sync_buffers", getattr(each, "broadcast_buffers", False)) for each in wrappers
         )
 
-    def begin_micro_batch(self) -> str | None:
-        if any(wrapper._join_config.enable for wrapper in self.wrappers):
-            return "ranks with fewer batches than others do not take part in a collective of the audit"
-        return None
+    def begin_micro_batch(self) -> str:
+        joins = any(wrapper._join_config.enable for wrapper in self.wrappers)
+        return "ranks with fewer batches than others do not take part in a collective of the audit" if joins else ""
 
     @property
     def label(self) -> str:
@@ -153,14 +144,15 @@ def _watching(optimizer: Any) -> list[PlainAdapter]:
 
 @cache
 def watch() -> None:
-    """Makes torch's functions that clip or unscale gradients report to the adapters in WATCHED. A second call does
-    nothing."""
+    """Makes torch's functions that clip, unscale or zero gradients report to the adapters in WATCHED. A second call
+    does nothing."""
     for module in (nn.utils, nn.utils.clip_grad):
         for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
             if hasattr(module, name):
                 wrap_function(module, name, _clip)
     wrap_function(torch.amp.GradScaler, "unscale_", _unscale)
     wrap_function(torch.amp.GradScaler, "step", _step)
+    wrap_function(torch.optim.Optimizer, "zero_grad", _zero_grad)
 
 
 def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,10 +166,10 @@ def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     with ExitStack() as stack:
         for adapter in [*WATCHED]:
             clipped = {index for index in adapter.trained if id(adapter.parameters[index]) in given}
-            if by_norm and clipped == adapter.trained and adapter.clipped_to is None:
+            if by_norm and clipped == adapter.trained and not (adapter.clipped_to or adapter.clips_others):
                 own = {id(adapter.parameters[index]) for index in clipped}
-                if not any(each.grad is not None and id(each) not in own for each in parameters):
-                    adapter.clipped_to = float(arguments["max_norm"])
+                adapter.clips_others = any(each.grad is not None and id(each) not in own for each in parameters)
+                adapter.clipped_to = 0.0 if adapter.clips_others else float(arguments["max_norm"])
                 stack.enter_context(adapter.changes_accepted())
             else:
                 adapter.reshaped |= clipped
@@ -191,7 +183,19 @@ def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
             stack.enter_context(adapter.changes_accepted())
         unscale(scaler, optimizer)
     for adapter in adapters:
-        adapter.scaled_by = scaler.get_scale()
+        adapter.scaled_by = scale = scaler.get_scale()
+        if adapter.clipped_to:
+            adapter.clipped_to /= scale
+            adapter.audit.verdict.notes["clipping"] = (
+                f"clip_grad_norm_ was called before unscale_, so it has clipped the gradients to {adapter.clipped_to:g}"
+            )
+
+
+def _zero_grad(zero_grad: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes gradients that are set to 0 count as modified. The versions of DTensors do not show it."""
+    zero_grad(optimizer, *args, **kwargs)
+    for adapter in _watching(optimizer):
+        adapter.reshaped |= {index for index in adapter.trained if adapter.parameters[index].grad is not None}
 
 
 def _step(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

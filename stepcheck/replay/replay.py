@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepcheck.engines.adapter import hookable_parts, plain_name, tensors_in
-from stepcheck.engines.plain import fused_scale
+from stepcheck.engines.plain import scaler_of
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, PlainCopy, buffers_of, function_of
@@ -226,7 +226,7 @@ class Replay:
         if self.actual is None or self._error:
             return None
         adapter = self.audit.adapter
-        scale = self.audit.scale * fused_scale(adapter.optimizer)
+        scale = self.audit.scale * scaler_of(adapter.optimizer)[0]
         arguments = self._micro_batches, adapter.divisor, scale, self._watch, exact, then
         with random_state_kept(), self._refusing_trained_module():
             computed = self._try(lambda: self.copy.compute(*arguments))

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from stepcheck.attach import find_model
 from stepcheck.engines.adapter import same_values, tensors_in
-from stepcheck.engines.plain import fused_scale, overflows
+from stepcheck.engines.plain import scaler_of
 from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
 from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, update_options
@@ -170,7 +170,7 @@ class Recorder:
         if len(step.batches) != recording.accumulate:
             counts = f"{recording.accumulate} and {len(step.batches)}"
             raise Refused(f"its steps have {counts} micro-batches: give all steps the same number")
-        scale = fused_scale(optimizer)
+        scale, _ = scaler_of(optimizer)
         options = {id(each): update_options(group) for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._model.named_parameters():
             value = step.values[name]
@@ -179,7 +179,8 @@ class Recorder:
             value.state = _copied(dict(optimizer.state.get(parameter, {})))
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if overflows(optimizer):
+        _, overflows = scaler_of(optimizer)
+        if overflows:
             return
         step, self._step = self._step, None
         assert step is not None

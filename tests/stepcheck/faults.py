@@ -2,13 +2,15 @@
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from tests.stepcheck import loop
 
 Patch = pytest.MonkeyPatch
 
@@ -268,17 +270,45 @@ def ddp_weights_drift(patch: Patch) -> None:
     wrap(patch, torch.optim.AdamW, "step", step)
 
 
-def shards_multiplied_by_fsdp2(patch: Patch) -> None:
-    """FSDP2 multiplies the gradients that it has reduced by more than 1, which no clipping does."""
+def double_shards_of_fsdp2(patch: Patch, is_chosen: Callable[[], bool]) -> None:
+    """Doubles the gradients that FSDP2 has reduced, which no clipping does."""
     groups: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 
     def finalize(real: Any, self: Any, *args: Any) -> None:
         real(self, *args)
-        for each in self.fsdp_params:
-            if each.sharded_param.grad is not None:
-                each.sharded_param.grad.mul_(2.0)
+        if is_chosen():
+            for each in self.fsdp_params:
+                if each.sharded_param.grad is not None:
+                    each.sharded_param.grad.mul_(2.0)
 
     wrap(patch, groups.FSDPParamGroup, "finalize_backward", finalize)
+
+
+def shards_doubled_by_fsdp2(patch: Patch) -> None:
+    double_shards_of_fsdp2(patch, lambda: True)
+
+
+def shards_doubled_by_fsdp2_once(patch: Patch) -> None:
+    double_shards_of_fsdp2(patch, once_in(1))
+
+
+def without_sync_of_fsdp2(patch: Patch, modules: Callable[[Any], Iterable[Any]]) -> None:
+    """FSDP2 reduces no gradients of some modules, as if a script had not switched this on again."""
+
+    def forward(real: Any, self: Any, ids: Any) -> Any:
+        for module in modules(self):
+            module.set_requires_gradient_sync(False)
+        return real(self, ids)
+
+    wrap(patch, loop.Model, "forward", forward)
+
+
+def reduction_of_fsdp2_left_out(patch: Patch) -> None:
+    without_sync_of_fsdp2(patch, lambda model: [model])
+
+
+def reduction_of_blocks_of_fsdp2_left_out(patch: Patch) -> None:
+    without_sync_of_fsdp2(patch, lambda model: model.blocks)
 
 
 def rate_restarts(patch: Patch) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -111,6 +112,24 @@ def failed_step() -> list[float]:
         with suppress(ValueError):
             losses.append(float(optimizer.step(compute)))
     return losses
+
+
+def failed_update() -> list[float]:
+    """Catches errors of updates that were given gradients. Leaves the first batch out, and retries the third step."""
+    model = network()
+    optimizer = FailsOnce(model.parameters(), lr=1e-2)
+
+    def fail(step: int) -> None:
+        optimizer.fails = step == 1
+
+    def retry() -> None:
+        if optimizer.fails:
+            with suppress(ValueError):
+                optimizer.step()
+
+    with suppress(ValueError):
+        fit(model, optimizer)
+    return fit(model, optimizer, retry, fail)
 
 
 class FailsOnce(torch.optim.AdamW):
@@ -223,6 +242,34 @@ def scaled_loss() -> list[float]:
         scaler.update()
         losses.append(float(loss))
     return losses
+
+
+def clipped_before_unscaled() -> list[float]:
+    """Clips gradients that have the loss scale, by mistake."""
+    model = network()
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=3.0)
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss))
+    return losses
+
+
+def halved_unseen() -> list[float]:
+    """Changes gradients without a trace in their versions, as an engine can that divides them once too often."""
+    model = network()
+    return fit(model, adam(model), lambda: [each.grad.data.mul_(0.5) for each in model.parameters()])
+
+
+def removed_gradients() -> list[float]:
+    """Keeps a layer by removing its gradients."""
+    model = network()
+    return fit(model, adam(model), lambda: model[2].zero_grad())
 
 
 def clipped_by_value() -> list[float]:
@@ -526,6 +573,56 @@ def divided_by_different_factors() -> list[float]:
 def sharded_two_passes() -> list[float]:
     model = fully_shard(network())
     return fit_in_two_passes(model, adam(model))
+
+
+def sharded_and_changed_between_passes() -> list[float]:
+    """Discards the gradients of a first pass, and clips after each of two micro-batches. The versions of DTensors show
+    neither."""
+    model = fully_shard(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    losses = []
+    for x, y in batches():
+        F.cross_entropy(model(x), y).backward()
+        optimizer.zero_grad(set_to_none=False)
+        for part in (slice(4), slice(4, 8)):
+            loss = F.cross_entropy(model(x[part]), y[part]) / 2
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def fit_with_two_micro_batches(model: Any, reduce: Callable[[bool], None]) -> list[float]:
+    optimizer = adam(model)
+    losses = []
+    for x, y in batches():
+        for part in (slice(4), slice(4, 8)):
+            reduce(part.stop == 8)
+            loss = F.cross_entropy(model(x[part]), y[part]) / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def reduced_in_the_last_pass() -> list[float]:
+    model = fully_shard(network())
+    return fit_with_two_micro_batches(model, model.set_requires_gradient_sync)
+
+
+def reduced_over_replicas_in_the_last_pass() -> list[float]:
+    """Accumulates gradients that are reduced over the shards only."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(network(), mesh=mesh)
+    return fit_with_two_micro_batches(model, model.set_requires_all_reduce)
+
+
+def sharded_in_groups_of_one_rank() -> list[float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("stage", "shard"))
+    model = fully_shard(network(), mesh=mesh["shard"])
+    return fit(model, adam(model))
 
 
 def compressed_small_gradients() -> list[float]:

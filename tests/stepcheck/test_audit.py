@@ -51,7 +51,10 @@ FAULTS: list[tuple[str, str, int, str, dict[str, Any]]] = [
     ("gradients_scaled_in_zero_3", "zero3", 1, "scale", {}),
     ("all_reduce_of_ddp_left_out", "ddp", 1, "gradient", {}),
     ("ddp_weights_drift", "ddp", 1, "update", {}),
-    ("shards_multiplied_by_fsdp2", "fsdp2", 1, "scale", {}),
+    ("shards_doubled_by_fsdp2", "fsdp2", 1, "scale", {}),
+    ("shards_doubled_by_fsdp2_once", "fsdp2", 1, "gradient", {"accumulate": 2}),
+    ("reduction_of_fsdp2_left_out", "fsdp2", 1, "scale", {}),
+    ("reduction_of_blocks_of_fsdp2_left_out", "fsdp2", 1, "gradient", {"accumulate": 2}),
 ]
 
 NOT_LOW = {

@@ -15,23 +15,27 @@ from tests.support.suite import WHOLE, run_python
 
 SCRIPT = "tests/stepcheck/odd_loops.py"
 
-FOREIGN = "some gradients"
+FOREIGN, SCALE = "some gradients", "the scale of all gradients"
 
 ENGINES: list[tuple[str, int, set[str]]] = [
     # script, audited steps, what is not judged; in the order in which the audits start
     ("closure", 4, set()),
     ("several_closures", 0, {"this optimizer", "updates"}),
     ("failed_step", 2, {"updates"}),  # not of a class that it does not know
+    ("failed_update", 4, {"updates"}),
     ("failed_backward", 8, set()),
     ("left_out_step", 4, set()),
     ("validated_with_gradients", 4, set()),
     ("captured_gradients", 4, set()),
-    ("clipped_with_another", 4, {"the scale of all gradients"}),
-    ("clipped_with_another", 4, {"the scale of all gradients"}),  # the second optimizer
+    ("clipped_with_another", 4, {SCALE}),
+    ("clipped_with_another", 4, {SCALE}),  # the second optimizer
     ("switched_statistics", 4, set()),
     ("low_precision_and_fused", 4, set()),
     ("traced", 4, set()),
     ("scaled_loss", 2, set()),
+    ("clipped_before_unscaled", 4, set()),
+    ("halved_unseen", 4, {SCALE}),
+    ("removed_gradients", 4, set()),
     ("clipped_by_value", 4, {FOREIGN}),
     ("own_gradients", 4, {FOREIGN}),
     ("late_hooks", 4, set()),
@@ -61,16 +65,21 @@ ENGINES_OF_SEVERAL_RANKS: list[tuple[str, int, set[str]]] = [
     ("sharded_and_clipped_by_value", 4, {FOREIGN}),
     ("divided_by_different_factors", 0, {"step 1 and later steps"}),
     ("sharded_two_passes", 4, set()),
+    ("sharded_and_changed_between_passes", 4, set()),
+    ("reduced_in_the_last_pass", 4, set()),
+    ("reduced_over_replicas_in_the_last_pass", 4, set()),
     ("compressed_small_gradients", 4, set()),
     ("layer_of_one_rank", 4, set()),
     ("probe_of_one_rank", 4, set()),
     ("DistributedDataParallel", 0, {"all steps"}),  # refused: groups_of_one_rank
+    ("FSDPSequential", 0, {"all steps"}),  # refused: sharded_in_groups_of_one_rank
     ("Linear", 0, {"all steps"}),  # refused: the probe
 ]
 
 OF_SEVERAL_RANKS = """one_optimizer_for_two_wrappers recomputed_in_views_of_buckets uneven_inputs groups_of_one_rank
     sharded_optimizer sharded_and_clipped_by_value divided_by_different_factors sharded_two_passes
-    compressed_small_gradients layer_of_one_rank probe_of_one_rank"""
+    sharded_and_changed_between_passes reduced_in_the_last_pass reduced_over_replicas_in_the_last_pass
+    sharded_in_groups_of_one_rank compressed_small_gradients layer_of_one_rank probe_of_one_rank"""
 """The scripts of several ranks, in their order. Not each has an engine."""
 
 
@@ -104,7 +113,7 @@ def test_odd_scripts_of_one_process(tmp_path: Path):
     expected = [*ENGINES, ("forked", 4, set())]
     *engines, of_the_fork = check(expected, dict.fromkeys(row[0] for row in expected), tmp_path)
     coverage = {name: each["coverage"] for (name, _, _), each in zip(ENGINES, engines, strict=True)}
-    unjudged = {"several_closures", "clipped_by_value", "own_gradients", "compiled_step"}
+    unjudged = {"several_closures", "halved_unseen", "clipped_by_value", "own_gradients", "compiled_step"}
     assert {name for name, share in coverage.items() if share == 0} == unjudged
     assert {name for name, share in coverage.items() if 0 < share < 1} == {"compiled"}
     assert of_the_fork["coverage"] == 1
