@@ -55,7 +55,7 @@ class PlainAdapter(EngineAdapter):
         super().attach(audit)
         self.audit = audit
         ends = self.optimizer.register_step_post_hook(
-            Hook(lambda *_: audit.depth or audit.end_step(skipped=audit.running and overflows(self.optimizer)))
+            Hook(lambda *_: audit.depth or audit.end_step(skipped=audit.judges_step and overflows(self.optimizer)))
         )
         WATCHED.add(self)
         audit.undo.callback(ends.remove)

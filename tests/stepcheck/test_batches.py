@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from stepcheck import audit
 from stepcheck.batches import Batches
+from stepcheck.engines.adapter import RankInfo
 
 
 def notes_of(batch: Callable[[int], Tensor], seed_of: Callable[[int], int] | None = None) -> dict[str, str]:
@@ -61,7 +62,7 @@ def in_layouts() -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:.*(Sparse|prototype).*")
 @pytest.mark.parametrize("layout", ["jagged", "nested", "", "_csr", "_csc"])
 def test_a_batch_may_have_any_layout(layout: str):
-    batches = Batches(0, 1, torch.device("cpu"))
+    batches = Batches(RankInfo(0, 1))
     batches.before_forward(((in_layouts()[layout],), {}))
     assert not batches.notes(1, batches.fingerprints)
     resume = pytest.importorskip("stepcheck.lightning.resume", reason="needs Lightning")
@@ -69,7 +70,7 @@ def test_a_batch_may_have_any_layout(layout: str):
 
 
 def test_ranks_with_one_batch_are_noted():
-    ranks = [Batches(rank, 3, torch.device("cpu")) for rank in range(3)]
+    ranks = [Batches(RankInfo(rank, 3)) for rank in range(3)]
     for rank, own in zip(ranks, (0, 1, 0), strict=True):
         rank.before_forward(((DRAWN[own],), {}))
     everyone = torch.stack([rank.fingerprints for rank in ranks]).sum(0)
