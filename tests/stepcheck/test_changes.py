@@ -52,7 +52,7 @@ def test_a_module_that_an_engine_has_changed_is_found():
     assert str(audited.verdict.findings[0]) == "step 0: building the engine has changed 1.p (rank 0)"
 
 
-def test_a_batch_norm_that_keeps_its_statistics_is_found_at_the_first_step_but_not_one_that_is_loaded():
+def test_a_batch_norm_that_keeps_its_statistics_is_found_but_not_one_that_is_loaded():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with audit(model, optimizer, on_fault="warn") as audited:
