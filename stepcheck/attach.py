@@ -239,7 +239,7 @@ class AutoAudit:
         `before_step` tries again."""
         import torch
 
-        if torch.compiler.is_compiling() or self.building or not torch.is_grad_enabled():
+        if not self._may_start() or not torch.is_grad_enabled():
             return
         parameters = {id(each) for each in module.parameters()}
         for optimizer, refused in [*self.pending.items()]:
@@ -253,12 +253,19 @@ class AutoAudit:
             self.forward_hook.remove()
             self.forward_hook = None
 
+    def _may_start(self) -> bool:
+        import torch
+
+        if torch.compiler.is_compiling() or self.building:
+            return False
+        from stepcheck.hooks import records_cuda_graph
+
+        return not records_cuda_graph()
+
     def before_step(self, optimizer: Any) -> None:
         """Starts the audit of an optimizer at its first step, if the forward pass was not seen, or came before the
         model was wrapped."""
-        import torch
-
-        if not (torch.compiler.is_compiling() or self.building) and optimizer in self.pending:
+        if self._may_start() and optimizer in self.pending:
             del self.pending[optimizer]
             self.audit(None, optimizer)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
 from stepcheck.engines import adapter_of
-from stepcheck.hooks import Hooks, outermost_backward
+from stepcheck.hooks import Hooks, outermost_backward, records_cuda_graph
 from stepcheck.judge import Judge, Step
 from stepcheck.start import Start, changed_options, options_of
 from stepcheck.totals import FAILED, Totals
@@ -37,7 +37,7 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
     def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
         start = time.perf_counter()
         try:
-            if not self.stopped and _records_cuda_graph():
+            if not self.stopped and records_cuda_graph():
                 self.stop("a CUDA graph replays them, without the hooks of the audit")
             if not self.error and not self.stopped:
                 method(self, *args, **kwargs)
@@ -46,10 +46,6 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
         self.verdict.seconds += time.perf_counter() - start
 
     return run
-
-
-def _records_cuda_graph() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _failure(error: Exception) -> str:

@@ -80,7 +80,8 @@ def test_loading_a_part_that_is_not_trained_keeps_the_comparison_with_the_last_u
     assert "weights or optimizer state that change between steps" in audited.verdict.notes
 
 
-def test_an_audit_ends_when_a_cuda_graph_is_recorded(monkeypatch: pytest.MonkeyPatch):
+def test_an_audit_ends_when_a_cuda_graph_is_recorded_and_none_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    auto_audit = AutoAudit(str(tmp_path))
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with audit(model, optimizer) as audited:
@@ -89,7 +90,11 @@ def test_an_audit_ends_when_a_cuda_graph_is_recorded(monkeypatch: pytest.MonkeyP
             for name in ("is_initialized", "is_current_stream_capturing"):
                 recording.setattr(torch.cuda, name, lambda: True)
             step(model, optimizer)
+            auto_audit.pending[optimizer] = False
+            auto_audit.before_step(optimizer)
+            auto_audit.before_forward(model, ())
         step(model, optimizer)
+    assert (auto_audit.verdicts, auto_audit.refused) == ([], [])
     verdict = audited.verdict
     assert (verdict.steps, verdict.outcome) == (1, "not judged")
     assert verdict.not_judged == {"step 2 and later steps": "a CUDA graph replays them, without the hooks of the audit"}
